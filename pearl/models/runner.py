@@ -1,0 +1,46 @@
+"""The one interface between the runtime and a model. Knows nothing of drafts, targets, windows or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class ModelRunner(Protocol):
+    """A causal language model with a KV cache that can be rolled back; one sequence, batch size 1.
+
+    Attributes:
+        vocab_size: number of token ids that the logits cover (the model's own count, padding ids included).
+        context: the most tokens the cache can hold.
+        length: tokens in the cache now.
+        device: where the logits live.
+    """
+
+    vocab_size: int
+    context: int
+    device: torch.device
+
+    @property
+    def length(self) -> int: ...
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        """Appends `tokens` to the cache; logits [rows, vocab_size], float32, of the last `rows` of them.
+
+        Row j holds the logits for the position after fed token len(tokens) - rows + j. 0 <= rows <= len(tokens), and
+        tokens is not empty.  Raises `RequestError` where the context would overflow (the cache is then unchanged).
+        The tensor is the caller's to keep: a later forward does not overwrite it.
+        """
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Forgets all but the first `length` tokens, in O(1). 0 <= length <= self.length.
+
+        A forward after a rollback gives what it would have given on a cache filled from scratch.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that was asked of it; at once on a CPU."""
+        ...

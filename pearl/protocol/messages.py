@@ -1,0 +1,246 @@
+"""What crosses between processes, as plain values: the fixed list of message types.
+
+The byte format (msgpack arrays, limits, checks) is `transport/codec.py`; its written specification is
+`pearl/transport/WIRE.md`.  Tensors never appear here: a draft distribution travels as bytes (`Rows`) or is only
+announced and comes over the tensor channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+PROTOCOL_VERSION = 1
+
+
+class Role(Enum):
+    FRONT = "front"
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+class Provenance(Enum):
+    """Where a committed token came from."""
+
+    ACCEPTED = "accepted"  # drafted, and the target agreed
+    CORRECTED = "corrected"  # drafted wrongly: a sample of the residual stands in its place
+    DIRECT = "direct"  # the target's own draw: no draft was asked (ar, prefill in sd, going alone)
+    BONUS = "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    STOP = "stop"  # a stop string
+    LENGTH = "length"  # max_tokens or the context
+    CANCELLED = "cancelled"
+
+
+class RowKind(Enum):
+    """How the draft distributions of a DraftTokens message travel."""
+
+    NONE = "none"  # the acceptance rule needs none (greedy, coupled)
+    SPARSE = "sparse"  # per token: (ids as int32 LE, probs as float32 LE), exact because the support is small
+    FRAMES = "frames"  # per token: float32 LE over the target's vocabulary, in raw frames of the same message
+    CHANNEL = "channel"  # announced here; the rows come over the tensor channel, in order, each exactly once
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Draft distributions of a run of tokens. `data` holds one entry a token; empty for NONE and CHANNEL."""
+
+    kind: RowKind = RowKind.NONE
+    data: tuple[bytes | tuple[bytes, bytes], ...] = ()
+
+
+NO_ROWS = Rows()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to turn logits into tokens; all values resolved. `temperature` 0 is greedy. top_k 0, top_p 1, min_p 0: off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Which method decodes a request. `gamma` is the fixed window, None where the window is the measured ratio."""
+
+    method: str = "pearl"
+    window: str = "stream"
+    gamma: int | None = None
+    rule: str = "ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message in either direction. `context`: the most tokens the sender's model can hold."""
+
+    version: int
+    role: Role
+    vocab_size: int
+    context: int
+    vocab_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The target's answer to a front's Hello: what this engine serves, and the speeds measured at start (seconds)."""
+
+    version: int
+    vocab_size: int
+    context: int
+    draft_context: int  # 0: no draft
+    t_draft: float  # 0.0: unknown
+    t_target: tuple[tuple[int, float], ...]  # (fed tokens, seconds)
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A front asks for a text. `request` is the front's own number; `limit` the total length at which to end."""
+
+    request: int
+    prompt: tuple[int, ...]
+    limit: int
+    sampling: Sampling
+    decoding: Decoding
+    eos: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    preview: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Final tokens from position `start` on, with one provenance each."""
+
+    request: int
+    start: int
+    tokens: tuple[int, ...]
+    provenance: tuple[Provenance, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Pending tokens from position `start` on: a guess, replaced by what is committed. Only on request."""
+
+    request: int
+    start: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended. `statistics` is a JSON document (see pearl.metrics.Statistics)."""
+
+    request: int
+    reason: FinishReason
+    statistics: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The target gives the draft a whole prefix: a new request, or one to be resumed after a resynchronisation."""
+
+    request: int
+    epoch: int
+    tokens: tuple[int, ...]
+    draft_until: int
+    sampling: Sampling
+    rule: str
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """Drafted tokens from absolute position `start` on. `seconds`: how long the forward of the last one took."""
+
+    request: int
+    epoch: int
+    start: int
+    tokens: tuple[int, ...]
+    seconds: float = 0.0
+    rows: Rows = NO_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Tokens committed from position `start` on; draft up to (not including) position `draft_until`.
+
+    `epoch` is one higher than before where the draft's continuation has become invalid. `digest` is the rolling hash
+    of the whole committed prefix, these tokens included.
+    """
+
+    request: int
+    epoch: int
+    start: int
+    tokens: tuple[int, ...]
+    draft_until: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """The draft lost the thread (a gap, or a digest that does not match) and asks for the whole prefix."""
+
+    request: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The request is over; the draft stops drafting for it."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A front no longer wants this request."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """From a work loop. `step` counts forwards, `work` names what is being done with how many `tokens`."""
+
+    step: int
+    work: str
+    tokens: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Clock ping: `sent` is the sender's monotonic clock, nanoseconds."""
+
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """Answer to a Ping: `sent` as received, `received` the answerer's monotonic clock, nanoseconds."""
+
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Something went wrong at the sender. `request` -1: not about one request. `kind` is a class name of pearl.errors."""
+
+    request: int
+    kind: str
+    message: str
+
+
+Message = (
+    Hello | Welcome | Submit | Committed | Preview | Finished | Begin | DraftTokens | Verdict | Resync | Finish
+    | Cancel | Heartbeat | Ping | Pong | Error
+)  # fmt: skip
