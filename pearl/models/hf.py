@@ -1,0 +1,164 @@
+"""Any Hugging Face causal language model as a `ModelRunner`: batch 1, a KV cache in memory allocated once.
+
+Knows transformers' cache and forward conventions.  It must not know where models come from (`loading`), nor
+what their logits are used for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from pearl.errors import ModelError, RequestError
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values of one layer in buffers [1, heads, capacity, head_dim]; the first `filled` rows count.
+
+    Growing copies only the new rows, where `DynamicLayer` copies all of them, and shrinking sets a number.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.filled = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates at the first update: only then are head counts, dtypes and devices known."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
+        self.is_initialized = True
+
+    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+        # empty, not zeros: on a CPU the pages of an unused context are then never touched.
+        batch, heads, _, width = states.shape
+        return states.new_empty(batch, heads, self.capacity, width)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states [1, heads, n, head_dim]; views of all that is filled then."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        start, self.filled = self.filled, self.filled + key_states.shape[2]
+        keys, values = self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+        keys[:, :, start:] = key_states
+        values[:, :, start:] = value_states
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.filled
+
+
+class HFRunner:
+    """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
+
+    Raises `ModelError` at construction, naming the model, where its cache cannot be rolled back:
+    sliding-window, chunked, linear-attention and hybrid layers forget or mix what a rollback would need.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: int) -> None:
+        self._model = model.eval()
+        config = model.config.get_text_config(decoder=True)
+        self._layers = [FixedLayer(context) for _ in range(_count_layers(model))]
+        self._cache = Cache(layers=list(self._layers))
+        self._length = 0
+        self.context = context
+        self.vocab_size: int = config.vocab_size
+        # With a device map the outermost hook brings the logits back to where the input went in.
+        self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+        self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._takes_rows = "logits_to_keep" in accepted
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        """See `ModelRunner.forward`."""
+        end = self._length + len(tokens)
+        self._check(tokens, end)
+        try:
+            with torch.inference_mode():
+                logits = self._model(input_ids=self._ids(tokens), **self._arguments(end, rows)).logits
+            if any(layer.filled != end for layer in self._layers):
+                name = type(self._model).__name__
+                raise ModelError(
+                    f"{name} does not keep its state in the cache it is given. Use another model."
+                )
+        except BaseException:
+            self.rollback(self._length)
+            raise
+        self._length = end
+        # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
+        return logits[0, logits.shape[1] - rows :].to(self.device, torch.float32, copy=True)
+
+    def rollback(self, length: int) -> None:
+        """See `ModelRunner.rollback`."""
+        assert 0 <= length <= self._length
+        self._length = length
+        for layer in self._layers:
+            layer.filled = length
+
+    def synchronize(self) -> None:
+        """See `ModelRunner.synchronize`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _check(self, tokens: Sequence[int], end: int) -> None:
+        if end > self.context:
+            raise RequestError(
+                f"{end} tokens do not fit the context of {self.context}. Shorten the prompt, lower "
+                "max_tokens, or load the model with a larger context."
+            )
+        # On a GPU an id outside the table would abort the whole process, not this request.
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            raise RequestError(
+                f"A token id lies outside the model's vocabulary of {self.vocab_size}: "
+                "the prompt was made with another model's tokenizer."
+            )
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Token ids [1, n] on the device, sent without waiting for it."""
+        on_gpu = self.device.type == "cuda"
+        ids = torch.tensor([list(tokens)], dtype=torch.long, pin_memory=on_gpu)
+        return ids.to(self.device, non_blocking=True)
+
+    def _arguments(self, end: int, rows: int) -> dict[str, Any]:
+        """The rest of the call. No mask: each model derives its own from the cache, in under 0.1 ms."""
+        arguments: dict[str, Any] = {
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self._takes_positions:
+            arguments["position_ids"] = self._positions[:, self._length : end]
+        if self._takes_rows:
+            arguments["logits_to_keep"] = max(rows, 1)  # 0 would mean all
+        return arguments
+
+
+def _count_layers(model: PreTrainedModel) -> int:
+    """Number of cache layers, all of the one kind that can be rolled back; `ModelError` for any other."""
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder or getattr(config, "is_decoder", None) is False:
+        raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
+    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
+    offending = sorted({kind.__name__ for kind in kinds if kind is not DynamicLayer})
+    if getattr(model, "_is_stateful", False):
+        offending.append("recurrent state")
+    if offending:
+        raise ModelError(
+            f"{name} cannot be used here: its cache cannot be rolled back after a rejected token "
+            f"({', '.join(offending)}). Use a model whose layers all have full attention."
+        )
+    return len(kinds)

@@ -1,0 +1,128 @@
+"""What every `ModelRunner` must keep. A test module subclasses `RunnerContract` and gives a `runner` fixture:
+
+class TestMine(RunnerContract):
+    @pytest.fixture
+    def runner(self): return MyRunner(...)   # fresh, empty, on the CPU, float32, context from 24 to 256
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pearl.errors import RequestError
+from pearl.models.runner import ModelRunner
+
+
+def some_tokens(runner: ModelRunner, count: int, start: int = 0) -> list[int]:
+    """A fixed, irregular run of ids of the runner's vocabulary."""
+    return [(7 + 5 * i + i * i) % runner.vocab_size for i in range(start, start + count)]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+class RunnerContract:
+    @pytest.fixture
+    def runner(self) -> ModelRunner:
+        raise NotImplementedError("the subclass gives the runner")
+
+    @pytest.fixture
+    def whole(self, runner: ModelRunner) -> torch.Tensor:
+        """Logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
+        logits = runner.forward(some_tokens(runner, 12), 12).clone()
+        runner.rollback(0)
+        return logits
+
+    def test_starts_empty(self, runner: ModelRunner) -> None:
+        assert runner.length == 0
+        assert runner.context >= 24
+        assert isinstance(runner.device, torch.device)
+
+    @pytest.mark.parametrize("pieces", [(1,) * 12, (5, 7), (1, 3, 8), (8, 1, 3), (2, 2, 1, 1, 6)])
+    def test_pieces_equal_the_whole(
+        self, runner: ModelRunner, whole: torch.Tensor, pieces: tuple[int, ...]
+    ) -> None:
+        """A causal mask aligned to the upper left shows in pieces of two or more after a filled cache."""
+        fed, found = 0, []
+        for piece in pieces:
+            found.append(runner.forward(some_tokens(runner, piece, fed), piece))
+            fed += piece
+            assert runner.length == fed
+        close(torch.cat(found), whole)
+
+    @pytest.mark.parametrize("keep", [0, 1, 5, 11, 12])
+    def test_after_a_rollback_as_from_scratch(
+        self, runner: ModelRunner, whole: torch.Tensor, keep: int
+    ) -> None:
+        """Other tokens stood after `keep`; none of them may be seen any more."""
+        runner.forward(some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
+        runner.rollback(keep)
+        assert runner.length == keep
+        if keep < 12:
+            close(runner.forward(some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
+
+    def test_many_rollbacks(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        """A decoding loop in small: guess wrong, roll back, correct."""
+        for position in range(12):
+            runner.forward(some_tokens(runner, 1, position) + some_tokens(runner, 3, start=50), 4)
+            runner.rollback(position)
+            close(runner.forward(some_tokens(runner, 1, position), 1), whole[position : position + 1])
+
+    def test_another_text_in_the_same_cache(self, runner: ModelRunner) -> None:
+        """The logits do depend on what stands before: otherwise the tests above would prove nothing."""
+        last = some_tokens(runner, 1)
+        one = runner.forward(some_tokens(runner, 8) + last, 1)
+        runner.rollback(0)
+        other = runner.forward(some_tokens(runner, 8, start=30) + last, 1)
+        assert (one - other).abs().max() > 1e-3
+
+    @pytest.mark.parametrize("rows", [0, 1, 2, 5])
+    @pytest.mark.parametrize("cached", [0, 3])
+    def test_rows(self, runner: ModelRunner, whole: torch.Tensor, cached: int, rows: int) -> None:
+        """Rows are those of the last tokens; none may be asked for (a chunk of a long prefill)."""
+        if cached:
+            runner.forward(some_tokens(runner, cached), 0)
+        found = runner.forward(some_tokens(runner, 5, cached), rows)
+        assert found.shape == (rows, runner.vocab_size)
+        assert found.dtype == torch.float32
+        assert found.device == runner.device
+        torch.testing.assert_close(found, whole[cached + 5 - rows : cached + 5], atol=1e-4, rtol=1e-4)
+
+    @pytest.mark.parametrize("count", [1, 4])
+    def test_overflow_changes_nothing(self, runner: ModelRunner, count: int) -> None:
+        """Found beforehand: an error halfway would leave the layers at different lengths."""
+        full = runner.context - count + 1
+        runner.forward(some_tokens(runner, full), 1)
+        with pytest.raises(RequestError, match=str(runner.context)):
+            runner.forward(some_tokens(runner, count), 1)
+        assert runner.length == full
+        runner.rollback(full - 1)
+        again = runner.forward(some_tokens(runner, 1, full - 1), 1).clone()
+        runner.rollback(0)
+        close(again, runner.forward(some_tokens(runner, full), 1))
+
+    def test_the_whole_context_can_be_used(self, runner: ModelRunner) -> None:
+        runner.forward(some_tokens(runner, runner.context - 1), 1)
+        assert runner.forward(some_tokens(runner, 1), 1).isfinite().all()
+        assert runner.length == runner.context
+
+    def test_kept_logits_stay(self, runner: ModelRunner) -> None:
+        """A runner that reuses its output buffer changes held rows behind the verifier's back."""
+        kept = runner.forward(some_tokens(runner, 3), 2)
+        copy = kept.clone()
+        runner.forward(some_tokens(runner, 3, start=20), 2)
+        runner.rollback(1)
+        runner.forward(some_tokens(runner, 2, start=30), 2)
+        assert torch.equal(kept, copy)
+
+    def test_rows_are_nobody_elses_input(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        """The caller may write into its rows (temperature in place, say) without hurting later forwards."""
+        runner.forward(some_tokens(runner, 5), 2).fill_(0.0)
+        close(runner.forward(some_tokens(runner, 7, 5), 7), whole[5:])
+
+    def test_synchronize_returns(self, runner: ModelRunner) -> None:
+        runner.forward(some_tokens(runner, 2), 1)
+        runner.synchronize()

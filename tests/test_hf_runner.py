@@ -1,0 +1,249 @@
+"""The runner over Hugging Face models: the contract, what it refuses, and how it is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pearl.errors import ModelError, RequestError
+from pearl.models.hf import HFRunner
+from pearl.models.loading import Checkpoint, load_runner, resolve_checkpoint
+from tests.runner_contract import RunnerContract, close, some_tokens
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def load(kind: str = "llama", **options: object) -> HFRunner:
+    runner = load_runner(str(tiny_model(kind)), device=CPU, max_context=64, **options)
+    assert isinstance(runner, HFRunner)
+    return runner
+
+
+class TestContract(RunnerContract):
+    @pytest.fixture(params=["llama", "qwen2", "gpt2", "opt", "bloom", "mistral"])
+    def runner(self, request: pytest.FixtureRequest) -> HFRunner:
+        return load(request.param)
+
+
+class TestContractEager(RunnerContract):
+    """Models without sdpa attention run eagerly, where masks are additive."""
+
+    @pytest.fixture
+    def runner(self) -> HFRunner:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
+        return HFRunner(model, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+class TestContractCuda(RunnerContract):
+    @pytest.fixture
+    def runner(self) -> HFRunner:
+        runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), max_context=64)
+        assert isinstance(runner, HFRunner)
+        return runner
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_greedy_text_equals_generate(kind: str) -> None:
+    runner, prompt = load(kind), [20, 30, 40, 50]
+    text = list(prompt)
+    for _ in range(24):
+        text.append(int(runner.forward(text[runner.length :], 1).argmax()))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
+    ids = torch.tensor([prompt])
+    reference = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
+    assert text == reference[0].tolist()
+    assert len(set(text[4:])) > 3, "a text of one token proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("mistral-sliding", "MistralForCausalLM.*DynamicSlidingWindowLayer"),
+        ("mamba", "MambaForCausalLM.*LinearAttentionLayer"),
+        ("rwkv", "RwkvForCausalLM.*recurrent state"),
+        ("bert", "BertLMHeadModel.*decoder-only"),
+        ("t5", "not a causal language model"),
+    ],
+)
+def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) -> None:
+    """Such a model would run, and its text would go wrong at the first rejection."""
+    with pytest.raises(ModelError, match=named):
+        load(kind)
+
+
+def test_an_exception_inside_a_forward_leaves_the_state() -> None:
+    """The first layer has written by then, the second has not: lengths must not drift apart."""
+    runner = load()
+    expected = runner.forward(some_tokens(runner, 9), 4).clone()
+    runner.rollback(5)
+    handle = runner._model.model.layers[1].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.forward(some_tokens(runner, 2, start=40), 1)
+    handle.remove()
+    assert runner.length == 5
+    close(runner.forward(some_tokens(runner, 4, 5), 4), expected)
+
+
+def _interrupt(*_arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_cache_is_allocated_once() -> None:
+    """Growth and rollback are O(1): the same memory throughout."""
+    runner = load()
+    places = set()
+    for count in (3, 1, 20):
+        runner.forward(some_tokens(runner, count), 1)
+        places.add(tuple(layer.keys.data_ptr() for layer in runner._layers))
+        runner.rollback(2)
+    assert len(places) == 1
+
+
+def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Custom code may keep its state elsewhere; every rollback would silently do nothing."""
+    runner = load()
+    forward = runner._model.forward
+    monkeypatch.setattr(
+        runner._model, "forward", lambda **given: forward(**given | {"past_key_values": None})
+    )
+    with pytest.raises(ModelError, match="LlamaForCausalLM"):
+        runner.forward([3, 4], 1)
+
+
+@pytest.mark.parametrize("token", [-1, 10_000])
+def test_a_token_outside_the_vocabulary(token: int) -> None:
+    """On a GPU the embedding lookup would kill the process."""
+    runner = load()
+    with pytest.raises(RequestError, match="vocabulary"):
+        runner.forward([3, token], 1)
+    assert runner.length == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "found"),
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("float32", "auto", torch.float32),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("float32", "float16", torch.float16),
+    ],
+)
+def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
+    runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted)
+    assert isinstance(runner, HFRunner)
+    assert runner._model.dtype == found
+    assert runner.forward([3, 4], 1).dtype == torch.float32
+
+
+def test_context() -> None:
+    path = str(tiny_model())
+    assert load_runner(path, device=CPU).context == 256
+    assert load_runner(path, device=CPU, max_context=99).context == 99
+    for wrong in (0, 257):
+        with pytest.raises(ModelError, match="256 positions"):
+            load_runner(path, device=CPU, max_context=wrong)
+
+
+def test_vocabulary_counts_padding_ids() -> None:
+    assert load_runner(str(tiny_model(vocab_size=288)), device=CPU).vocab_size == 288
+
+
+def test_resolve(tmp_path: Path) -> None:
+    file = tmp_path / "some.gguf"
+    file.touch()
+    assert resolve_checkpoint(str(tmp_path)) == Checkpoint(str(tmp_path))
+    assert resolve_checkpoint(str(file)) == Checkpoint(str(tmp_path), "some.gguf")
+    assert resolve_checkpoint("some/model-1.5B") == Checkpoint("some/model-1.5B")
+
+
+@pytest.mark.parametrize("spec", ["/no/such/place", "./x", "missing.gguf", "a/b/c", ""])
+def test_no_such_model(spec: str) -> None:
+    with pytest.raises(ModelError, match="no such directory"):
+        load_runner(spec, device=CPU)
+
+
+def test_an_unreachable_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"nobody/no-such-model.*could not be loaded"):
+        load_runner("nobody/no-such-model", device=CPU)
+
+
+def _truncated(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def _without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def _not_a_model(directory: Path) -> None:
+    (directory / "config.json").write_text("{}")
+
+
+def _bad_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [_truncated, _without_weights, _not_a_model, _bad_json])
+def test_a_damaged_directory_is_a_model_error(tmp_path: Path, damage: object) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model(), directory)
+    assert callable(damage)
+    damage(directory)
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_runner(str(directory), device=CPU)
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(ModelError, match="float8"):
+        load(dtype="float8")
+
+
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
+    """Packed or not, loading unpacks; an unnamed dtype is bfloat16, as transformers' own is float32."""
+    file = tmp_path / "tiny.gguf"
+    _write_gguf(file)
+    runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
+    tokens = some_tokens(runner, 9)
+    close(runner.forward(tokens, 9), load().forward(tokens, 9))
+    automatic = load_runner(str(file), device=CPU, max_context=64)
+    assert isinstance(automatic, HFRunner)
+    assert automatic._model.dtype == torch.bfloat16
+
+
+def _write_gguf(file: Path) -> None:
+    """The tiny Llama in llama.cpp's naming, float32; q and k rows interleaved as its rotation wants."""
+    config = json.loads((tiny_model() / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, weight in AutoModelForCausalLM.from_pretrained(tiny_model()).state_dict().items():
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        count = heads.get(name.split(".")[-2])
+        if count is not None:
+            rows, columns = weight.shape
+            weight = weight.view(count, 2, rows // count // 2, columns).transpose(1, 2).reshape(rows, columns)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

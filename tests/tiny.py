@@ -1,0 +1,120 @@
+"""Tiny Hugging Face checkpoints on disk, made with a fixed seed: real classes and files, no meaning.
+
+`tiny_model("llama")` is a directory that `from_pretrained` loads.  All kinds share one byte-level tokenizer, so
+any two of equal options can be target and draft of one another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|pad|>", "<|end|>", "<|start|>")
+EOS_ID = 1
+MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("Ġ", "a"), ("e", "r"))
+VOCAB_SIZE = len(SPECIAL) + 256 + len(MERGES)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Five times the usual spread: attention then matters, and greedy text is not one token for ever.
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "eos_token_id": EOS_ID,
+    "bos_token_id": None,
+}
+_GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
+_OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
+_KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", _SIZES),
+    "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": False}),
+    "gpt2": ("GPT2", _GPT2),
+    "opt": ("OPT", _OPT),
+    "bloom": ("Bloom", {"hidden_size": 32, "n_head": 4, "initializer_range": 0.1}),  # ALiBi, no position ids
+    "mistral": ("Mistral", _SIZES | {"sliding_window": None}),
+    "mistral-sliding": ("Mistral", _SIZES | {"sliding_window": 8}),
+    "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
+    "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
+    "bert": ("Bert", _SIZES),
+    "t5": ("T5", _T5),
+}
+_HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel", "T5": "T5ForConditionalGeneration"}
+
+
+@functools.cache
+def tiny_model(
+    kind: str = "llama",
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    layers: int = 2,
+    vocab_size: int = VOCAB_SIZE,
+    dtype: str = "float32",
+    chat: bool = False,
+) -> Path:
+    """Directory of a tiny model with tokenizer, made once a session.
+
+    `noise` disturbs the weights of the same seed by that share of their spread: a draft that often agrees.
+    `vocab_size` larger than the tokenizer's adds padding ids. `chat` adds a chat template.
+    """
+    directory = _session_directory() / f"{kind}-{seed}-{noise}-{layers}-{vocab_size}-{dtype}-{chat}"
+    model = _random_model(kind, seed, layers, vocab_size)
+    _disturb(model, noise)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    tiny_tokenizer(chat).save_pretrained(directory)
+    return directory
+
+
+def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transformers.PreTrainedModel:
+    family, sizes = _KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=vocab_size, num_hidden_layers=layers, **sizes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)
+
+
+@torch.no_grad()
+def _disturb(model: transformers.PreTrainedModel, noise: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if noise and weight.ndim == 2:
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+
+
+def tiny_tokenizer(chat: bool = False) -> transformers.PreTrainedTokenizerFast:
+    """Byte-level BPE: any text round-trips, a character beyond ASCII takes several tokens."""
+    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1]
+    )
+    if chat:
+        wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+@functools.cache
+def _session_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="pearl-tiny-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
