@@ -1,0 +1,46 @@
+"""Pacing: a runner whose every forward lasts a given time from call to return.
+
+Emulates a model of known speed.  Only the time between call and return is filled: whatever the runtime spends between
+forwards stays visible, which is what makes the emulation an honest measure of the runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pearl.models.runner import ModelRunner
+
+_SPIN_SECONDS = 0.0005  # sleep overshoots by up to this much; the rest is spun away
+
+
+class PacedRunner:
+    """Wraps a runner. `seconds`: how long each forward lasts, whatever it is fed."""
+
+    def __init__(self, runner: ModelRunner, seconds: float) -> None:
+        self._runner = runner
+        self._seconds = seconds
+        self.vocab_size = runner.vocab_size
+        self.context = runner.context
+        self.device = runner.device
+
+    @property
+    def length(self) -> int:
+        return self._runner.length
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        end = time.perf_counter() + self._seconds
+        logits = self._runner.forward(tokens, rows)
+        self._runner.synchronize()
+        while (left := end - time.perf_counter()) > 0:
+            if left > _SPIN_SECONDS:
+                time.sleep(left - _SPIN_SECONDS)
+        return logits
+
+    def rollback(self, length: int) -> None:
+        self._runner.rollback(length)
+
+    def synchronize(self) -> None:
+        self._runner.synchronize()

@@ -1,0 +1,194 @@
+"""The draft's state machine, counterpart of the coordinator: draft on from the newest prefix known, up to a bound.
+
+It decides nothing about the text.  While it may draft it never waits; what it has drafted it sends at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pearl.errors import LocalProtocolError, RemoteProtocolError
+from pearl.protocol.coordinator import PREFILL_CHUNK
+from pearl.protocol.events import Cause, Draft, Drafted, Open, Rollback, Send, Wait
+from pearl.protocol.messages import Begin, DraftTokens, Finish, Resync, Verdict
+from pearl.protocol.sequence import TokenSequence, extend_digest
+
+
+class State(Enum):
+    IDLE = "idle"  # no request
+    DRAFTING = "drafting"  # a forward is running
+    WAITING = "waiting"  # drafted up to the bound: waits for a verdict
+    LOST = "lost"  # asked for the whole prefix
+
+
+# As in the coordinator: state -> event -> states that may follow. Messages may come while a forward runs.
+TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
+    State.IDLE: {Begin: frozenset({State.DRAFTING, State.WAITING})},
+    State.DRAFTING: {Drafted: frozenset({State.DRAFTING, State.WAITING, State.IDLE, State.LOST})},
+    State.WAITING: {
+        Begin: frozenset({State.DRAFTING, State.WAITING}),
+        Verdict: frozenset({State.DRAFTING, State.WAITING, State.LOST}),
+        Finish: frozenset({State.IDLE}),
+    },
+    State.LOST: {Begin: frozenset({State.DRAFTING, State.WAITING}), Finish: frozenset({State.IDLE})},
+}
+ANYTIME = (Begin, Verdict, Finish)
+
+
+@dataclass
+class Counts:
+    """Over the draft's whole life, in tokens and messages."""
+
+    drafted: int = 0
+    stale: int = 0  # verdicts of another request or an older epoch
+    wasted: int = 0  # drafted tokens that a verdict overtook
+    resyncs: int = 0
+
+
+class Drafter:
+    """One draft. `context`: tokens that its cache holds; it drafts no position from there on."""
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+        self.state = State.IDLE
+        self.sequence = TokenSequence()
+        self.begun: Begin | None = None  # the request being drafted for
+        self.epoch = 0
+        self.draft_until = 0
+        self.counts = Counts()
+        self._lost = False
+        self._in_flight = 0  # tokens that the running forward was fed
+        self._overtaken = False  # the running forward's token would continue a prefix that no longer stands
+
+    def handle(self, event: object) -> list[object]:
+        """Takes one event, returns the commands it leads to, in order.
+
+        Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
+        that the target had no right to send; the machine is then as it was.
+        """
+        kind = type(event)
+        allowed = TRANSITIONS[self.state].get(kind)
+        if allowed is None and kind not in ANYTIME:
+            raise LocalProtocolError(
+                f"draft in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}"
+            )
+        before = self.state
+        commands: list[object] = []
+        _HANDLERS[kind](self, event, commands.append)
+        assert self.state is before or self.state in (allowed or ()), (before, event, self.state)
+        return commands
+
+    # ---- events ----
+
+    def _begin(self, begin: Begin, do: Callable[[object], None]) -> None:
+        if extend_digest(0, begin.tokens) != begin.digest or not begin.tokens:
+            raise RemoteProtocolError(
+                f"target sent a prefix of {len(begin.tokens)} tokens (request {begin.request}, epoch {begin.epoch}) "
+                "that does not match its digest"
+            )
+        self.begun, self.epoch, self.draft_until = begin, begin.epoch, begin.draft_until
+        self._lost = False
+        self._overtaken = True
+        self.sequence.restart(begin.tokens)
+        do(Open(begin.tokens, begin.sampling, begin.rule))
+        self._go_on(do)
+
+    def _verdict(self, verdict: Verdict, do: Callable[[object], None]) -> None:
+        seq = self.sequence
+        old = self.begun is None or verdict.request != self.begun.request or verdict.epoch < self.epoch
+        if old or self._lost or verdict.start < seq.committed:
+            self.counts.stale += 1
+            return
+        if verdict.start > seq.committed or not self._apply(verdict):
+            self._lose(verdict, do)
+            return
+        self.draft_until = verdict.draft_until
+        self._go_on(do)
+
+    def _finish(self, finish: Finish, do: Callable[[object], None]) -> None:
+        if self.begun is None or finish.request != self.begun.request:
+            return
+        self.begun = None
+        self._overtaken = True
+        self.sequence.drop_pending()
+        self._go_on(do)
+
+    def _drafted(self, event: Drafted, do: Callable[[object], None]) -> None:
+        self.state = State.WAITING
+        if self._overtaken:
+            self.counts.wasted += event.token is not None
+        elif event.token is not None:
+            assert self.begun is not None
+            start = len(self.sequence.tokens)
+            self.sequence.extend([event.token])
+            self.counts.drafted += 1
+            seconds = (
+                event.seconds if self._in_flight == 1 else 0.0
+            )  # a prefix's forward says nothing of a token's
+            tokens = (event.token,)
+            do(Send(DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, event.rows)))
+        self._go_on(do)
+
+    # ---- what to do next ----
+
+    def _go_on(self, do: Callable[[object], None]) -> None:
+        """Starts the next forward, unless one is running or there is nothing that may be drafted."""
+        if self.state is State.DRAFTING:
+            return
+        seq = self.sequence
+        if self.begun is None or self._lost:
+            self.state = State.LOST if self._lost else State.IDLE
+            do(Wait(Cause.IDLE))
+        elif len(seq.tokens) >= min(self.draft_until, self.context):
+            self.state = State.WAITING
+            do(Wait(Cause.WINDOW))
+        else:
+            self._forward(do)
+
+    def _forward(self, do: Callable[[object], None]) -> None:
+        seq = self.sequence
+        if seq.cached > seq.fed:
+            do(Rollback(seq.fed))
+        start = seq.fed
+        tokens = tuple(seq.feed(PREFILL_CHUNK))
+        self._in_flight = len(tokens)
+        self._overtaken = False
+        self.state = State.DRAFTING
+        do(Draft(start, tokens, sample=seq.fed == len(seq.tokens)))
+
+    # ---- following the target ----
+
+    def _apply(self, verdict: Verdict) -> bool:
+        """Commits the verdict's tokens; False where the prefix then has not the verdict's digest."""
+        seq = self.sequence
+        for token in verdict.tokens:
+            if seq.pending[:1] == [token]:
+                seq.accept()
+            else:
+                self._overtaken = True
+                seq.correct(token)
+        if verdict.epoch > self.epoch:  # the target has discarded what else we drafted
+            self.epoch = verdict.epoch
+            self._overtaken = True
+            seq.drop_pending()
+        return seq.digest == verdict.digest
+
+    def _lose(self, verdict: Verdict, do: Callable[[object], None]) -> None:
+        assert self.begun is not None
+        self.counts.resyncs += 1
+        self._lost = self._overtaken = True
+        self.sequence.drop_pending()
+        self.epoch = verdict.epoch
+        do(Send(Resync(self.begun.request, verdict.epoch)))
+        self._go_on(do)
+
+
+_HANDLERS: dict[type, Callable[[Drafter, Any, Callable[[object], None]], None]] = {
+    Begin: Drafter._begin,
+    Verdict: Drafter._verdict,
+    Finish: Drafter._finish,
+    Drafted: Drafter._drafted,
+}

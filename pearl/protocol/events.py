@@ -1,0 +1,158 @@
+"""What happens inside one process: events that go into a state machine, commands that come out.
+
+Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; `Forward`, `Judge`, `Sample`
+and `Draft` are each answered by exactly one event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pearl.protocol.messages import NO_ROWS, Message, Rows, Sampling
+
+
+class Phase(Enum):
+    """What a target forward is for (DESIGN section 2)."""
+
+    PREFILL = "prefill"
+    PRE_VERIFY = "pre-verify"
+    POST_VERIFY = "post-verify"
+
+
+class Cause(Enum):
+    """Why the target waits."""
+
+    HELD_ROW = "held row"  # a row is there, the draft token that it judges is not
+    WINDOW = "window"  # the window is not full yet
+    IDLE = "idle"  # no request
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """The target's forward is done; it took `seconds`."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
+
+    `stop_after`: how many tokens of accepted + correction it takes to complete a stop string; None if none does.
+    """
+
+    accepted: int
+    token: int | None
+    stop_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The DIRECT draw asked for. `stop`: it completes a stop string."""
+
+    token: int
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftJoined:
+    """A draft is there, first or again; its model holds `context` tokens."""
+
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGone:
+    """The draft died, fell silent or broke the protocol."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The draft's forward is done. `token` is None where it only fed a part of a long prefix."""
+
+    token: int | None
+    seconds: float = 0.0
+    rows: Rows = NO_ROWS
+
+
+# ---- commands ----
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Get ready for a request (the draft: also when it is given a prefix anew)."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    rule: str
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Forget all but the first `length` tokens in the KV cache."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Feed `tokens`, the first of which stands at position `start`; keep the last `rows` rows. Answer: Forwarded."""
+
+    phase: Phase
+    start: int
+    tokens: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Judge draft `tokens` from position `start` on; `rows`: a draft distribution each (opaque). Answer: Judged."""
+
+    start: int
+    tokens: tuple[int, ...]
+    rows: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Draw position `position` from the target alone. Answer: Sampled."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Feed `tokens` from position `start` on and, if `sample`, draw the one after. Answer: Drafted."""
+
+    start: int
+    tokens: tuple[int, ...]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to the other model's worker."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Send to the front whose request this is."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until a message comes."""
+
+    cause: Cause

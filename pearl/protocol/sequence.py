@@ -1,0 +1,84 @@
+"""One sequence as one side knows it: the committed prefix, the pending tokens behind it, and what the KV cache holds.
+
+Both sides keep one. It knows nothing of epochs, windows or messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_MODULUS = (1 << 61) - 1  # a Mersenne prime: products of two residues stay cheap in Python's integers
+_BASE = 1_000_003_579_127
+
+
+def extend_digest(digest: int, tokens: Iterable[int]) -> int:
+    """The rolling polynomial hash of a prefix, carried on over `tokens`. O(1) a token; never 2**61 or more."""
+    for token in tokens:
+        digest = (digest * _BASE + token + 1) % _MODULUS
+    return digest
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+class TokenSequence:
+    """`tokens[:committed]` is the prefix, the rest is pending; `tokens[:fed]` stands, valid, in the KV cache.
+
+    `cached` counts what the cache physically holds; where it exceeds `fed` a rollback is due before the next forward.
+    """
+
+    def __init__(self, cached_tokens: Sequence[int] = ()) -> None:
+        self.tokens: list[int] = list(cached_tokens)
+        self.committed = 0
+        self.fed = self.cached = len(self.tokens)
+        self.digest = 0
+
+    @property
+    def pending(self) -> list[int]:
+        return self.tokens[self.committed :]
+
+    @property
+    def unfed(self) -> list[int]:
+        return self.tokens[self.fed :]
+
+    def restart(self, prefix: Sequence[int]) -> None:
+        """Begins anew from a whole prefix, keeping of the cache what the two have in common.
+
+        The last token is always fed again, for a forward that yields its row.
+        """
+        self.fed = min(common_prefix(self.tokens[: self.fed], prefix), len(prefix) - 1)
+        self.tokens = list(prefix)
+        self.committed = len(prefix)
+        self.digest = extend_digest(0, prefix)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends pending tokens."""
+        self.tokens.extend(tokens)
+
+    def accept(self, count: int = 1) -> None:
+        """Commits the first `count` pending tokens."""
+        assert self.committed + count <= len(self.tokens)
+        self.digest = extend_digest(self.digest, self.tokens[self.committed : self.committed + count])
+        self.committed += count
+
+    def correct(self, token: int) -> None:
+        """Commits `token` in place of the first pending one, if any; whatever else is pending is discarded."""
+        self.drop_pending()
+        self.tokens.append(token)
+        self.accept()
+
+    def drop_pending(self) -> None:
+        del self.tokens[self.committed :]
+        self.fed = min(self.fed, self.committed)
+
+    def feed(self, count: int) -> list[int]:
+        """Marks the next `count` unfed tokens as being in the cache, and returns them. A rollback must come first."""
+        tokens = self.tokens[self.fed : self.fed + count]
+        self.fed += len(tokens)
+        self.cached = self.fed
+        return tokens

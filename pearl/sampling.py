@@ -1,0 +1,112 @@
+"""Logits to probabilities to a token. Pure functions of tensors and keys; knows no models and no protocol state.
+
+Randomness is keyed, not sequenced: every draw is a function of (seed, sample, position, purpose) alone.  The key is a
+BLAKE2b hash; a vector of draws is the SplitMix64 stream that starts at the key (Steele, Lea, Flood 2014), a
+counter-based generator in integer arithmetic, so the same bits on every device.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from hashlib import blake2b
+
+import torch
+
+from pearl.protocol.messages import Sampling
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_TOP_P_SHORTLIST = (
+    256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
+)
+
+
+class Purpose(IntEnum):
+    DRAFT = 1
+    ACCEPT = 2
+    CORRECTION = 3
+    DIRECT = 4
+
+
+def draw_key(sampling: Sampling, position: int, purpose: Purpose) -> int:
+    """The 64-bit key of one draw: for the token at `position` of the whole sequence."""
+    packed = struct.pack("<QqqB", sampling.seed, sampling.sample, position, purpose)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+
+
+def uniform(key: int) -> float:
+    """One draw in [0, 1), a multiple of 2**-53."""
+    return (key >> 11) * 2.0**-53
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def exponentials(key: int, ids: torch.Tensor) -> torch.Tensor:
+    """Independent draws from Exp(1), float64, one for each token id (int64, any shape) - never 0, never infinite.
+
+    The draw for an id does not depend on which other ids are asked for.
+    """
+    x = (ids + 1) * _signed(_GOLDEN) + _signed(
+        key
+    )  # int64 wraps, as the generator's arithmetic modulo 2**64 does
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift: torch's is arithmetic
+        x *= _signed(factor)
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    # 52 bits and a half: the largest value is below 1 without rounding to it, the smallest above 0
+    return -torch.log(((x >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52))
+
+
+def draw(probs: torch.Tensor, key: int) -> int:
+    """Draws a token id from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
+
+    The exponential race: token i wins with probability probs[i] / sum.  Two sides that race with the same key on
+    close distributions mostly get the same winner, which is what the coupled rule lives on.
+    Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
+    """
+    ids = torch.nonzero(probs).squeeze(-1)
+    race = exponentials(key, ids) / probs[ids].double()
+    return int(ids[torch.argmin(race)])
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distribution that is sampled from: after temperature, top-k, top-p and min-p, in this order, as transformers.
+
+    Args:
+        logits: [vocab], any float dtype.
+        sampling: temperature > 0 (greedy has no distribution to speak of: use `greedy`).
+
+    Returns:
+        [vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
+    """
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.numel():
+        scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        scores = _keep_nucleus(scores, sampling.top_p)
+    if sampling.min_p > 0:
+        probs = torch.softmax(scores, -1)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.max(), -torch.inf)
+    return torch.softmax(scores, -1)
+
+
+def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keeps the likeliest tokens until those before a token hold `top_p`; at least one. scores: [vocab]."""
+    total = torch.logsumexp(scores, -1)
+    for size in (min(_TOP_P_SHORTLIST, scores.numel()), scores.numel()):
+        top, ids = torch.topk(scores, size)
+        probs = torch.exp(top - total)
+        before = torch.cumsum(probs, -1) - probs
+        if size == scores.numel() or before[-1] >= top_p:
+            break
+    kept = ids[before < top_p]
+    return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+
+
+def greedy(logits: torch.Tensor) -> int:
+    """The likeliest token of logits [vocab]; the first of equals, as transformers' argmax."""
+    return int(torch.argmax(logits))

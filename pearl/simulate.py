@@ -1,0 +1,224 @@
+"""The same coordinator and drafter under a virtual clock: no processes, no waiting, the same decisions.
+
+Everything but a forward takes no time; a message takes `Timing.delay`.  So a simulation is what the protocol could
+reach at best with given models, and the bar that the real runtime is measured against.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol
+
+from pearl.models.runner import ModelRunner
+from pearl.protocol.coordinator import Coordinator, Counts
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import (
+    Deliver,
+    Draft,
+    Drafted,
+    DraftJoined,
+    Forward,
+    Forwarded,
+    Judge,
+    Judged,
+    Phase,
+    Sample,
+    Sampled,
+    Send,
+    Wait,
+)
+from pearl.protocol.messages import (
+    NO_ROWS,
+    Committed,
+    DraftTokens,
+    Finished,
+    Provenance,
+    Rows,
+    RowKind,
+    Submit,
+)
+from pearl.protocol.window import Speeds
+from pearl.worker.execute import DraftExecutor, Event, TargetExecutor
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. `t_target`: of a forward fed n tokens. `jitter`: standard deviation, as a share of each forward."""
+
+    t_draft: float
+    t_target: Callable[[int], float]
+    delay: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """One simulated request. `seconds` runs from the first forward to the last commit."""
+
+    tokens: list[int] = field(default_factory=list)
+    provenance: list[Provenance] = field(default_factory=list)
+    seconds: float = 0.0
+    target_steps: int = 0  # forwards after the prefill
+    counts: Counts = field(default_factory=Counts)
+
+
+class Executor(Protocol):
+    def execute(self, command: object) -> Event | None: ...
+
+
+class CoinTarget:
+    """Accepts each draft token with probability `acceptance`, whatever the tokens: the i.i.d. model of the papers."""
+
+    def __init__(self, acceptance: float, seed: int = 0) -> None:
+        self._acceptance = acceptance
+        self._random = random.Random(seed)
+
+    def execute(self, command: object) -> Event | None:
+        match command:
+            case Forward():
+                return Forwarded()
+            case Judge(_, tokens):
+                for i in range(len(tokens)):
+                    if self._random.random() >= self._acceptance:
+                        return Judged(i, 1)
+                return Judged(len(tokens), None)
+            case Sample():
+                return Sampled(0)
+        return None
+
+
+class CoinDraft:
+    """Drafts token 0 for ever."""
+
+    def execute(self, command: object) -> Event | None:
+        match command:
+            case Draft(sample=sample):
+                return Drafted(0 if sample else None)
+        return None
+
+
+def toy_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExecutor, DraftExecutor]:
+    """Executors on two real runners; draft distributions are handed over as they are."""
+    pack = _hand_over
+    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size, pack)
+
+
+def _hand_over(probs: object) -> Rows:
+    return Rows(RowKind.CHANNEL, (probs,))  # type: ignore[arg-type]
+
+
+def simulate(
+    submit: Submit,
+    target: Executor,
+    draft: Executor,
+    timing: Timing,
+    *,
+    context: int = 1 << 20,
+    draft_context: int = 1 << 20,
+    speeds: Speeds | None = None,
+) -> Outcome:
+    """Runs one request to its end in virtual time."""
+    return _Simulation(target, draft, timing, context, draft_context, speeds).run(submit)
+
+
+class _Simulation:
+    """An event queue over two actors. At equal times the target comes first, and messages before one's own forward:
+    a worker looks at its messages whenever a forward is done, before it starts the next.
+    """
+
+    def __init__(
+        self,
+        target: Executor,
+        draft: Executor,
+        timing: Timing,
+        context: int,
+        draft_context: int,
+        speeds: Speeds | None,
+    ) -> None:
+        self._coordinator = Coordinator(context, speeds or _known_speeds(timing))
+        self._drafter = Drafter(draft_context)
+        self._executors = (target, draft)
+        self._timing = timing
+        self._noise = random.Random(timing.seed)
+        self._queue: list[tuple[float, int, bool, int, object]] = []  # time, actor, own forward, order
+        self._order = count()
+        self._now = 0.0
+        self._done = False
+        self.outcome = Outcome()
+
+    def run(self, submit: Submit) -> Outcome:
+        self._coordinator.handle(DraftJoined(self._drafter.context))
+        self._schedule(0.0, 0, submit, own=False)
+        while not self._done:
+            self._now, actor, _, _, event = heapq.heappop(self._queue)
+            machine = self._drafter if actor else self._coordinator
+            for command in machine.handle(event):
+                self._carry_out(actor, command)
+        self.outcome.counts = self._coordinator.counts
+        self.outcome.target_steps = sum(
+            n for phase, n in self.outcome.counts.steps.items() if phase is not Phase.PREFILL
+        )
+        return self.outcome
+
+    def _schedule(self, after: float, actor: int, event: object, own: bool) -> None:
+        heapq.heappush(self._queue, (self._now + after, actor, own, next(self._order), event))
+
+    def _carry_out(self, actor: int, command: object) -> None:
+        match command:
+            case Send(message):
+                self._schedule(self._timing.delay, 1 - actor, message, own=False)
+            case Deliver(Committed(tokens=tokens, provenance=provenance)):
+                self.outcome.tokens += tokens
+                self.outcome.provenance += provenance
+                self.outcome.seconds = self._now
+            case Deliver(Finished()):
+                self._done = True
+            case Deliver() | Wait():
+                pass
+            case _:
+                event = self._executors[actor].execute(command)
+                if event is not None:
+                    seconds = self._seconds(command)
+                    if isinstance(event, (Forwarded, Drafted)):
+                        event = replace(event, seconds=seconds)
+                    self._schedule(seconds, actor, event, own=True)
+
+    def _seconds(self, command: object) -> float:
+        match command:
+            case Forward(tokens=tokens):
+                seconds = self._timing.t_target(len(tokens))
+            case Draft():
+                seconds = self._timing.t_draft
+            case _:
+                return 0.0
+        return (
+            seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter))
+            if self._timing.jitter
+            else seconds
+        )
+
+
+def _known_speeds(timing: Timing) -> Speeds:
+    """Speeds as the start-up measurement would have found them."""
+    speeds = Speeds()
+    speeds.observe_draft(timing.t_draft)
+    for fed in (1, 2, 4, 8, 16):
+        speeds.observe_target(fed, timing.t_target(fed))
+    return speeds
+
+
+__all__ = [
+    "NO_ROWS",
+    "CoinDraft",
+    "CoinTarget",
+    "DraftTokens",
+    "Outcome",
+    "Timing",
+    "simulate",
+    "toy_executors",
+]

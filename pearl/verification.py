@@ -1,0 +1,143 @@
+"""Acceptance rules: how the draft draws a token and how the target accepts or corrects it.
+
+A rule is one object that says what it needs from the wire and judges a run of positions.  It sees logits, tokens and
+draft distributions; nothing of windows, epochs or processes.  Each is exact: what is committed has the target's
+distribution, whatever the draft proposed (invariants 3 and 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pearl.errors import RequestError
+from pearl.protocol.messages import Sampling
+from pearl.sampling import Purpose, draw, draw_key, greedy, probabilities, uniform
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The first `accepted` tokens stand; `token` is the correction for the next, None where all were accepted."""
+
+    accepted: int
+    token: int | None
+
+
+class Rule(Protocol):
+    """What the draft and the target worker call. Positions are absolute; logits rows are [vocab]."""
+
+    needs_rows: bool  # whether the target needs the draft's distributions
+
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
+        """The draft's token for `position`, and its distribution [vocab] float32 where `needs_rows`."""
+        ...
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor | None],
+        start: int,
+    ) -> Judgement:
+        """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab]."""
+        ...
+
+    def direct(self, logits: torch.Tensor, position: int) -> int:
+        """The target's own draw for `position`: `ar`, bonus tokens, going alone."""
+        ...
+
+
+def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
+    """Whether a token is accepted, given u in [0, 1). Strict: what the target gives probability 0 never passes.
+
+    Source: Leviathan et al. 2023, algorithm 1, written without the division.
+    """
+    return u * draft_prob < target_prob
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """max(target - draft, 0) [vocab], not normalised; the target's own where rounding leaves nothing."""
+    rest = (target_probs - draft_probs).clamp_(min=0)
+    return rest if bool(rest.any()) else target_probs
+
+
+class RatioRule:
+    """Accept with probability min(1, target/draft), else correct from the residual. Acceptance rate 1 - TV."""
+
+    needs_rows = True
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
+        probs = probabilities(logits, self.sampling)
+        return draw(probs, self._key(position, Purpose.DRAFT)), probs
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor | None],
+        start: int,
+    ) -> Judgement:
+        for i, (token, draft_probs) in enumerate(zip(tokens, rows, strict=True)):
+            assert draft_probs is not None
+            target_probs = probabilities(logits[i], self.sampling)
+            u = uniform(self._key(start + i, Purpose.ACCEPT))
+            if not accepts(u, float(target_probs[token]), float(draft_probs[token])):
+                rest = residual(target_probs, draft_probs)
+                return Judgement(i, draw(rest, self._key(start + i, Purpose.CORRECTION)))
+        return Judgement(len(tokens), None)
+
+    def direct(self, logits: torch.Tensor, position: int) -> int:
+        return draw(probabilities(logits, self.sampling), self._key(position, Purpose.DIRECT))
+
+    def _key(self, position: int, purpose: Purpose) -> int:
+        return draw_key(self.sampling, position, purpose)
+
+
+class DirectRule:
+    """The target's own draw is always what is committed; the draft guesses it by making the same draw itself.
+
+    With a temperature this is the coupled, drafter-invariant rule: both race with the same exponentials (key DIRECT),
+    acceptance is at least (1-TV)/(1+TV).  At temperature 0 it is greedy decoding.  No distribution crosses the wire.
+    """
+
+    needs_rows = False
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
+        return self.direct(logits, position), None
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor | None],
+        start: int,
+    ) -> Judgement:
+        for i, token in enumerate(tokens):
+            own = self.direct(logits[i], start + i)
+            if own != token:
+                return Judgement(i, own)
+        return Judgement(len(tokens), None)
+
+    def direct(self, logits: torch.Tensor, position: int) -> int:
+        if self.sampling.temperature == 0:
+            return greedy(logits)
+        return draw(probabilities(logits, self.sampling), draw_key(self.sampling, position, Purpose.DIRECT))
+
+
+RULES: dict[str, type[RatioRule] | type[DirectRule]] = {"ratio": RatioRule, "coupled": DirectRule}
+
+
+def make_rule(name: str, sampling: Sampling) -> Rule:
+    """The rule of that name; greedy decoding needs none of them and is the direct draw under either."""
+    if name not in RULES:
+        raise RequestError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
+    return DirectRule(sampling) if sampling.temperature == 0 else RULES[name](sampling)

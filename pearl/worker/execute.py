@@ -1,0 +1,154 @@
+"""Carrying out the commands that compute: forwards, judgements, draws. Knows runners and rules, no sockets, no clock
+but the one that times a forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pearl.models.runner import ModelRunner
+from pearl.protocol.events import (
+    Draft,
+    Drafted,
+    Forward,
+    Forwarded,
+    Judge,
+    Judged,
+    Open,
+    Rollback,
+    Sample,
+    Sampled,
+)
+from pearl.protocol.messages import NO_ROWS, Rows
+from pearl.text import TextStream
+from pearl.verification import Rule, make_rule
+
+Event = Forwarded | Judged | Sampled | Drafted
+
+
+class TargetExecutor:
+    """Computes for the coordinator.
+
+    Args:
+        runner: the target model.
+        text_stream: (prompt, stops) -> a TextStream that says when a stop string is complete.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
+    ) -> None:
+        self._runner = runner
+        self._text_stream = text_stream
+        self._text: TextStream | None = None
+        self._rule: Rule | None = None
+        self._logits = torch.empty(0)  # [rows, vocab]
+        self._first = 0  # position that row 0 is for
+
+    def execute(self, command: object) -> Event | None:
+        """The event that answers `command`; None where it needs no answer."""
+        match command:
+            case Open():
+                self._open(command)
+            case Rollback(length):
+                self._runner.rollback(length)
+            case Forward():
+                return self._forward(command)
+            case Judge():
+                return self._judge(command)
+            case Sample(position):
+                return self._sample(position)
+            case _:
+                raise AssertionError(command)
+        return None
+
+    def _open(self, command: Open) -> None:
+        self._rule = make_rule(command.rule, command.sampling)
+        self._text = None
+        if command.stops:
+            assert self._text_stream is not None
+            self._text = self._text_stream(command.prompt, command.stops)
+
+    def _forward(self, command: Forward) -> Forwarded:
+        assert self._runner.length == command.start, (self._runner.length, command)
+        began = time.perf_counter()
+        self._logits = self._runner.forward(command.tokens, command.rows)
+        self._runner.synchronize()
+        self._first = command.start + len(command.tokens) - command.rows + 1
+        return Forwarded(time.perf_counter() - began)
+
+    def _judge(self, command: Judge) -> Judged:
+        assert self._rule is not None
+        row = command.start - self._first
+        logits = self._logits[row : row + len(command.tokens)]
+        verdict = self._rule.judge(logits, command.tokens, command.rows, command.start)
+        new = list(command.tokens[: verdict.accepted])
+        if verdict.token is not None:
+            new.append(verdict.token)
+        return Judged(verdict.accepted, verdict.token, self._stop_after(new))
+
+    def _sample(self, position: int) -> Sampled:
+        assert self._rule is not None
+        token = self._rule.direct(self._logits[position - self._first], position)
+        return Sampled(token, self._stop_after([token]) is not None)
+
+    def _stop_after(self, tokens: Sequence[int]) -> int | None:
+        if self._text is not None:
+            for count, token in enumerate(tokens, start=1):
+                self._text.push(token)
+                if self._text.stopped:
+                    return count
+        return None
+
+
+class DraftExecutor:
+    """Computes for the drafter.
+
+    Args:
+        runner: the draft model.
+        vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
+            probability 0.
+        pack: a distribution [vocab] -> how it travels.
+    """
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, pack: Callable[[torch.Tensor], Rows]) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._pack = pack
+        self._rule: Rule | None = None
+
+    def execute(self, command: object) -> Event | None:
+        """The event that answers `command`; None where it needs no answer."""
+        match command:
+            case Open(_, sampling, rule):
+                self._rule = make_rule(rule, sampling)
+            case Rollback(length):
+                self._runner.rollback(length)
+            case Draft():
+                return self._draft(command)
+            case _:
+                raise AssertionError(command)
+        return None
+
+    def _draft(self, command: Draft) -> Drafted:
+        assert self._runner.length == command.start, (self._runner.length, command)
+        assert self._rule is not None
+        began = time.perf_counter()
+        logits = self._runner.forward(command.tokens, int(command.sample))
+        self._runner.synchronize()
+        seconds = time.perf_counter() - began
+        if not command.sample:
+            return Drafted(None, seconds)
+        position = command.start + len(command.tokens)
+        token, probs = self._rule.draft(self._fit(logits[0]), position)
+        return Drafted(token, seconds, NO_ROWS if probs is None else self._pack(probs))
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        missing = self._vocab_size - logits.numel()
+        if missing <= 0:
+            return logits[: self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
