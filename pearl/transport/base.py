@@ -1,0 +1,74 @@
+"""What the worker loops see of any transport: message endpoints and tensor channels.
+
+Knows no bytes, sockets or process groups; those are codec, zeromq, memory and torch_dist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from pearl.errors import LocalProtocolError, RemoteProtocolError
+from pearl.protocol.messages import Message
+
+if TYPE_CHECKING:
+    import torch  # the front speaks to its engine without it: importing it takes seconds
+
+Peer = bytes
+Received = tuple[Peer, Message | RemoteProtocolError]
+
+SOLE_PEER: Peer = b""  # how a connection, which has one peer only, names it in what it received
+MAX_BATCH = 1000  # messages that one `receive` hands out: a flood must not starve the loop that asked
+
+
+class Endpoint(Protocol):
+    """One end of the control channel, for one thread. Ordered per peer; nothing comes twice."""
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        """Queues `message`; never blocks. A listener needs `peer`, a connection takes None.
+
+        Raises `TransportError` where the peer is gone or its queue is full, `LocalProtocolError` where the
+        message exceeds a limit of the wire. That a peer has gone is noticed soon, not at once: what is sent
+        meanwhile is lost.
+        """
+        ...
+
+    def receive(self, timeout: float) -> list[Received]:
+        """What has arrived, oldest first, at most `MAX_BATCH`; waits `timeout` seconds at most for the first.
+
+        0: does not wait. Malformed input stands in the list as the error that it caused; nothing is raised,
+        and a vanished peer is silent: `send` tells.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the endpoint; a second time does nothing. What is queued may be lost."""
+        ...
+
+
+class TensorChannel(Protocol):
+    """A pipe of rows between the two model workers, beside the control channel."""
+
+    def send(self, row: torch.Tensor) -> None:
+        """Sends `row`, float32 [vocab]; returns without waiting for the receiver. It must not change after.
+
+        Raises `TransportError` where the channel is dead.
+        """
+        ...
+
+    def receive(self, count: int) -> torch.Tensor:
+        """The next `count` rows in the order sent, float32 [count, vocab]; only for rows that were announced.
+
+        Raises `TransportError` where they do not come before the channel's deadline, or the channel is dead;
+        from then on it is dead for good.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the channel; a second time does nothing. Rows not received yet are lost."""
+        ...
+
+
+def check_row(row: torch.Tensor, vocab_size: int) -> None:
+    """Refuses to send what is no row of this channel: the receiver could not tell it from a broken one."""
+    if str(row.dtype) != "torch.float32" or row.shape != (vocab_size,):
+        raise LocalProtocolError(f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}")

@@ -1,0 +1,466 @@
+"""Messages to frames of bytes and back, by one fixed table. The format in words is WIRE.md.
+
+What comes from a peer is believed only after its length, type and range were checked: `decode` gives a
+message whose every field lies within this table, or raises `RemoteProtocolError`.  Knows no sockets, and no
+state: whether a message is allowed *now* is the business of the state machines.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from math import inf
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import msgpack
+
+import pearl.errors
+from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
+from pearl.protocol.messages import (
+    NO_ROWS,
+    PROTOCOL_VERSION,
+    Begin,
+    Cancel,
+    Committed,
+    Decoding,
+    DraftTokens,
+    Error,
+    Finish,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Preview,
+    Provenance,
+    Resync,
+    Role,
+    RowKind,
+    Rows,
+    Sampling,
+    Submit,
+    Verdict,
+    Welcome,
+)
+from pearl.protocol.window import METHODS, WINDOWS
+
+Frame = bytes | bytearray | memoryview
+_Member = TypeVar("_Member", bound=Enum)
+
+MAX_FRAME = 16 << 20  # bytes
+MAX_TOKENS = 1 << 20  # in one list
+MAX_RUN = 2048  # drafted tokens in one message, and elements of any msgpack array: twice the largest gamma
+MAX_FRAMES = 1 + MAX_RUN
+MAX_GAMMA = 1024
+MAX_STATISTICS = 1 << 20  # bytes of UTF-8
+RULES = ("ratio", "coupled")
+
+_MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
+_MAX_NAME = 64
+_LIMITS = {
+    # No token list is a msgpack array, so arrays are short.  That bounds what nested headers can make the
+    # unpacker allocate: it makes room for every array when it sees its header, up to 1024 deep.
+    "max_array_len": MAX_RUN,
+    "max_bin_len": MAX_FRAME,
+    "max_str_len": MAX_STATISTICS,
+    "max_map_len": 0,
+    "max_ext_len": 0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a field travels: `pack` to what msgpack knows (None: as it is), `check` back, or ValueError."""
+
+    check: Callable[[Any], Any]
+    pack: Callable[[Any], Any] | None = None
+
+
+def _integer(low: int, high: int) -> _Kind:
+    """low <= value < high."""
+
+    def check(value: object) -> object:
+        if type(value) is int and low <= value < high:  # `type`, for bool is an int by inheritance
+            return value
+        raise ValueError(f"must be an integer in [{low}, {high})")
+
+    return _Kind(check)
+
+
+def _real(low: float, high: float, *, above: bool = False) -> _Kind:
+    """Finite, low <= value <= high; `above`: low < value. A NaN fails every comparison."""
+
+    def check(value: object) -> object:
+        if type(value) is float and low <= value <= high and value != inf and not (above and value == low):
+            return value
+        raise ValueError(f"must be a finite float {'above' if above else 'from'} {low} to {high}")
+
+    return _Kind(check, float)
+
+
+def _sized(kind: type[str] | type[bytes], most: int) -> _Kind:
+    def check(value: object) -> object:
+        if type(value) is bytes and kind is bytes and len(value) <= most:
+            return value
+        # A code point has at most four bytes, so a short string need not be encoded to learn that it fits.
+        if type(value) is str and kind is str and (len(value) * 4 <= most or len(value.encode()) <= most):
+            return value
+        raise ValueError(f"must be {kind.__name__} of at most {most} bytes")
+
+    return _Kind(check)
+
+
+def _named(known: Iterable[str]) -> _Kind:
+    names = frozenset(known)
+
+    def check(value: object) -> object:
+        if type(value) is str and value in names:
+            return value
+        raise ValueError(f"must be one of {', '.join(sorted(names))}")
+
+    return _Kind(check)
+
+
+def _codes(kind: type[_Member]) -> dict[int, _Member]:
+    """The order of an enum in `messages` is the wire: append to it, never reorder."""
+    return dict(enumerate(kind))
+
+
+def _member(kind: type[_Member]) -> _Kind:
+    members = _codes(kind)
+
+    def check(value: object) -> object:
+        if type(value) is int and value in members:
+            return members[value]
+        raise ValueError(f"must be below {len(members)}")
+
+    return _Kind(check, {member: code for code, member in members.items()}.__getitem__)
+
+
+def _optional(kind: _Kind) -> _Kind:
+    return _Kind(lambda value: None if value is None else kind.check(value), kind.pack)
+
+
+def _array(kind: _Kind, most: int) -> _Kind:
+    pack = kind.pack
+
+    def check(value: object) -> object:
+        if type(value) is tuple and len(value) <= most:
+            return tuple(map(kind.check, value))
+        raise ValueError(f"must be an array of at most {most} elements")
+
+    return _Kind(check, (lambda values: [pack(value) for value in values]) if pack else list)
+
+
+def _token_list(most: int) -> _Kind:
+    """Token ids as int32 LE bytes: one length check, no loop over types, no long arrays to be unpacked."""
+
+    def check(value: object) -> tuple[int, ...]:
+        if type(value) is not bytes or len(value) % 4 or len(value) > 4 * most:
+            raise ValueError(f"must be the int32 LE bytes of at most {most} tokens")
+        tokens = struct.unpack(f"<{len(value) // 4}i", value)
+        if tokens and min(tokens) < 0:
+            raise ValueError("holds a negative token")
+        return tokens
+
+    def pack(tokens: Sequence[int]) -> bytes:
+        if len(tokens) > most:
+            raise ValueError(f"{len(tokens)} tokens, at most {most} can be sent")
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+
+    return _Kind(check, pack)
+
+
+def _flag(value: object) -> bool:
+    if type(value) is bool:
+        return value
+    raise ValueError("must be true or false")
+
+
+def _speed(value: object) -> tuple[int, float]:
+    if type(value) is tuple and len(value) == 2:
+        return _COUNT.check(value[0]), _SECONDS.check(value[1])
+    raise ValueError("must be pairs of (fed tokens, seconds)")
+
+
+def _provenance(value: object) -> tuple[Provenance, ...]:
+    if type(value) is bytes and len(value) <= MAX_TOKENS and (not value or max(value) in _PROVENANCES):
+        return tuple(map(_PROVENANCES.__getitem__, value))
+    raise ValueError(f"must be bytes of at most {MAX_TOKENS} provenance codes")
+
+
+def _pack_rows(rows: Rows) -> tuple[int, Sequence[Any]]:
+    return _ROW_CODES[rows.kind], rows.data if rows.kind is RowKind.SPARSE else ()
+
+
+def _rows(value: object) -> Rows:
+    """The rows but for the raw frames of FRAMES, which are no part of the packed header."""
+    if type(value) is not tuple or list(map(type, value)) != [int, tuple]:
+        raise ValueError("must be [kind, entries]")
+    kind, entries = _ROW_KINDS.get(value[0]), value[1]
+    if kind is RowKind.NONE and not entries:
+        return NO_ROWS
+    if kind is None or (entries and kind is not RowKind.SPARSE):
+        raise ValueError("is of an unknown kind, or has entries where its kind has none")
+    for entry in entries:
+        if type(entry) is not tuple or list(map(type, entry)) != [bytes, bytes]:
+            raise ValueError("must have entries (ids, probs), both bytes")
+        if len(entry[0]) != len(entry[1]) or len(entry[0]) % 4:
+            raise ValueError("has ids and probs that are not of one length divisible by 4")
+    return Rows(kind, entries)
+
+
+_PROVENANCES = _codes(Provenance)
+_PROVENANCE_CODES = {member: code for code, member in _PROVENANCES.items()}
+_ROW_KINDS = _codes(RowKind)
+_ROW_CODES = {member: code for code, member in _ROW_KINDS.items()}
+
+_COUNT = _integer(0, 2**63)
+_POSITION = _integer(0, 2**31)
+_WORD = _integer(0, 2**64)
+_SECONDS = _real(0.0, inf)
+_TOKENS = _token_list(MAX_TOKENS)
+_RUN = _token_list(MAX_RUN)
+_NAME = _sized(str, _MAX_NAME)
+_TEXT = _sized(str, _MAX_TEXT)
+_CUT_TEXT = _Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
+_RULE = _named(RULES)
+_ERRORS = [
+    name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
+]
+
+
+class _Shape:
+    """One class on the wire: its fields in order, each with its kind. Precomputed, for speed."""
+
+    def __init__(self, cls: type, /, **kinds: _Kind) -> None:
+        assert list(kinds) == [field.name for field in fields(cls)], f"{cls.__name__}: table and class differ"
+        self.cls, self.names = cls, tuple(kinds)
+        self.checks = tuple(kind.check for kind in kinds.values())
+        self._packs = [(index, kind.pack) for index, kind in enumerate(kinds.values()) if kind.pack]
+        # attrgetter gives the value alone, not a tuple of one, where it has one name only.
+        self._values: Callable[[Any], Any] = attrgetter(*kinds)
+        self._single = len(kinds) == 1
+
+    def pack(self, value: Any) -> list[Any]:
+        values = [self._values(value)] if self._single else list(self._values(value))
+        for index, pack in self._packs:
+            if values[index] is not None:
+                values[index] = pack(values[index])
+        return values
+
+    def check(self, values: Sequence[Any]) -> Any:
+        if len(values) != len(self.checks):
+            raise ValueError(f"{self.cls.__name__} has {len(self.checks)} fields, not {len(values)}")
+        checked: list[Any] = []  # its length tells which field was wrong
+        try:
+            for check, value in zip(self.checks, values, strict=True):
+                checked.append(check(value))
+        except ValueError as error:
+            raise ValueError(f"{self.cls.__name__}.{self.names[len(checked)]} {error}") from None
+        return self.cls(*checked)
+
+
+def _nested(shape: _Shape) -> _Kind:
+    def check(value: object) -> object:
+        if type(value) is tuple:
+            return shape.check(value)
+        raise ValueError("must be an array")
+
+    return _Kind(check, shape.pack)
+
+
+_SAMPLING = _nested(
+    _Shape(
+        Sampling,
+        temperature=_real(0.0, inf),
+        top_k=_POSITION,
+        top_p=_real(0.0, 1.0, above=True),
+        min_p=_real(0.0, 1.0),
+        seed=_WORD,
+        sample=_WORD,
+    )
+)
+_DECODING = _nested(
+    _Shape(
+        Decoding,
+        method=_named(METHODS),
+        window=_named(WINDOWS),
+        gamma=_optional(_integer(1, MAX_GAMMA + 1)),
+        rule=_RULE,
+    )
+)
+_SHAPES: dict[int, _Shape] = {
+    1: _Shape(
+        Hello,
+        version=_integer(0, 2**16),
+        role=_member(Role),
+        vocab_size=_POSITION,
+        context=_POSITION,
+        vocab_digest=_sized(bytes, _MAX_NAME),
+    ),
+    2: _Shape(
+        Welcome,
+        version=_integer(0, 2**16),
+        vocab_size=_POSITION,
+        context=_POSITION,
+        draft_context=_POSITION,
+        t_draft=_SECONDS,
+        t_target=_array(_Kind(_speed), MAX_RUN),
+        window=_POSITION,
+    ),
+    3: _Shape(
+        Submit,
+        request=_COUNT,
+        prompt=_TOKENS,
+        limit=_POSITION,
+        sampling=_SAMPLING,
+        decoding=_DECODING,
+        eos=_RUN,
+        stops=_array(_TEXT, MAX_RUN),
+        preview=_Kind(_flag),
+    ),
+    4: _Shape(
+        Committed,
+        request=_COUNT,
+        start=_POSITION,
+        tokens=_TOKENS,
+        provenance=_Kind(_provenance, lambda codes: bytes(map(_PROVENANCE_CODES.__getitem__, codes))),
+    ),
+    5: _Shape(Preview, request=_COUNT, start=_POSITION, tokens=_TOKENS),
+    6: _Shape(
+        Finished,
+        request=_COUNT,
+        reason=_member(FinishReason),
+        statistics=_sized(str, MAX_STATISTICS),
+    ),
+    7: _Shape(
+        Begin,
+        request=_COUNT,
+        epoch=_COUNT,
+        tokens=_TOKENS,
+        draft_until=_POSITION,
+        sampling=_SAMPLING,
+        rule=_RULE,
+        digest=_WORD,
+    ),
+    8: _Shape(
+        DraftTokens,
+        request=_COUNT,
+        epoch=_COUNT,
+        start=_POSITION,
+        tokens=_RUN,
+        seconds=_SECONDS,
+        rows=_Kind(_rows, _pack_rows),
+    ),
+    9: _Shape(
+        Verdict,
+        request=_COUNT,
+        epoch=_COUNT,
+        start=_POSITION,
+        tokens=_TOKENS,
+        draft_until=_POSITION,
+        digest=_WORD,
+    ),
+    10: _Shape(Resync, request=_COUNT, epoch=_COUNT),
+    11: _Shape(Finish, request=_COUNT),
+    12: _Shape(Cancel, request=_COUNT),
+    13: _Shape(Heartbeat, step=_COUNT, work=_NAME, tokens=_COUNT, seconds=_SECONDS),
+    14: _Shape(Ping, sent=_COUNT),
+    15: _Shape(Pong, sent=_COUNT, received=_COUNT),
+    16: _Shape(Error, request=_integer(-1, 2**63), kind=_named(_ERRORS), message=_CUT_TEXT),
+}
+TYPE_CODES: dict[type, int] = {shape.cls: code for code, shape in _SHAPES.items()}
+
+
+def encode(message: Message) -> list[bytes]:
+    """The frames of `message`: a packed header and, for rows of kind FRAMES, one raw frame a token.
+
+    Raises `LocalProtocolError` where it cannot be written or exceeds the limits of the wire. It does not look
+    at ranges: what we made is in range, and the peer looks anyway.
+    """
+    code = TYPE_CODES.get(type(message))
+    if code is None:
+        raise LocalProtocolError(f"{type(message).__name__} is no message of the wire")
+    try:
+        frames = [msgpack.packb([code, *_SHAPES[code].pack(message)])]
+    except (ValueError, TypeError, OverflowError, KeyError, struct.error) as error:
+        raise LocalProtocolError(f"{type(message).__name__} cannot be written: {error}") from error
+    if isinstance(message, DraftTokens) and message.rows.kind is RowKind.FRAMES:
+        frames.extend(message.rows.data)
+    if len(frames) > MAX_FRAMES or max(map(len, frames)) > MAX_FRAME:
+        raise LocalProtocolError(
+            f"{type(message).__name__} exceeds {MAX_FRAMES} frames of {MAX_FRAME} bytes: send it in parts"
+        )
+    return frames
+
+
+def decode(frames: Sequence[Frame]) -> Message:
+    """The message that `frames` hold. Raises `RemoteProtocolError`, and nothing else, whatever they hold."""
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise RemoteProtocolError(f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}")
+    if max(memoryview(frame).nbytes for frame in frames) > MAX_FRAME:
+        raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
+    values = _unpack(frames[0])
+    shape = _SHAPES.get(values[0])
+    if shape is None:
+        raise RemoteProtocolError(f"unknown message type {values[0]}; is the peer a newer PEARL?")
+    try:
+        return _whole(shape.check(values[1:]), frames[1:])
+    except ValueError as error:
+        raise RemoteProtocolError(f"{error}{_version_hint(shape.cls, values)}") from None
+
+
+def received(frames: Sequence[Frame]) -> Message | RemoteProtocolError:
+    """As `decode`, with the error for a value: one bad message must not hide the good ones behind it."""
+    try:
+        return decode(frames)
+    except RemoteProtocolError as error:
+        return error
+
+
+def _unpack(header: Frame) -> tuple[Any, ...]:
+    try:
+        values = msgpack.unpackb(header, use_list=False, **_LIMITS)
+    except ValueError as error:  # all of msgpack's own are ValueErrors, UnicodeDecodeError too
+        raise RemoteProtocolError(f"a header that is no msgpack within limits: {error}") from None
+    if type(values) is not tuple or not values or type(values[0]) is not int:
+        raise RemoteProtocolError("a header that is no array beginning with a type code")
+    return values
+
+
+def _whole(message: Any, raw: Sequence[Frame]) -> Message:
+    """Checks what concerns several fields, and puts raw frames into the rows that they belong to."""
+    if type(message) is DraftTokens:
+        return _with_rows(message, raw)
+    if raw:
+        raise ValueError(f"{type(message).__name__} came with {len(raw)} raw frames and has none")
+    if type(message) is Committed and len(message.tokens) != len(message.provenance):
+        raise ValueError("Committed has not one provenance a token")
+    return message
+
+
+def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
+    rows = message.rows
+    if rows.kind is RowKind.FRAMES:
+        rows = Rows(RowKind.FRAMES, tuple(map(bytes, raw)))
+        sizes = set(map(len, rows.data))
+        if len(sizes) > 1 or any(size % 4 or not size for size in sizes):
+            raise ValueError("DraftTokens.rows has raw frames that are not float32 rows of one length")
+    elif raw:
+        raise ValueError(f"DraftTokens with rows of kind {rows.kind.value} came with {len(raw)} raw frames")
+    if rows.kind in (RowKind.SPARSE, RowKind.FRAMES) and len(rows.data) != len(message.tokens):
+        raise ValueError(f"DraftTokens has {len(message.tokens)} tokens and {len(rows.data)} rows")
+    return replace(message, rows=rows) if raw else message
+
+
+def _version_hint(kind: type, values: tuple[Any, ...]) -> str:
+    """A Hello of another version may have other fields; its version stands first for ever, to be named."""
+    if kind is Hello and len(values) > 1 and type(values[1]) is int and values[1] != PROTOCOL_VERSION:
+        return f" (the peer speaks version {values[1]} of the wire, this side version {PROTOCOL_VERSION})"
+    return ""

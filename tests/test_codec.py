@@ -1,0 +1,405 @@
+"""The codec alone: every type round-trips, every limit holds, and nothing that a peer can send does harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import tracemalloc
+import typing
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pearl.errors import LocalProtocolError, RemoteProtocolError
+from pearl.protocol import messages as m
+from pearl.protocol.window import METHODS, WINDOWS
+from pearl.transport import codec
+from pearl.transport.codec import TYPE_CODES, decode, encode
+
+PINNED = {
+    m.Hello: 1,
+    m.Welcome: 2,
+    m.Submit: 3,
+    m.Committed: 4,
+    m.Preview: 5,
+    m.Finished: 6,
+    m.Begin: 7,
+    m.DraftTokens: 8,
+    m.Verdict: 9,
+    m.Resync: 10,
+    m.Finish: 11,
+    m.Cancel: 12,
+    m.Heartbeat: 13,
+    m.Ping: 14,
+    m.Pong: 15,
+    m.Error: 16,
+}
+
+counts = st.integers(0, 2**63 - 1)
+positions = st.integers(0, 2**31 - 1)
+words = st.integers(0, 2**64 - 1)
+tokens = st.lists(positions, max_size=5).map(tuple)
+seconds = st.floats(0, allow_infinity=False, allow_nan=False)
+names = st.text(max_size=16)
+samplings = st.builds(m.Sampling, seconds, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, words)
+decodings = st.builds(
+    m.Decoding,
+    st.sampled_from(sorted(METHODS)),
+    st.sampled_from(WINDOWS),
+    st.none() | st.integers(1, 1024),
+    st.sampled_from(codec.RULES),
+)
+cells = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
+
+
+@st.composite
+def committed(draw: st.DrawFn) -> m.Committed:
+    run = draw(tokens)
+    provenance = tuple(draw(st.sampled_from(m.Provenance)) for _ in run)
+    return m.Committed(draw(counts), draw(positions), run, provenance)
+
+
+@st.composite
+def draft_tokens(draw: st.DrawFn) -> m.DraftTokens:
+    run, kind, width = draw(tokens), draw(st.sampled_from(m.RowKind)), 4 * draw(st.integers(1, 4))
+    row = st.binary(min_size=width, max_size=width)
+    entry = {m.RowKind.SPARSE: st.tuples(row, row), m.RowKind.FRAMES: row}.get(kind)
+    data = () if entry is None else tuple(draw(entry) for _ in run)
+    return m.DraftTokens(draw(counts), draw(counts), draw(positions), run, draw(seconds), m.Rows(kind, data))
+
+
+BUILDERS: dict[type, st.SearchStrategy] = {
+    m.Hello: st.builds(
+        m.Hello,
+        st.integers(0, 65535),
+        st.sampled_from(m.Role),
+        positions,
+        positions,
+        st.binary(max_size=64),
+    ),
+    m.Welcome: st.builds(
+        m.Welcome,
+        st.integers(0, 65535),
+        positions,
+        positions,
+        positions,
+        seconds,
+        st.lists(st.tuples(counts, seconds), max_size=4).map(tuple),
+        positions,
+    ),
+    m.Submit: st.builds(
+        m.Submit,
+        counts,
+        tokens,
+        positions,
+        samplings,
+        decodings,
+        tokens,
+        st.lists(names, max_size=3).map(tuple),
+        st.booleans(),
+    ),
+    m.Committed: committed(),
+    m.Preview: st.builds(m.Preview, counts, positions, tokens),
+    m.Finished: st.builds(m.Finished, counts, st.sampled_from(m.FinishReason), names),
+    m.Begin: st.builds(m.Begin, counts, counts, tokens, positions, samplings, st.sampled_from(codec.RULES), words),
+    m.DraftTokens: draft_tokens(),
+    m.Verdict: st.builds(m.Verdict, counts, counts, positions, tokens, positions, words),
+    m.Resync: st.builds(m.Resync, counts, counts),
+    m.Finish: st.builds(m.Finish, counts),
+    m.Cancel: st.builds(m.Cancel, counts),
+    m.Heartbeat: st.builds(m.Heartbeat, counts, names, counts, seconds),
+    m.Ping: st.builds(m.Ping, counts),
+    m.Pong: st.builds(m.Pong, counts, counts),
+    m.Error: st.builds(m.Error, st.integers(-1, 2**63 - 1), st.sampled_from(["TargetLost", "RequestError"]), names),
+}
+any_message = st.one_of(*BUILDERS.values())
+
+HELLO = m.Hello(1, m.Role.DRAFT, 32000, 2048)
+SUBMIT = m.Submit(1, (1, 2), 10, m.Sampling(), m.Decoding(), (2,), ("end",))
+BEGIN = m.Begin(1, 0, (1, 2), 10, m.Sampling(), "ratio", 5)
+DRAFT = m.DraftTokens(1, 0, 2, (7,), 0.5)
+COMMITTED = m.Committed(1, 0, (4, 5), (m.Provenance.ACCEPTED, m.Provenance.BONUS))
+
+
+def test_every_message_has_a_pinned_code() -> None:
+    """A new class without a code, or a renumbering that an older peer would misread."""
+    assert set(TYPE_CODES) == set(typing.get_args(m.Message)) == set(BUILDERS)
+    assert TYPE_CODES == PINNED
+    assert len(set(TYPE_CODES.values())) == len(TYPE_CODES)
+
+
+def test_enum_codes_are_pinned() -> None:
+    """Enums travel by their order: reordering one would silently change the wire."""
+    assert [e.name for e in m.Role] == ["FRONT", "TARGET", "DRAFT"]
+    assert [e.name for e in m.Provenance] == ["ACCEPTED", "CORRECTED", "DIRECT", "BONUS"]
+    assert [e.name for e in m.FinishReason] == ["EOS", "STOP", "LENGTH", "CANCELLED"]
+    assert [e.name for e in m.RowKind] == ["NONE", "SPARSE", "FRAMES", "CHANNEL"]
+
+
+def test_bytes_are_pinned() -> None:
+    """A change of the format that both sides of this version agree on, and an older peer would not."""
+    verdict = m.Verdict(1, 2, 3, (4, 5), 6, 2**64 - 1)
+    assert encode(verdict) == [bytes.fromhex("97090102 03c40804000000 05000000 06cfffffffffffffffff")]
+
+
+@pytest.mark.parametrize("kind", BUILDERS, ids=lambda kind: kind.__name__)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_round_trip(kind: type, data: st.DataObject) -> None:
+    message = data.draw(BUILDERS[kind])
+    frames = encode(message)
+    assert all(type(frame) is bytes for frame in frames)
+    assert decode(frames) == message
+    assert decode([memoryview(frame) for frame in frames]) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.binary(max_size=64), max_size=4))
+def test_any_bytes_are_refused_or_read(frames: list[bytes]) -> None:
+    _read_or_refuse(frames)
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_message, st.data())
+def test_a_damaged_message_is_refused_or_read(message: m.Message, data: st.DataObject) -> None:
+    """Bytes changed, cut and inserted where a valid message was; frames lost and doubled."""
+    frames = [bytearray(frame) for frame in encode(message)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame = data.draw(st.sampled_from(frames))
+        at = data.draw(st.integers(0, len(frame)))
+        frame[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    frames = data.draw(st.sampled_from([frames, frames[1:], frames + frames[-1:]]))
+    _read_or_refuse(frames)
+
+
+plain = st.none() | st.booleans() | st.integers(-5, 2**64 - 1) | st.floats() | st.text(max_size=4) | st.binary()
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(plain, inner), max_leaves=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 16), st.lists(values, max_size=7))
+def test_well_formed_msgpack_of_the_wrong_shape(code: int, fields: list[object]) -> None:
+    """What passes the unpacker has to be stopped by the checks: any value in any field."""
+    _read_or_refuse([msgpack.packb([code, *fields])])
+
+
+def _read_or_refuse(frames: list) -> None:
+    try:
+        message = decode(frames)
+    except RemoteProtocolError:
+        return
+    # What was let in must itself be sound: a second trip must take it as it is.
+    assert decode(encode(message)) == message
+
+
+def _with(message: m.Message, **changes: object) -> list[bytes]:
+    """The frames of `message` with fields replaced by raw msgpack values, past every check of `encode`."""
+    header = msgpack.unpackb(encode(message)[0])
+    names = [field.name for field in dataclasses.fields(message)]
+    for name, value in changes.items():
+        header[1 + names.index(name)] = value
+    return [msgpack.packb(header), *encode(message)[1:]]
+
+
+def _ids(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+SAMPLING = [0.5, 0, 1.0, 0.0, 0, 0]
+DECODING = ["pearl", "stream", None, "ratio"]
+
+
+def _swap(values: list, index: int, value: object) -> list:
+    return [*values[:index], value, *values[index + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (m.Finish(1), {"request": True}),
+        (m.Finish(1), {"request": -1}),
+        (m.Finish(1), {"request": 2**63}),
+        (m.Finish(1), {"request": 1.0}),
+        (m.Error(-1, "TargetLost", ""), {"request": -2}),
+        (m.Error(-1, "TargetLost", ""), {"kind": "OSError"}),
+        (HELLO, {"role": 3}),
+        (HELLO, {"role": False}),
+        (HELLO, {"role": "draft"}),
+        (HELLO, {"vocab_digest": b"x" * 65}),
+        (SUBMIT, {"prompt": _ids(-1)}),
+        (SUBMIT, {"prompt": b"\0\0\0"}),
+        (SUBMIT, {"prompt": [1, 2]}),
+        (SUBMIT, {"preview": 1}),
+        (SUBMIT, {"stops": [b"end"]}),
+        (SUBMIT, {"stops": "end"}),
+        (SUBMIT, {"stops": ["x" * (2**16 + 1)]}),
+        (SUBMIT, {"limit": 2**31}),
+        *[
+            (SUBMIT, {"sampling": _swap(SAMPLING, index, value)})
+            for index, value in [
+                (0, -0.1),
+                (0, float("nan")),
+                (0, float("inf")),
+                (0, 1),
+                (1, -1),
+                (2, 0.0),
+                (2, 1.1),
+                (3, -0.1),
+                (3, 1.1),
+                (3, float("nan")),
+                (4, -1),
+                (5, True),
+            ]
+        ],
+        (SUBMIT, {"sampling": SAMPLING[:-1]}),
+        (SUBMIT, {"sampling": None}),
+        *[
+            (SUBMIT, {"decoding": _swap(DECODING, index, value)})
+            for index, value in [(0, "beam"), (1, "slow"), (2, 0), (2, 1025), (2, True), (3, "any"), (3, None)]
+        ],
+        (BEGIN, {"rule": "any"}),
+        (BEGIN, {"digest": -1}),
+        (DRAFT, {"seconds": float("nan")}),
+        (DRAFT, {"seconds": float("inf")}),
+        (DRAFT, {"seconds": -1.0}),
+        (DRAFT, {"tokens": _ids(*range(codec.MAX_RUN + 1))}),
+        (DRAFT, {"rows": [4, []]}),
+        (DRAFT, {"rows": [True, []]}),
+        (DRAFT, {"rows": [0, [[b"", b""]]]}),
+        (DRAFT, {"rows": [1, []]}),
+        (DRAFT, {"rows": [1, [[b"1234", b"12345678"]]]}),
+        (DRAFT, {"rows": [1, [[b"123", b"123"]]]}),
+        (DRAFT, {"rows": [1, [[b"1234", "1234"]]]}),
+        (DRAFT, {"rows": [1, [[b"1234"]]]}),
+        (DRAFT, {"rows": [1, [[b"1234", b"1234"]] * 2]}),
+        (DRAFT, {"rows": [2, []]}),
+        (DRAFT, {"rows": [3, [b"1234"]]}),
+        (COMMITTED, {"provenance": b"\0"}),
+        (COMMITTED, {"provenance": b"\0\4"}),
+        (m.Finished(1, m.FinishReason.EOS, ""), {"reason": 4}),
+        (m.Heartbeat(1, "decode", 1), {"work": "x" * 65}),
+        (m.Heartbeat(1, "decode", 1), {"work": "é" * 33}),
+        (m.Heartbeat(1, "decode", 1), {"work": b"decode"}),
+    ],
+)
+def test_a_field_out_of_range_is_refused_by_name(message: m.Message, changes: dict[str, object]) -> None:
+    """One wrong field in a message that is otherwise sound: its refusal says which."""
+    assert decode(_with(message)) == message
+    with pytest.raises(RemoteProtocolError, match=type(message).__name__) as caught:
+        decode(_with(message, **changes))
+    if not {"rows", "provenance"} & changes.keys():
+        assert f"{type(message).__name__}.{next(iter(changes))}" in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [[], [b"1234", b"1234"], [b"123"], [b""]], ids=["none", "many", "odd", "empty"])
+def test_raw_frames_must_be_one_row_a_token(raw: list[bytes]) -> None:
+    header = encode(dataclasses.replace(DRAFT, rows=m.Rows(m.RowKind.FRAMES, (b"1234",))))[0]
+    assert decode([header, b"1234"]).rows.data == (b"1234",)  # type: ignore[union-attr]
+    with pytest.raises(RemoteProtocolError):
+        decode([header, *raw])
+
+
+def test_rows_of_one_message_have_one_length() -> None:
+    message = dataclasses.replace(DRAFT, tokens=(1, 2), rows=m.Rows(m.RowKind.FRAMES, (b"1234", b"5678")))
+    frames = encode(message)
+    assert decode(frames) == message
+    with pytest.raises(RemoteProtocolError, match="one length"):
+        decode([*frames[:2], b"12345678"])
+
+
+@pytest.mark.parametrize("message", [m.Finish(1), DRAFT], ids=["finish", "draft without rows"])
+def test_raw_frames_where_none_belong(message: m.Message) -> None:
+    with pytest.raises(RemoteProtocolError, match="raw frames"):
+        decode([*encode(message), b"1234"])
+
+
+def test_the_largest_prompt_passes_and_one_more_token_is_refused() -> None:
+    """Refused on both sides: the sender must learn it as its own mistake, not by being cut off."""
+    message = dataclasses.replace(SUBMIT, prompt=(9,) * codec.MAX_TOKENS)
+    assert decode(encode(message)) == message
+    with pytest.raises(LocalProtocolError, match="at most"):
+        encode(dataclasses.replace(message, prompt=(9,) * (codec.MAX_TOKENS + 1)))
+    with pytest.raises(RemoteProtocolError, match=r"Submit\.prompt"):
+        decode(_with(SUBMIT, prompt=bytes(4 * codec.MAX_TOKENS + 4)))
+
+
+def test_statistics_are_limited() -> None:
+    message = m.Finished(1, m.FinishReason.EOS, "x" * codec.MAX_STATISTICS)
+    assert decode(encode(message)) == message
+    with pytest.raises(RemoteProtocolError, match="max_str_len"):
+        decode(_with(message, statistics="x" * (codec.MAX_STATISTICS + 1)))
+
+
+def test_frames_are_limited_in_number_and_length() -> None:
+    with pytest.raises(RemoteProtocolError, match="0 frames"):
+        decode([])
+    with pytest.raises(RemoteProtocolError, match="frames"):
+        decode([*encode(DRAFT), *[b"1234"] * codec.MAX_RUN, b"1234"])
+    with pytest.raises(RemoteProtocolError, match="bytes"):
+        decode([bytes(codec.MAX_FRAME + 1)])
+    row = bytes(codec.MAX_FRAME + 4)
+    with pytest.raises(LocalProtocolError, match="exceeds"):
+        encode(dataclasses.replace(DRAFT, rows=m.Rows(m.RowKind.FRAMES, (row,))))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Finish(2**70),
+        dataclasses.replace(SUBMIT, stops=("\ud800",)),
+        dataclasses.replace(DRAFT, tokens=(2**31,)),
+        m.Sampling(),
+    ],
+    ids=["too large", "half a surrogate", "no token", "no message"],
+)
+def test_our_own_mistakes_are_local_errors(message: m.Message) -> None:
+    with pytest.raises(LocalProtocolError, match=r"cannot be written|no message"):
+        encode(message)
+
+
+def test_numbers_given_as_integers_travel_as_floats() -> None:
+    """A caller's temperature=1 must not be refused by the peer for its type."""
+    sampling = m.Sampling(temperature=1, top_p=1)
+    assert decode(encode(dataclasses.replace(BEGIN, sampling=sampling))).sampling == sampling  # type: ignore[union-attr]
+
+
+def test_an_error_too_long_to_send_is_cut() -> None:
+    """A long traceback must not turn the report of an error into another error."""
+    read = decode(encode(m.Error(-1, "ModelError", "é" * 10**6)))
+    assert isinstance(read, m.Error)
+    assert read.message.startswith("ééé")
+
+
+def test_a_hello_of_another_version_is_named_as_such() -> None:
+    """Its fields may differ, and `Hello has 5 fields, not 6` tells nobody to update."""
+    with pytest.raises(RemoteProtocolError, match="version 999"):
+        decode([msgpack.packb([1, 999, "something", "new"])])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdd\x00\x10\x00\x00" * 1000,
+        b"\xdd\x00\x00\x08\x00" * 1000,
+        b"\xdd\x00\x00\x08\x00" * 2_000_000,
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        b"\x92\x03\xdd\xff\xff\xff\xff",
+    ],
+    ids=["array", "nested large", "nested", "nested deep", "map", "bin", "str", "ext", "field"],
+)
+def test_a_hostile_header_costs_little_memory(header: bytes) -> None:
+    """Four bytes that claim 2**32 - 1 elements, or claims nested a thousand deep, must not be believed."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode([header])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
