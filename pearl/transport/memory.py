@@ -1,0 +1,142 @@
+"""Endpoints and tensor channels within one process, for tests and for runs without processes.
+
+Messages pass through the codec, so that here too only what the wire allows arrives.  Knows no sockets and no
+processes. Unlike a socket, an endpoint here may be used from any thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from threading import Condition
+from typing import Generic, TypeVar
+
+import torch
+
+from pearl.errors import TransportError
+from pearl.protocol.messages import Message
+from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received, check_row
+from pearl.transport.codec import encode, received
+
+_QUEUE = 4096  # items that may wait in a pipe
+_Item = TypeVar("_Item")
+
+
+class _Pipe(Generic[_Item]):
+    """A bounded queue, closed by its reader."""
+
+    def __init__(self) -> None:
+        self._items: deque[_Item] = deque()
+        self._changed = Condition()
+        self._closed = False
+
+    def put(self, item: _Item) -> None:
+        """Never blocks. Raises `TransportError` where the reader has closed the pipe or it is full."""
+        with self._changed:
+            if self._closed:
+                raise TransportError("the peer is gone: it closed its end")
+            if len(self._items) >= _QUEUE:
+                raise TransportError(f"the peer's queue is full ({_QUEUE}): it has stopped receiving")
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def take(self, least: int, most: int, timeout: float) -> list[_Item]:
+        """Up to `most` items, once `least` are there or `timeout` seconds have passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) >= least, timeout)
+            if self._closed:
+                raise TransportError("this end was closed")
+            return [self._items.popleft() for _ in range(min(most, len(self._items)))]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+_Inbox = _Pipe[tuple[Peer, Sequence[bytes]]]
+
+
+class MemoryEndpoint:
+    """Either end: it reads `inbox` and writes to its peers' inboxes, under the name by which they know it."""
+
+    def __init__(self, name: Peer, peers: dict[Peer, _Inbox]) -> None:
+        self.inbox: _Inbox = _Pipe()
+        self._name, self._peers = name, peers
+        self._closed = False
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        self.send_frames(encode(message), peer)
+
+    def send_frames(self, frames: Sequence[bytes], peer: Peer | None = None) -> None:
+        """Sends bytes as they are: what a broken peer might say."""
+        inbox = self._peers.get(SOLE_PEER if peer is None else peer)
+        if inbox is None or self._closed:
+            raise TransportError("there is no such peer, or this end was closed")
+        inbox.put((self._name, frames))
+
+    def receive(self, timeout: float) -> list[Received]:
+        return [(peer, received(frames)) for peer, frames in self.inbox.take(1, MAX_BATCH, timeout)]
+
+    def close(self) -> None:
+        self._closed = True
+        self.inbox.close()
+
+
+class MemoryHub:
+    """A listener and as many connections to it as one asks for."""
+
+    def __init__(self) -> None:
+        self._inboxes: dict[Peer, _Inbox] = {}
+        self._numbers = count(1)
+        self.listener = MemoryEndpoint(SOLE_PEER, self._inboxes)
+
+    def connect(self) -> MemoryEndpoint:
+        name = b"peer-%d" % next(self._numbers)
+        connection = MemoryEndpoint(name, {SOLE_PEER: self.listener.inbox})
+        self._inboxes[name] = connection.inbox
+        return connection
+
+
+def memory_hub() -> MemoryHub:
+    """A fresh hub; nothing is shared between two of them."""
+    return MemoryHub()
+
+
+class MemoryChannel:
+    """One end of a tensor channel within a process; see `memory_channels`."""
+
+    def __init__(
+        self, inbox: _Pipe[torch.Tensor], outbox: _Pipe[torch.Tensor], vocab_size: int, timeout: float
+    ) -> None:
+        self._inbox, self._outbox = inbox, outbox
+        self._vocab_size, self._timeout = vocab_size, timeout
+        self._dead = False
+
+    def send(self, row: torch.Tensor) -> None:
+        check_row(row, self._vocab_size)
+        if self._dead:
+            raise TransportError("the tensor channel is dead")
+        self._outbox.put(row.detach().clone())
+
+    def receive(self, count: int) -> torch.Tensor:
+        if self._dead:
+            raise TransportError("the tensor channel is dead")
+        rows = self._inbox.take(count, count, self._timeout)
+        if len(rows) < count:
+            self.close()
+            raise TransportError(f"{len(rows)} of {count} rows came within {self._timeout} s")
+        return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
+
+    def close(self) -> None:
+        self._dead = True
+        self._inbox.close()
+
+
+def memory_channels(vocab_size: int, timeout: float) -> tuple[MemoryChannel, MemoryChannel]:
+    """The two ends of a channel for rows of `vocab_size`; a receive waits `timeout` seconds at most."""
+    one: _Pipe[torch.Tensor] = _Pipe()
+    other: _Pipe[torch.Tensor] = _Pipe()
+    return MemoryChannel(one, other, vocab_size, timeout), MemoryChannel(other, one, vocab_size, timeout)
