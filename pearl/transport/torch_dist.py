@@ -1,0 +1,230 @@
+"""Rows over a process group, and torchrun's key-value store: the one file that imports torch.distributed.
+
+Knows rows and ranks, not what they are for. The groups are made directly from their backend: the default group
+of the process, which belongs to whoever launched it, is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from pearl.errors import ConfigError, TransportError
+from pearl.transport.base import check_row
+
+_TAG = 0
+_NEVER = timedelta(days=1)  # a row waits for its receiver as long as the request lasts
+_POLL = 0.0001  # seconds between two looks at a CUDA event
+
+
+class _Group(Protocol):
+    """What a backend does for the channel; received rows lie on `device`."""
+
+    device: torch.device
+
+    def send(self, row: torch.Tensor) -> None: ...
+    def receive(self, rows: torch.Tensor, deadline: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class ProcessGroupChannel:
+    """A tensor channel over a group of two: rank 0 the target, rank 1 the draft. Rows go either way.
+
+    A receive that expires kills the channel on both sides; the next one needs a new `name`.
+    """
+
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"],
+        store_path: Path,
+        name: str,
+        rank: int,
+        vocab_size: int,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        """Waits for the other rank; raises `TransportError` if it has not come after `timeout` seconds.
+
+        Args:
+            store_path: a file in the engine's private directory by which the two find each other.
+            name: the same on both sides, and new for every group that is made over this file.
+            device: where received rows are to lie; for NCCL this rank's own GPU.
+            timeout: seconds that a `receive` may take.
+        """
+        if backend not in _BACKENDS:
+            raise ConfigError(f"tensor channel {backend!r} is unknown: choose one of {', '.join(_BACKENDS)}")
+        self._vocab_size, self._device, self._timeout = vocab_size, device, timeout
+        self._dead = ""
+        store = dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: it stays for the next group
+        try:
+            self._group: _Group = _BACKENDS[backend](store, rank, device, timeout)
+        except RuntimeError as error:
+            raise TransportError(f"no {backend} group {name!r} with the other worker: {error}") from error
+
+    def send(self, row: torch.Tensor) -> None:
+        check_row(row, self._vocab_size)
+        self._check_alive()
+        try:
+            self._group.send(row.detach())
+        except RuntimeError as error:
+            self._die(f"a row could not be sent: {error}", error)
+
+    def receive(self, count: int) -> torch.Tensor:
+        self._check_alive()
+        rows = torch.empty(count, self._vocab_size, device=self._group.device)
+        try:
+            self._group.receive(rows, time.monotonic() + self._timeout)
+        except (RuntimeError, TimeoutError) as error:
+            self._die(f"{count} announced rows did not come within {self._timeout} s: {error}", error)
+        return rows.to(self._device)
+
+    def close(self) -> None:
+        if not self._dead:
+            self._dead = "it was closed"
+            self._group.close()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise TransportError(f"the tensor channel is dead: {self._dead}")
+
+    def _die(self, reason: str, cause: Exception) -> None:
+        self.close()
+        self._dead = reason
+        raise TransportError(reason) from cause
+
+
+class _Gloo:
+    """Through host memory over the loopback, for two processes of one machine."""
+
+    def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
+        backend: Any = dist.ProcessGroupGloo  # torch's own stubs lack its options
+        options = backend._Options()
+        options._devices = [backend.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=timeout)
+        self._group: Any = backend(store, rank, 2, options)
+        self.device, self._peer = torch.device("cpu"), 1 - rank
+        self._error: RuntimeError | None = None
+        # Gloo reads a row only when its receiver asks for it, and offers no way to see that it has: somebody
+        # has to wait with the row in hand. A daemon, so that an exit does not wait too.
+        self._unsent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
+        self._keeper = Thread(target=self._keep, name="pearl-gloo-rows", daemon=True)
+        self._keeper.start()
+
+    def send(self, row: torch.Tensor) -> None:
+        if self._error is not None:
+            raise self._error
+        row = row.cpu().contiguous()
+        self._unsent.put((self._group.send([row], self._peer, _TAG), row))
+
+    def receive(self, rows: torch.Tensor, deadline: float) -> None:
+        works = [self._group.recv([row], self._peer, _TAG) for row in rows]
+        for work in works:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))  # 0 would mean for ever
+
+    def close(self) -> None:
+        """Breaks the connection, so that the keeper and the peer stop waiting."""
+        self._unsent.put(None)
+        self._keeper.join(0.01)
+        if self._keeper.is_alive():  # it waits for a receiver; only an operation that expires closes a pair
+            with suppress(RuntimeError):
+                self._group.recv([torch.empty(1)], self._peer, _TAG).wait(timedelta(milliseconds=1))
+            self._keeper.join(1.0)
+
+    def _keep(self) -> None:
+        while (item := self._unsent.get()) is not None:
+            try:
+                item[0].wait(_NEVER)
+            except RuntimeError as error:
+                self._error = error
+
+
+class _Nccl:
+    """Between two GPUs, on a stream of its own, so that no forward waits for a row.
+
+    Unproven: written without a machine of two GPUs at hand; the tests marked `gpu` are to be run on one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that nobody asks for
+        # NCCL's own rendezvous blocks without a deadline, so nobody enters it before both are there.
+        store.set(f"rank{rank}", "here")
+        store.wait([f"rank{1 - rank}"], timedelta(seconds=timeout))
+        self.device, self._peer = device, 1 - rank
+        self._stream = torch.cuda.Stream(device)
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+        self._group.eager_connect_single_device(device)
+
+    def send(self, row: torch.Tensor) -> None:
+        row = row.to(self.device).contiguous()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the row may still be being computed
+        with torch.cuda.stream(self._stream):
+            self._group.send([row], self._peer, _TAG)
+        row.record_stream(self._stream)
+
+    def receive(self, rows: torch.Tensor, deadline: float) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may still be in use
+        with torch.cuda.stream(self._stream):
+            for row in rows:
+                self._group.recv([row], self._peer, _TAG).wait()  # makes the stream wait, not this thread
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        rows.record_stream(self._stream)
+        while not arrived.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError("deadline exceeded")
+            time.sleep(_POLL)
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+_BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
+
+
+class TorchrunStore:
+    """The store that torchrun keeps for its workers, by which two ranks exchange addresses.
+
+    Keys lie under the run's id and its restart count, so that a restarted run reads nothing that the last left.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ, timeout: float = 30.0) -> None:
+        """Connects within `timeout` seconds, or `TransportError`; outside torchrun raises `ConfigError`."""
+        try:
+            host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+            self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            run, restart = environment["TORCHELASTIC_RUN_ID"], int(environment["TORCHELASTIC_RESTART_COUNT"])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"this was not started by torchrun: {error} is missing or no number") from None
+        # Some rendezvous backends leave it to rank 0 to keep the store.
+        keeps = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
+        limit = timedelta(seconds=timeout)
+        try:
+            store = dist.TCPStore(host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as error:
+            raise TransportError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
+        self._store = dist.PrefixStore(f"pearl/{run}/{restart}", store)
+
+    def set(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:
+            raise TransportError(f"torchrun's store is gone, {key!r} was not set: {error}") from error
+
+    def get(self, key: str, timeout: float) -> str:
+        """The value of `key`, once somebody has set it. Raises `TransportError` after `timeout` seconds."""
+        try:
+            self._store.wait([key], timedelta(seconds=timeout))
+            return self._store.get(key).decode()
+        except RuntimeError as error:
+            raise TransportError(f"no rank has set {key!r} within {timeout} s: {error}") from error

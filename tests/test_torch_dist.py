@@ -1,0 +1,303 @@
+"""Rows between two real processes over a process group, and torchrun's store with a real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pearl.errors import ConfigError, LocalProtocolError, TransportError
+from pearl.transport.torch_dist import ProcessGroupChannel, TorchrunStore
+
+VOCAB = 2003
+WAIT = 60.0  # seconds: a bound for a slow machine, never reached where all is well
+
+# The draft's side of each test: `channel` is rank 1, `rows` what both sides know. A line on stdin lets it go on.
+DRAFT = """
+import sys, torch
+from pathlib import Path
+from pearl.errors import TransportError
+from pearl.transport.torch_dist import ProcessGroupChannel
+path, backend, name, device, timeout, vocab = sys.argv[1:7]
+channel = ProcessGroupChannel(backend, Path(path), name, 1, int(vocab), torch.device(device), float(timeout))
+rows = torch.rand(20, int(vocab), generator=torch.Generator().manual_seed(1)).to(device)
+"""
+
+
+def known_rows() -> torch.Tensor:
+    return torch.rand(20, VOCAB, generator=torch.Generator().manual_seed(1))
+
+
+class Pair:
+    """This process as rank 0, and a child as rank 1 that runs `DRAFT` and then `script`."""
+
+    def __init__(
+        self,
+        path: Path,
+        script: str,
+        backend: str = "gloo",
+        timeout: float = WAIT,
+        name: str = "one",
+        devices: tuple[str, str] = ("cpu", "cpu"),
+    ) -> None:
+        arguments = [str(path), backend, name, devices[1], str(WAIT), str(VOCAB)]
+        self.draft = subprocess.Popen(
+            [sys.executable, "-c", DRAFT + script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            start = ProcessGroupChannel(
+                backend,
+                path,
+                name,
+                0,
+                VOCAB,
+                torch.device(devices[0]),
+                WAIT,  # type: ignore[arg-type]
+            )
+        except BaseException:
+            self.stop()
+            raise
+        start._timeout = timeout  # the start may be slow where the deadline under test is short
+        self.channel = start
+
+    def go_on(self) -> None:
+        assert self.draft.stdin is not None
+        self.draft.stdin.write("\n")
+        self.draft.stdin.flush()
+
+    def said(self) -> str:
+        """All that the draft printed; it must have ended by itself and well."""
+        out, _ = self.draft.communicate(timeout=WAIT)
+        assert self.draft.returncode == 0
+        return out.strip()
+
+    def stop(self) -> None:
+        if self.draft.poll() is None:
+            self.draft.kill()
+        self.draft.communicate()
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.channel.close()
+        pair.stop()
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+class TestGloo:
+    def test_rows_arrive_in_order_bit_for_bit(self, pairs: list[Pair], store_path: Path) -> None:
+        pairs.append(Pair(store_path, "for row in rows: channel.send(row)\nsys.stdin.readline()"))
+        got = torch.cat([pairs[0].channel.receive(count) for count in (1, 7, 12)])
+        assert torch.equal(got.view(torch.int32), known_rows().view(torch.int32))
+        pairs[0].go_on()
+        pairs[0].said()
+
+    def test_send_does_not_wait_for_the_receiver(self, pairs: list[Pair], store_path: Path) -> None:
+        """The draft drafts on while the target is in a forward; a row overwritten or freed early would show."""
+        script = """
+for row in rows:
+    channel.send(row.clone())
+print("sent", flush=True)
+junk = [torch.full_like(rows, 7.0) for _ in range(20)]
+sys.stdin.readline()
+"""
+        pairs.append(Pair(store_path, script))
+        assert pairs[0].draft.stdout is not None
+        assert pairs[0].draft.stdout.readline() == "sent\n"  # nothing has been received
+        assert torch.equal(pairs[0].channel.receive(20), known_rows())
+        pairs[0].go_on()
+        pairs[0].said()
+
+    def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, pairs: list[Pair], store_path: Path) -> None:
+        """Rows that come after all must not be taken for later ones: they would judge other tokens."""
+        script = """
+sys.stdin.readline()
+try:
+    for _ in range(1000):
+        for row in rows: channel.send(row)
+        import time; time.sleep(0.01)
+    print("never noticed")
+except TransportError:
+    print("noticed")
+"""
+        pairs.append(Pair(store_path, script, timeout=0.3))
+        channel = pairs[0].channel
+        started = time.monotonic()
+        with pytest.raises(TransportError, match=r"did not come within 0\.3 s"):
+            channel.receive(1)
+        assert time.monotonic() - started < WAIT / 2
+        pairs[0].go_on()
+        for _ in range(2):
+            with pytest.raises(TransportError, match="dead"):
+                channel.receive(1)
+        with pytest.raises(TransportError, match="dead"):
+            channel.send(torch.zeros(VOCAB))
+        assert pairs[0].said() == "noticed"
+
+    def test_a_killed_draft_is_an_error_in_bounded_time(self, pairs: list[Pair], store_path: Path) -> None:
+        pairs.append(Pair(store_path, "channel.send(rows[0])\nsys.stdin.readline()", timeout=WAIT))
+        assert torch.equal(pairs[0].channel.receive(1)[0], known_rows()[0])
+        pairs[0].draft.kill()
+        started = time.monotonic()
+        with pytest.raises(TransportError):
+            pairs[0].channel.receive(1)
+        assert time.monotonic() - started < WAIT
+
+    def test_a_new_name_makes_a_new_group_over_the_same_file(self, pairs: list[Pair], store_path: Path) -> None:
+        """After a restart of the draft; the addresses of the dead group lie in the file still."""
+        pairs.append(Pair(store_path, "sys.stdin.readline()", timeout=0.2))
+        with pytest.raises(TransportError):
+            pairs[0].channel.receive(1)
+        pairs[0].stop()
+        pairs.append(Pair(store_path, "channel.send(rows[3])\nsys.stdin.readline()", name="two"))
+        assert torch.equal(pairs[1].channel.receive(1)[0], known_rows()[3])
+
+    def test_closing_with_rows_unsent_leaves_no_thread_behind(self, pairs: list[Pair], store_path: Path) -> None:
+        """Gloo's wait cannot be cancelled, so the thread that keeps the rows must be set free some other way."""
+        pairs.append(Pair(store_path, "sys.stdin.readline()"))
+        pairs[0].channel.send(known_rows()[0])
+        pairs[0].channel.close()
+        pairs[0].channel.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "pearl-gloo-rows"]
+        with pytest.raises(TransportError, match="closed"):
+            pairs[0].channel.receive(1)
+        pairs[0].go_on()
+        pairs[0].said()
+
+    def test_the_process_ends_though_its_rows_were_never_received(self, pairs: list[Pair], store_path: Path) -> None:
+        pairs.append(Pair(store_path, "channel.send(rows[0])\nprint('done')"))
+        assert pairs[0].said() == "done"
+
+    def test_rows_go_back_too_and_the_default_group_is_untouched(self, pairs: list[Pair], store_path: Path) -> None:
+        script = "print(torch.equal(channel.receive(2), rows[:2]), torch.distributed.is_initialized())"
+        pairs.append(Pair(store_path, script))
+        for row in known_rows()[:2]:
+            pairs[0].channel.send(row)
+        assert pairs[0].said() == "True False"
+        assert not dist.is_initialized()
+
+    def test_it_listens_on_the_loopback_only(self, pairs: list[Pair], store_path: Path) -> None:
+        """Gloo's default is the address that the host name resolves to, which others may reach."""
+        psutil = pytest.importorskip("psutil")
+        pairs.append(Pair(store_path, "print('up', flush=True)\nsys.stdin.readline()"))
+        assert pairs[0].draft.stdout is not None
+        assert pairs[0].draft.stdout.readline() == "up\n"
+        found = psutil.Process(pairs[0].draft.pid).net_connections("tcp")
+        assert found
+        assert {connection.laddr.ip for connection in found} <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+    def test_what_is_no_row_is_not_sent(self, pairs: list[Pair], store_path: Path) -> None:
+        """Gloo would take the wrong number of bytes from the peer's memory, or time out there."""
+        pairs.append(Pair(store_path, "sys.stdin.readline()"))
+        for row in (torch.zeros(VOCAB + 1), torch.zeros(VOCAB).double(), torch.zeros(1, VOCAB)):
+            with pytest.raises(LocalProtocolError):
+                pairs[0].channel.send(row)
+
+    def test_a_peer_that_never_comes_is_an_error_in_bounded_time(self, store_path: Path) -> None:
+        with pytest.raises(TransportError, match="no gloo group"):
+            ProcessGroupChannel("gloo", store_path, "alone", 0, VOCAB, torch.device("cpu"), 0.5)
+
+    def test_an_unknown_backend_is_a_setting_that_is_wrong(self, store_path: Path) -> None:
+        with pytest.raises(ConfigError, match="pigeon"):
+            ProcessGroupChannel("pigeon", store_path, "x", 0, VOCAB, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
+class TestNccl:
+    def test_rows_arrive_in_order_bit_for_bit(self, pairs: list[Pair], store_path: Path) -> None:
+        script = "for row in rows: channel.send(row)\nsys.stdin.readline()"
+        pairs.append(Pair(store_path, script, "nccl", devices=("cuda:0", "cuda:1")))
+        got = torch.cat([pairs[0].channel.receive(count) for count in (1, 7, 12)]).cpu()
+        assert torch.equal(got.view(torch.int32), known_rows().view(torch.int32))
+
+    def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, pairs: list[Pair], store_path: Path) -> None:
+        pairs.append(Pair(store_path, "sys.stdin.readline()", "nccl", timeout=0.5, devices=("cuda:0", "cuda:1")))
+        for expected in ("did not come", "dead"):
+            with pytest.raises(TransportError, match=expected):
+                pairs[0].channel.receive(1)
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """What torchrun tells its workers, with a real server behind it."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=WAIT), wait_for_workers=False)
+    yield {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_RUN_ID": "run",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    del server
+
+
+class TestTorchrunStore:
+    def test_what_one_rank_sets_the_other_gets(self, environment: dict[str, str]) -> None:
+        one, other = TorchrunStore(environment | {"RANK": "0"}), TorchrunStore(environment)
+        assert (one.rank, other.rank, other.world_size) == (0, 1, 2)
+        one.set("address", "ipc:///tmp/é")
+        assert other.get("address", WAIT) == "ipc:///tmp/é"
+
+    def test_a_get_waits_for_the_set(self, environment: dict[str, str]) -> None:
+        one, other = TorchrunStore(environment), TorchrunStore(environment)
+        timer = threading.Timer(0.3, one.set, ["late", "value"])
+        timer.start()
+        assert other.get("late", WAIT) == "value"
+        timer.join()
+
+    def test_a_key_that_nobody_sets_is_an_error(self, environment: dict[str, str]) -> None:
+        """And the client lives: a rank may ask again."""
+        store = TorchrunStore(environment)
+        with pytest.raises(TransportError, match="never"):
+            store.get("never", 0.2)
+        store.set("never", "say never")
+        assert store.get("never", WAIT) == "say never"
+
+    @pytest.mark.parametrize("changed", ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"])
+    def test_another_attempt_does_not_see_the_keys_of_this_one(self, environment: dict[str, str], changed: str) -> None:
+        """After a restart the old address still lies in the store, and nobody listens there."""
+        TorchrunStore(environment).set("address", "old")
+        with pytest.raises(TransportError):
+            TorchrunStore(environment | {changed: "7"}).get("address", 0.2)
+
+    @pytest.mark.parametrize("missing", ["RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"])
+    def test_outside_torchrun_it_says_what_is_missing(self, environment: dict[str, str], missing: str) -> None:
+        del environment[missing]
+        with pytest.raises(ConfigError, match=missing):
+            TorchrunStore(environment)
+
+    def test_a_store_that_is_not_there_is_an_error_in_bounded_time(self, environment: dict[str, str]) -> None:
+        with pytest.raises(TransportError, match="does not answer"):
+            TorchrunStore(environment | {"MASTER_PORT": "1"}, timeout=0.5)
+
+    def test_rank_0_keeps_the_store_where_the_agent_does_not(self, environment: dict[str, str]) -> None:
+        probe = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port = str(probe.port)
+        del probe
+        own = environment | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        keeper = TorchrunStore(own | {"RANK": "0"})
+        TorchrunStore(own).set("key", "value")
+        assert keeper.get("key", WAIT) == "value"
