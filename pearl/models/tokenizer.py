@@ -1,0 +1,267 @@
+"""Tokenizers of checkpoints and of the toy models, and what a checkpoint says about how to generate with it.
+
+Reads tokenizer files and generation_config.json; never loads weights.  It must not know roles or requests.
+transformers is imported only when a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pearl.errors import ModelError, RequestError
+from pearl.models.embedded import Progress, silent
+from pearl.models.loading import Checkpoint, resolve_checkpoint
+from pearl.text import REPLACEMENT, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+TOY_VOCABULARY = 32
+TOY_LIMIT = 100_000  # there are more printable characters than that
+
+# Options that change which tokens come out, and the value at which each does nothing, as None always does.
+_UNSUPPORTED: Mapping[str, object] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": {},
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "dola_layers": None,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+    "token_healing": False,
+    "stop_strings": [],
+}
+_UNSUPPORTED_SAMPLING: Mapping[str, object] = {
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a checkpoint asks for where the user asks for nothing.
+
+    temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
+    `ignored` names options of its generation_config.json that would change the text and are not supported.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    eos: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+class HFTokenizer:
+    """A tokenizer of transformers behind our interface."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        last_added = max(tokenizer.get_added_vocab().values(), default=-1)
+        self.vocab_size = max(len(tokenizer), last_added + 1)  # added tokens may lie beyond a gap
+        pieces = tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
+        self._pieces: list[str | None] = list(pieces)
+
+    @property
+    def eos(self) -> int | None:
+        """The tokenizer's own end token."""
+        return self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
+        text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+        if self._tokenizer.chat_template is None:
+            return None
+        from jinja2.exceptions import TemplateError
+
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise RequestError(
+                f"The model's chat template does not take these messages: {error}. "
+                "Change their roles or order, or send a raw prompt."
+            ) from error
+        return list(ids)
+
+    def token(self, id: int) -> str | None:
+        return self._pieces[id] if 0 <= id < self.vocab_size else None
+
+
+class ToyTokenizer:
+    """One printable character per token, for the toy models: 0-9, a-z, A-Z, then those from U+0100 on.
+
+    A character outside the vocabulary is encoded as its code point modulo vocab_size, so every text can be
+    a prompt; decode(encode(s)) == s holds for texts of its own characters.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if not 0 < vocab_size <= TOY_LIMIT:
+            raise ModelError(f"A toy vocabulary has 1 to {TOY_LIMIT} tokens, not {vocab_size}.")
+        self.vocab_size = vocab_size
+        beyond = (c for c in map(chr, range(0x100, 0x110000)) if c.isprintable() and c != REPLACEMENT)
+        alphabet = itertools.chain(string.digits, string.ascii_letters, beyond)
+        self._characters = "".join(itertools.islice(alphabet, vocab_size))
+        self._ids = {character: id for id, character in enumerate(self._characters)}
+
+    def encode(self, text: str) -> list[int]:
+        return [self._ids.get(character, ord(character) % self.vocab_size) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.token(id) or "" for id in ids)
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+        return None
+
+    def token(self, id: int) -> str | None:
+        return self._characters[id] if 0 <= id < self.vocab_size else None
+
+
+def load_tokenizer(
+    spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
+) -> tuple[Tokenizer, GenerationDefaults]:
+    """The tokenizer of the model named `spec`, and how it wants to be sampled.
+
+    `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
+    runner's). Raises `ModelError`.
+    """
+    if spec == "toy" or spec.startswith("toy:"):
+        return _toy(spec)
+    checkpoint = resolve_checkpoint(spec, progress=progress)
+    try:
+        return _from_checkpoint(checkpoint, trust_remote_code)
+    except Exception as error:  # whatever files, their readers and a model's own code may raise
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(
+            f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
+            "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
+            "filled cache."
+        ) from error
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
+    """Raises `ModelError` unless every id that both have is the same token. Ids of one alone are padding."""
+    size = min(target.vocab_size, draft.vocab_size)
+    if (wanted := _pieces(target, size)) == (found := _pieces(draft, size)):
+        return
+    id = next(id for id in range(size) if wanted[id] != found[id])
+    raise ModelError(
+        f"{target_name!r} and {draft_name!r} have different vocabularies: token {id} is {wanted[id]!r} "
+        f"in the target and {found[id]!r} in the draft. Choose a draft of the target's own family."
+    )
+
+
+def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
+    """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` from afar."""
+    return hashlib.blake2b(json.dumps(_pieces(tokenizer, size)).encode(), digest_size=16).digest()
+
+
+def _pieces(tokenizer: Tokenizer, size: int) -> list[str | None]:
+    return [tokenizer.token(id) for id in range(size)]
+
+
+def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
+    _, _, options = spec.partition(":")
+    given = dict(option.partition("=")[::2] for option in options.split(",") if option)
+    try:
+        size = int(given.get("vocab", TOY_VOCABULARY))
+        eos = (int(given["eos"]),) if "eos" in given else ()
+    except ValueError as error:
+        raise ModelError(f"{spec!r}: vocab and eos are whole numbers, as in toy:vocab=32,eos=5.") from error
+    return ToyTokenizer(size), GenerationDefaults(eos=eos)
+
+
+def _from_checkpoint(
+    checkpoint: Checkpoint, trust_remote_code: bool
+) -> tuple[HFTokenizer, GenerationDefaults]:
+    from transformers import AutoTokenizer
+
+    gguf = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
+    tokenizer = HFTokenizer(
+        AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code, **gguf)
+    )
+    return tokenizer, _defaults(_generation_config(checkpoint, trust_remote_code), tokenizer.eos)
+
+
+def _generation_config(checkpoint: Checkpoint, trust_remote_code: bool) -> GenerationConfig:
+    """generation_config.json; from config.json the EOS where it names none, and all where there is none."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        said: GenerationConfig | None = GenerationConfig.from_pretrained(checkpoint.path)
+    except OSError:
+        if (Path(checkpoint.path) / "generation_config.json").is_file():
+            raise  # it is there, and broken
+        said = None
+    if checkpoint.gguf_file:  # its header's EOS is the tokenizer's, and it holds no other option
+        return said or GenerationConfig()
+    if said is not None and said.eos_token_id is not None:
+        return said
+    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    derived = GenerationConfig.from_model_config(config)
+    if said is not None:
+        said.eos_token_id = derived.eos_token_id
+    return said or derived
+
+
+def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> GenerationDefaults:
+    """As transformers' generate() reads it.
+
+    Unset options are None in transformers from 5.0 on; its own defaults (GenerationConfig.
+    _get_default_generation_params: top_k 50) stand in only where the checkpoint samples. Where it is
+    greedy, a user who sets a temperature gets no filter that nobody asked for.
+    """
+    samples = bool(config.do_sample)
+    unset_top_k = 50 if samples else 0
+    return GenerationDefaults(
+        temperature=float(_first(config.temperature, 1.0)) if samples else 0.0,
+        top_k=int(_first(config.top_k, unset_top_k)),
+        top_p=float(_first(config.top_p, 1.0)),
+        min_p=float(_first(config.min_p, 0.0)),
+        eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
+        ignored=_ignored(config, samples),
+    )
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _ignored(config: GenerationConfig, samples: bool) -> tuple[str, ...]:
+    known = {**_UNSUPPORTED, **(_UNSUPPORTED_SAMPLING if samples else {})}
+    given = {name: getattr(config, name, None) for name in known}
+    return tuple(name for name in known if given[name] not in (None, known[name]))

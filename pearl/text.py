@@ -1,0 +1,249 @@
+"""From tokens to text, token by token: incremental detokenisation and stop strings.
+
+Pure: the front uses it to show text while it is made, the target worker to find the token that completes a
+stop string, and both come to the same result on the same tokens.  It must not import torch or transformers,
+nor know where tokens come from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from pearl.errors import RequestError
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
+
+CONTEXT = 16  # tokens decoded before the new ones, so that these read as they do in the whole text
+PATIENCE = 16  # tokens held back before their text is given out unfinished
+_LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # byte tokens of sentencepiece
+_CONTINUATION_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")  # those that no UTF-8 character begins with
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. `vocab_size`: ids 0..vocab_size-1 may mean something to it."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a raw prompt, with what the tokenizer itself adds (BOS)."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`: special and unknown tokens skipped, spaces not cleaned up."""
+        ...
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+        """The tokens that ask for the answer to `messages`; None where there is no chat template.
+
+        Raises `RequestError` where the template does not take these messages.
+        """
+        ...
+
+    def token(self, id: int) -> str | None:
+        """The vocabulary's entry for an id, for comparison; None where there is none."""
+        ...
+
+
+class Detokenizer:
+    """Turns tokens into text as they come, with bounded work for each.
+
+    What `push` returns is final. Held back is text that later tokens may change: an incomplete character,
+    and a run of byte tokens such as "<0xE4>", which decoders read as a whole (one wrong byte spoils all of
+    it).  All pieces joined are what decode(prompt + tokens) has beyond decode(prompt).  One exception: of
+    more than `PATIENCE` byte tokens in a row the older ones are not read again when a wrong byte follows at
+    last.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._silent: dict[int, bool] = {}
+        self._ids = self._tail(prompt)  # the window that is decoded: context, then tokens whose text is held
+        self._held_from = len(self._ids)
+        self._given = tokenizer.decode(self._ids)  # the part of the window's text that is out
+        self._given_whole = self._whole_characters()  # how much of it no further token can alter
+        self._pending = ""
+
+    @property
+    def held(self) -> str:
+        """The text held back as it reads if no more tokens come, less what cannot be a character yet."""
+        return self._pending.rstrip(REPLACEMENT)
+
+    def push(self, token: int) -> str:
+        """Takes the next token; the text that has thereby become final."""
+        if self._is_silent(token):
+            return ""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        self._pending = text[len(self._given) if text.startswith(self._given) else self._given_whole :]
+        if self._is_final(token):
+            return self._release(text)
+        if len(self._ids) - self._held_from > PATIENCE:
+            return self._lose_patience()
+        return ""
+
+    def flush(self) -> str:
+        """The text still held, at the end; unfinished characters stand as U+FFFD."""
+        rest, self._pending = self._pending, ""
+        return rest
+
+    def _tail(self, prompt: Sequence[int]) -> list[int]:
+        """The end of the prompt, as context. It begins at a character, else a run of byte tokens is spoilt."""
+        tail = list(itertools.islice(self._spoken(reversed(prompt)), CONTEXT))[::-1]
+        amid = _LONGEST_CHARACTER - 1
+        return [*itertools.dropwhile(self._is_amid_character, tail[:amid]), *tail[amid:]]
+
+    def _whole_characters(self) -> int:
+        """The length of the given text without a character that the prompt's end has cut in two."""
+        lengths = range(len(self._ids), len(self._ids) - _LONGEST_CHARACTER, -1)
+        texts = (self._tokenizer.decode(self._ids[: max(0, length)]) for length in lengths)
+        return len(next((text for text in texts if not text.endswith(REPLACEMENT)), self._given))
+
+    def _spoken(self, tokens: Iterator[int]) -> Iterator[int]:
+        return (token for token in tokens if not self._is_silent(token))
+
+    def _is_silent(self, token: int) -> bool:
+        """Has no text, as special tokens. Decoded twice over, for a decoder may strip one leading space."""
+        if token not in self._silent:
+            self._silent[token] = not self._tokenizer.decode([token, token])
+        return self._silent[token]
+
+    def _is_byte(self, token: int) -> bool:
+        return _BYTE_PIECE.fullmatch(self._tokenizer.token(token) or "") is not None
+
+    def _is_amid_character(self, token: int) -> bool:
+        return _CONTINUATION_PIECE.fullmatch(self._tokenizer.token(token) or "") is not None
+
+    def _is_final(self, token: int) -> bool:
+        return bool(self._pending) and not self._pending.endswith(REPLACEMENT) and not self._is_byte(token)
+
+    def _release(self, text: str) -> str:
+        piece, self._pending, self._given = self._pending, "", text
+        if len(self._ids) > CONTEXT:  # the last piece is context enough: it starts and ends at a character
+            self._ids = self._ids[self._held_from :]
+            self._given = self._tokenizer.decode(self._ids)
+        self._held_from, self._given_whole = len(self._ids), len(self._given)
+        return piece
+
+    def _lose_patience(self) -> str:
+        """Gives out all but what the last bytes may still become, and starts a new window.
+
+        Decoding may begin amid a character here: UTF-8 finds back into step within a character's length,
+        which is less than the window. A window that begins at a character is better, and found where the
+        bytes are sound.
+        """
+        unfinished = len(self._pending) - len(self.held)
+        waited = len(self._ids) - self._held_from - PATIENCE
+        if unfinished and waited < _LONGEST_CHARACTER:
+            return ""
+        unfinished = min(unfinished, _LONGEST_CHARACTER - 1)
+        piece, self._pending = _split(self._pending, unfinished)
+        self._ids = self._sound_end()
+        self._given, _ = _split(self._tokenizer.decode(self._ids), unfinished)
+        self._held_from, self._given_whole = len(self._ids), len(self._given)
+        return piece
+
+    def _sound_end(self) -> list[int]:
+        """The fewest last tokens that are whole characters, or a window's worth where bytes are no text."""
+        for count in range(1, 2 * _LONGEST_CHARACTER):
+            if REPLACEMENT not in self._tokenizer.decode(self._ids[-count:]):
+                return self._ids[-count:]
+        return self._ids[-CONTEXT:]
+
+
+def _split(text: str, last: int) -> tuple[str, str]:
+    """`text` without its last characters, and these."""
+    at = max(0, len(text) - last)
+    return text[:at], text[at:]
+
+
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces, and holds back what may be the beginning of one.
+
+    `matched` is the stop that was found, None until then. The text shown in all ends before it; where one
+    piece completes several stops, before the one that starts first.  Raises `RequestError` for an empty
+    stop.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if not all(stops):
+            raise RequestError("A stop string is empty, and would end every text at once. Leave it out.")
+        self.matched: str | None = None
+        self._stops = tuple(stops)
+        self._initials = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
+        self._tail = ""
+
+    def push(self, text: str) -> str:
+        """Takes more text; what may be shown of all that was not shown yet."""
+        if self.matched is not None:
+            return ""
+        text = self._tail + text
+        if (found := self._find(text)) is not None:
+            start, self.matched = found
+            self._tail = ""
+            return text[:start]
+        keep = self._beginning(text)
+        self._tail = text[keep:]
+        return text[:keep]
+
+    def completes(self, text: str) -> bool:
+        """Whether a stop would be matched if `text` came next; takes nothing."""
+        return self.matched is None and bool(text) and self._find(self._tail + text) is not None
+
+    def flush(self) -> str:
+        """The text held back, at the end; empty once a stop has matched."""
+        rest, self._tail = self._tail, ""
+        return rest
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Where the first stop starts, and which it is."""
+        found = ((text.find(stop), stop) for stop in self._stops)
+        return min((hit for hit in found if hit[0] >= 0), default=None)
+
+    def _beginning(self, text: str) -> int:
+        """Where the longest end of `text` starts that some stop begins with; len(text) if there is none."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._initials and any(stop.startswith(text[start:]) for stop in self._stops):
+                return start
+        return len(text)
+
+
+class TextStream:
+    """The text of one request: what `push` and `finish` return, joined.
+
+    `stopped` is true from the token on that completes a stop: the first whose text so far (less an
+    unfinished character at its end) holds one.  That text is looked at even where the detokenizer holds it
+    back, so that a stop is never found a token late.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._matcher = StopMatcher(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher.matched is not None
+
+    def push(self, token: int) -> str:
+        """Takes the next committed token; the text that may be shown for good."""
+        if self.stopped:
+            return ""
+        shown = self._matcher.push(self._detokenizer.push(token))
+        if self._matcher.completes(held := self._detokenizer.held):
+            shown += self._matcher.push(held)
+        return shown
+
+    def finish(self) -> str:
+        """The rest, when the request ends otherwise than by a stop (EOS, limit, cancelled).
+
+        A character that was never finished reads U+FFFD; a stop that asks for U+FFFD can match here, and
+        cuts.
+        """
+        if self.stopped:
+            return ""
+        return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()

@@ -1,0 +1,320 @@
+"""Detokenisation and stop strings, piece by piece, against decoding everything and looking."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pearl.errors import RequestError
+from pearl.models.tokenizer import HFTokenizer, ToyTokenizer
+from pearl.text import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]
+
+
+@functools.cache
+def byte_level() -> HFTokenizer:
+    """As GPT-2's: tokens are byte strings, an emoji is several of them."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    names = list(SPECIAL.values())
+    backend.train_from_iterator(
+        CORPUS * 3,
+        trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False
+        ),
+    )
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
+
+
+@functools.cache
+def byte_fallback() -> HFTokenizer:
+    """As Llama 2's: a space is part of the word after it, what is in no word becomes byte tokens."""
+    words = sorted({"▁" + word for line in CORPUS for word in line.split() if word.isascii()})
+    letters = sorted({letter for word in words for letter in word[1:]})
+    pieces = [*SPECIAL.values(), *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *words, *letters]
+    backend = Backend(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
+
+
+def ids_of(tokenizer: HFTokenizer, text: str) -> list[int]:
+    """The text's tokens without BOS."""
+    return [id for id in tokenizer.encode(text) if id != 0]
+
+
+def pieces_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [*map(detokenizer.push, tokens), detokenizer.flush()]
+
+
+def beyond(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """What the whole decoded says more than the prompt decoded."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
+def bytes_of(tokenizer: HFTokenizer, data: bytes) -> list[int]:
+    """One token for each byte, valid UTF-8 or not."""
+    if tokenizer is byte_fallback():
+        return [3 + byte for byte in data]
+    ids = {tokenizer.token(id): id for id in range(tokenizer.vocab_size)}
+    return [ids[_byte_letters()[byte]] for byte in data]
+
+
+@functools.cache
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letter for each byte: itself where it is printable, else one from U+0100 on."""
+    own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in own]
+    return {byte: chr(byte) for byte in own} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+
+
+def tokens(tokenizer: HFTokenizer, length: int) -> st.SearchStrategy[list[int]]:
+    """Tokens at random: mostly the bytes of characters, whole and cut, among words and special tokens."""
+    data = st.one_of(st.text("a😀你é \ufffd", max_size=3).map(str.encode), st.binary(max_size=4))
+    cut = st.tuples(data, st.integers(0, 3)).map(lambda pair: bytes_of(tokenizer, pair[0][pair[1] :]))
+    anything = st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=3)
+    return st.lists(cut | anything, max_size=length).map(lambda runs: list(itertools.chain(*runs))[:length])
+
+
+class TestDetokenizer:
+    def test_an_emoji_comes_when_its_last_token_does(self) -> None:
+        """Decoding token by token shows four U+FFFD instead."""
+        tokenizer = byte_level()
+        emoji = bytes_of(tokenizer, "🦀".encode())
+        assert pieces_of(tokenizer, [], [*emoji, *ids_of(tokenizer, "!")]) == ["", "", "", "🦀", "!", ""]
+
+    def test_a_space_belongs_to_the_word_after_it(self) -> None:
+        """A decoder strips the first space of what it is given: words decoded one by one run together."""
+        tokenizer = byte_fallback()
+        prompt, answer = tokenizer.encode("the cat"), ids_of(tokenizer, "sat on the mat.")
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == " sat on the mat."
+        assert "".join(pieces_of(tokenizer, [0], answer)) == "sat on the mat."
+
+    def test_special_tokens_do_not_cost_the_next_space(self) -> None:
+        """With only skipped tokens as context, the decoder believes itself at the start of the text."""
+        tokenizer = byte_fallback()
+        prompt = [*tokenizer.encode("the cat"), *[1] * 50]
+        answer = [*ids_of(tokenizer, "sat"), *[1] * 50, *ids_of(tokenizer, "on")]
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == " sat on"
+
+    def test_a_run_of_byte_tokens_is_held_until_it_ends(self) -> None:
+        """A wrong byte turns the whole run into U+FFFD: a character shown at once would not be final."""
+        tokenizer = byte_fallback()
+        run = bytes_of(tokenizer, "你".encode())
+        spoilt = [*run, *bytes_of(tokenizer, b"\xff")]
+        assert pieces_of(tokenizer, [0], spoilt) == ["", "", "", "", "����"]
+        assert pieces_of(tokenizer, [0], [*run, *ids_of(tokenizer, "cat")])== ["", "", "", "你 cat", ""]
+
+    def test_a_prompt_that_ends_amid_a_character(self) -> None:
+        """What the prompt showed as U+FFFD is no part of the character that the answer completes."""
+        tokenizer = byte_level()
+        first, *rest = bytes_of(tokenizer, "😀".encode())
+        assert "".join(pieces_of(tokenizer, [*ids_of(tokenizer, "a"), first], rest)) == "😀"
+
+    @pytest.mark.parametrize("length", range(1, 30))
+    def test_a_prompt_that_ends_in_a_run_of_byte_tokens(self, length: int) -> None:
+        """Context that begins amid a character spoils the run, and with it the answer that goes on in it."""
+        tokenizer = byte_fallback()
+        prompt = [*tokenizer.encode("the"), *bytes_of(tokenizer, ("aé" + "你" * length).encode())]
+        answer = [*bytes_of(tokenizer, "好".encode()), *ids_of(tokenizer, "cat")]
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == "好 cat"
+        assert "".join(pieces_of(tokenizer, [*prompt, answer[0]], answer[1:])) == "好 cat"
+
+    @pytest.mark.parametrize("text", ["မြန်မာ" * 20, "😀" * 50, "a你" * 40])
+    def test_a_long_run_of_byte_tokens_flows(self, text: str) -> None:
+        """Scripts outside the vocabulary write whole sentences in byte tokens: they must come, and rightly."""
+        tokenizer = byte_fallback()
+        pieces = pieces_of(tokenizer, tokenizer.encode("the"), bytes_of(tokenizer, text.encode()))
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) <= PATIENCE
+
+    def test_an_unfinished_character_is_given_at_the_end_only(self) -> None:
+        tokenizer = byte_level()
+        assert pieces_of(tokenizer, [], bytes_of(tokenizer, b"a\xf0\x9f")) == ["a", "", "", REPLACEMENT]
+
+    @pytest.mark.parametrize("garbage", [b"\xff", b"\xe4\xbd", b"\x80\xf0\x9f\x98"])
+    @pytest.mark.parametrize("end", [b"", b"\xff", "😀".encode(), b"a"])
+    def test_garbage_without_end(self, garbage: bytes, end: bytes) -> None:
+        """Where no token ends a character for long, text is given out all the same, none twice or never."""
+        tokenizer = byte_level()
+        for count in range(60):
+            answer = bytes_of(tokenizer, garbage * count + end)
+            assert "".join(pieces_of(tokenizer, [], answer)) == tokenizer.decode(answer)
+
+    @given(data=st.data())
+    @settings(deadline=None, max_examples=300)
+    def test_all_pieces_are_the_whole_byte_level(self, data: st.DataObject) -> None:
+        """Whatever the tokens, also where invalid bytes go on for longer than anything is held."""
+        tokenizer = byte_level()
+        prompt = [*data.draw(tokens(tokenizer, 40)), *ids_of(tokenizer, "x")]
+        answer = data.draw(tokens(tokenizer, 120))
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == beyond(tokenizer, prompt, answer)
+
+    @given(data=st.data())
+    @settings(deadline=None, max_examples=300)
+    def test_all_pieces_are_the_whole_byte_fallback(self, data: st.DataObject) -> None:
+        """Whatever the tokens, where no run of byte tokens is longer than what is held."""
+        tokenizer = byte_fallback()
+        word = ids_of(tokenizer, "cat")
+        prompt = [*data.draw(tokens(tokenizer, 10)), *word]
+        runs = data.draw(st.lists(tokens(tokenizer, PATIENCE), max_size=6))
+        answer = [token for run in runs for token in [*run, *word]]
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == beyond(tokenizer, prompt, answer)
+
+    @given(data=st.data())
+    @settings(deadline=None)
+    def test_garbage_is_neither_held_for_ever_nor_decoded_over_and_over(self, data: st.DataObject) -> None:
+        """The work for a token is bounded, whatever came before it, and so is what is held."""
+        tokenizer = Counting(data.draw(st.sampled_from([byte_level(), byte_fallback()])))
+        detokenizer = Detokenizer(tokenizer, [])
+        for token in bytes_of(tokenizer.inner, data.draw(st.binary(min_size=40, max_size=120))):
+            detokenizer.push(token)
+        assert len(detokenizer.flush()) <= 2 * PATIENCE
+        assert tokenizer.most <= CONTEXT + PATIENCE + 4
+
+
+class Counting:
+    """Passes on to a tokenizer; notes the most tokens it was given at once."""
+
+    def __init__(self, inner: HFTokenizer) -> None:
+        self.inner, self.vocab_size, self.most = inner, inner.vocab_size, 0
+        self.encode, self.apply_chat, self.token = inner.encode, inner.apply_chat, inner.token
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.most = max(self.most, len(ids))
+        return self.inner.decode(ids)
+
+
+class TestStopMatcher:
+    def shown(self, stops: list[str], *pieces: str) -> tuple[list[str], str | None]:
+        matcher = StopMatcher(stops)
+        return [*map(matcher.push, pieces), matcher.flush()], matcher.matched
+
+    def test_a_stop_over_several_pieces(self) -> None:
+        assert self.shown(["</end>"], "a<", "/e", "nd>b", "c") == (["a", "", "", "", ""], "</end>")
+
+    def test_what_could_begin_a_stop_is_held_and_given_back(self) -> None:
+        """The longest such tail: "aab" may begin at the second a of "aaa", not only at the last."""
+        assert self.shown(["aab"], "aa", "a", "c") == (["", "a", "aac", ""], None)
+        assert self.shown(["xy"], "ax") == (["a", "x"], None)
+
+    def test_a_stop_at_the_very_start(self) -> None:
+        assert self.shown(["ab"], "abc") == (["", ""], "ab")
+
+    def test_one_stop_inside_another(self) -> None:
+        """The inner one is complete first, and what comes before it within the outer one is shown."""
+        assert self.shown(["abcd", "bc"], "ab", "c", "d") == (["", "a", "", ""], "bc")
+
+    def test_of_two_stops_in_one_piece_the_earlier_start_cuts(self) -> None:
+        """The one that ends first is the inner one; the text ends before the outer."""
+        assert self.shown(["bc", "abcd"], "xabcd") == (["x", ""], "abcd")
+
+    def test_overlapping_stops(self) -> None:
+        assert self.shown(["aba", "bab"], "xa", "b", "ab") == (["x", "", "", ""], "aba")
+
+    def test_no_stops_hold_nothing(self) -> None:
+        assert self.shown([], "a", "b") == (["a", "b", ""], None)
+
+    def test_an_empty_stop_is_refused(self) -> None:
+        with pytest.raises(RequestError, match="empty"):
+            StopMatcher(["a", ""])
+
+    @given(
+        st.lists(st.text("ab😀", max_size=4), max_size=12),
+        st.lists(st.text("ab😀", min_size=1, max_size=5), max_size=3),
+    )
+    @settings(max_examples=500)
+    def test_against_looking_at_everything(self, pieces: list[str], stops: list[str]) -> None:
+        matcher, shown, whole = StopMatcher(stops), "", ""
+        for piece in pieces:
+            whole += piece
+            shown += matcher.push(piece)
+            assert whole.startswith(shown)
+            found = [whole.find(stop) for stop in stops if stop in whole]
+            if found:
+                assert (shown, matcher.push("b"), matcher.flush()) == (whole[: min(found)], "", "")
+                assert matcher.matched in stops
+                return
+        assert matcher.matched is None
+        assert shown + matcher.flush() == whole
+
+
+class TestTextStream:
+    @given(data=st.data())
+    @settings(deadline=None, max_examples=400)
+    def test_against_decoding_everything_after_each_token(self, data: st.DataObject) -> None:
+        """The token that completes a stop is the first whose text holds one; the text is cut before it."""
+        tokenizer = data.draw(st.sampled_from([byte_level(), byte_fallback()]))
+        prompt = tokenizer.encode("the cat")
+        answer = data.draw(
+            st.text("a😀你 \nthe", max_size=12).map(lambda text: ids_of(tokenizer, text))
+            | tokens(tokenizer, PATIENCE)
+        )
+        text = beyond(tokenizer, prompt, answer)
+        places = st.tuples(st.integers(0, len(text)), st.integers(1, 4))
+        parts = places.map(lambda place: text[place[0] :][: place[1]]).filter(bool)
+        stops = data.draw(st.lists(parts if text else st.just("a"), max_size=3))
+        self.check(tokenizer, prompt, answer, stops)
+
+    @staticmethod
+    def check(tokenizer: HFTokenizer, prompt: list[int], answer: list[int], stops: list[str]) -> None:
+        stream, shown = TextStream(tokenizer, prompt, stops), ""
+        for count, token in enumerate(answer, start=1):
+            shown += stream.push(token)
+            text = beyond(tokenizer, prompt, answer[:count]).rstrip(REPLACEMENT)
+            found = [text.find(stop) for stop in stops if stop in text]
+            assert stream.stopped == bool(found)
+            if found:
+                assert shown == text[: min(found)]
+                assert (stream.push(token), stream.finish()) == ("", "")
+                return
+        text = beyond(tokenizer, prompt, answer)
+        found = [text.find(stop) for stop in stops if stop in text]
+        assert shown + stream.finish() == text[: min(found, default=None)]
+
+    @pytest.mark.parametrize(("stop", "text"), [("\n", "cat"), ("你", "cat"), ("t\n", "ca")])
+    def test_a_stop_in_text_that_is_still_held_is_not_late(self, stop: str, text: str) -> None:
+        """Llama 2's newline is a byte token, held until the next: one token too many would be committed."""
+        tokenizer = byte_fallback()
+        stream = TextStream(tokenizer, [0], [stop])
+        shown = [stream.push(token) for token in ids_of(tokenizer, text + stop)]
+        assert ("".join(shown), stream.stopped) == (text, True)
+
+    def test_half_an_emoji_is_no_stop(self) -> None:
+        """Cut amid an emoji, the text so far reads U+FFFD: that is not what a stop of U+FFFD asks for."""
+        tokenizer = byte_level()
+        stream = TextStream(tokenizer, [], [REPLACEMENT])
+        shown = [stream.push(token) for token in bytes_of(tokenizer, "a😀".encode())]
+        assert shown == ["a", "", "", "", "😀"]
+        assert not stream.stopped
+
+    def test_a_character_left_unfinished_is_one(self) -> None:
+        """At the end U+FFFD is the text, and a stop that asks for it cuts it off."""
+        tokenizer = byte_level()
+        stream = TextStream(tokenizer, [], [REPLACEMENT])
+        shown = "".join(stream.push(token) for token in bytes_of(tokenizer, b"a\xf0\x9f"))
+        assert (shown + stream.finish(), stream.stopped) == ("a", True)
+
+    def test_the_rest_comes_at_the_end(self) -> None:
+        tokenizer = ToyTokenizer(32)
+        stream = TextStream(tokenizer, [], ["abc"])
+        assert [stream.push(token) for token in tokenizer.encode("1ab")] == ["1", "", ""]
+        assert (stream.finish(), stream.finish(), stream.stopped) == ("ab", "", False)

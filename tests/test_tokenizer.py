@@ -1,0 +1,201 @@
+"""Reading tokenizers, comparing vocabularies, and the defaults as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
+
+from pearl.errors import ModelError, RequestError
+from pearl.models.tokenizer import (
+    GenerationDefaults,
+    HFTokenizer,
+    ToyTokenizer,
+    check_same_vocabulary,
+    load_tokenizer,
+    vocabulary_digest,
+)
+from pearl.text import Tokenizer
+from tests.test_text import byte_fallback, byte_level
+
+TEMPLATE = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>bot:{% endif %}"
+)
+
+
+def backend_of(tokenizer: HFTokenizer) -> PreTrainedTokenizerBase:
+    return tokenizer._tokenizer
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint's directory without weights and without generation_config.json."""
+    backend_of(byte_level()).save_pretrained(tmp_path)
+    LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def defaults(directory: Path, **options: Any) -> GenerationDefaults:
+    (directory / "generation_config.json").write_text(json.dumps(options))
+    return load_tokenizer(str(directory))[1]
+
+
+class TestHFTokenizer:
+    def test_a_raw_prompt_has_the_tokenizers_own_bos(self) -> None:
+        assert byte_fallback().encode("the cat") == backend_of(byte_fallback())("the cat").input_ids
+        assert byte_fallback().encode("the cat")[0] == 0
+
+    def test_special_and_unknown_tokens_have_no_text(self) -> None:
+        """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
+        tokenizer = byte_level()
+        ids = tokenizer.encode("the cat")
+        assert tokenizer.decode([0, *ids, tokenizer.vocab_size, 10**6, 1]) == "the cat"
+        assert tokenizer.token(tokenizer.vocab_size) is None
+        assert tokenizer.token(-1) is None
+
+    def test_added_tokens_beyond_a_gap_are_counted(self, checkpoint: Path) -> None:
+        """len(tokenizer) counts tokens; an added one's id may be higher than that."""
+        file = checkpoint / "tokenizer.json"
+        data = json.loads(file.read_text())
+        data["added_tokens"].append({**data["added_tokens"][0], "id": 500, "content": "<far>"})
+        file.write_text(json.dumps(data))
+        tokenizer, _ = load_tokenizer(str(checkpoint))
+        *_, last = tokenizer.encode("a<far>")
+        assert tokenizer.token(last) == "<far>"
+        assert tokenizer.vocab_size == last + 1
+
+    def test_no_chat_template(self) -> None:
+        assert byte_level().apply_chat([{"role": "user", "content": "hello"}]) is None
+
+    def test_chat(self, checkpoint: Path) -> None:
+        (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+        tokenizer, _ = load_tokenizer(str(checkpoint))
+        ids = tokenizer.apply_chat([{"role": "user", "content": "hello"}])
+        assert ids == tokenizer.encode("<s>user: hello</s><s>bot:")
+        with pytest.raises(RequestError, match="no system prompt here"):
+            tokenizer.apply_chat([{"role": "system", "content": "be brief"}])
+
+
+class TestToyTokenizer:
+    @given(st.data())
+    def test_its_own_characters_come_back(self, data: st.DataObject) -> None:
+        tokenizer = ToyTokenizer(200)
+        ids = data.draw(st.lists(st.integers(0, 199)))
+        assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+    def test_other_characters_are_some_token(self) -> None:
+        assert ToyTokenizer(32).encode("0avw ") == [0, 10, 31, ord("w") % 32, 0]
+
+    @pytest.mark.parametrize("size", [0, -1, 10**9])
+    def test_sizes_that_cannot_be(self, size: int) -> None:
+        with pytest.raises(ModelError, match="toy vocabulary"):
+            ToyTokenizer(size)
+
+    def test_no_token_reads_as_an_unfinished_character(self) -> None:
+        """The detokenizer would hold it back; a surrogate could not even be printed."""
+        tokenizer = ToyTokenizer(100_000)
+        text = tokenizer.decode(range(100_000))
+        assert "\ufffd" not in text
+        assert len(set(text.encode().decode())) == 100_000
+
+
+class TestVocabularies:
+    def test_padding_on_either_side_is_fine(self) -> None:
+        """CodeLlama 7B has 32016 tokens, 34B 32000."""
+        check_same_vocabulary(ToyTokenizer(40), ToyTokenizer(32), "a", "b")
+        check_same_vocabulary(ToyTokenizer(32), ToyTokenizer(40), "a", "b")
+        assert vocabulary_digest(ToyTokenizer(40), 32) == vocabulary_digest(ToyTokenizer(32), 32)
+        assert vocabulary_digest(ToyTokenizer(40), 40) != vocabulary_digest(ToyTokenizer(32), 32)
+
+    def test_the_first_token_that_differs_is_named(self) -> None:
+        """Only the order differs: the same set of tokens is not the same vocabulary."""
+        target, draft = ToyTokenizer(32), Renumbered(ToyTokenizer(32))
+        with pytest.raises(ModelError, match=r"'big'.*'small'.*token 5 is '5' in the target and '6' in the"):
+            check_same_vocabulary(target, draft, "big", "small")
+        assert vocabulary_digest(target, 5) == vocabulary_digest(draft, 5)
+        assert vocabulary_digest(target, 6) != vocabulary_digest(draft, 6)
+
+    def test_of_checkpoints(self, checkpoint: Path) -> None:
+        again, _ = load_tokenizer(str(checkpoint))
+        check_same_vocabulary(byte_level(), again, "a", "b")
+        with pytest.raises(ModelError, match="token 3 is"):
+            check_same_vocabulary(byte_level(), byte_fallback(), "a", "b")
+
+
+class Renumbered(ToyTokenizer):
+    """Tokens 5 and 6 have changed places."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        super().__init__(inner.vocab_size)
+
+    def token(self, id: int) -> str | None:
+        return super().token({5: 6, 6: 5}.get(id, id))
+
+
+class TestDefaults:
+    def test_a_greedy_checkpoint(self, checkpoint: Path) -> None:
+        """do_sample false makes it greedy whatever the temperature; the filters stay for who sets one."""
+        assert defaults(checkpoint, do_sample=False, temperature=0.6, top_p=0.9, eos_token_id=1) == (
+            GenerationDefaults(temperature=0.0, top_p=0.9, eos=(1,))
+        )
+        assert defaults(checkpoint, eos_token_id=1) == GenerationDefaults(eos=(1,))
+
+    def test_a_sampling_checkpoint(self, checkpoint: Path) -> None:
+        options = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "eos_token_id": [2, 1]}
+        wanted = GenerationDefaults(0.6, 20, 0.95, 0.1, (2, 1))
+        assert defaults(checkpoint, do_sample=True, **options) == wanted
+
+    def test_what_a_sampling_checkpoint_leaves_open(self, checkpoint: Path) -> None:
+        """generate() filters by its own top_k of 50; a checkpoint that wants none says 0."""
+        usual = GenerationConfig._get_default_generation_params()
+        found = defaults(checkpoint, do_sample=True, eos_token_id=1)
+        wanted = (usual["temperature"], usual["top_k"], usual["top_p"])
+        assert (found.temperature, found.top_k, found.top_p) == wanted
+        assert defaults(checkpoint, do_sample=True, top_k=0, eos_token_id=1).top_k == 0
+
+    def test_eos_from_the_model_and_from_the_tokenizer(self, checkpoint: Path) -> None:
+        assert load_tokenizer(str(checkpoint))[1].eos == (7,)
+        assert defaults(checkpoint, do_sample=False).eos == (7,)
+        LlamaConfig(eos_token_id=None).save_pretrained(checkpoint)
+        assert defaults(checkpoint, do_sample=False).eos == (1,)
+        (checkpoint / "generation_config.json").unlink()
+        assert load_tokenizer(str(checkpoint))[1].eos == (1,)
+
+    def test_what_is_not_supported_is_named(self, checkpoint: Path) -> None:
+        """Qwen2.5's repetition_penalty of 1.05 changes the text; 1.0 or what only sampling reads does not."""
+        penalties = {"repetition_penalty": 1.05, "suppress_tokens": [3], "min_length": 0}
+        found = defaults(checkpoint, typical_p=0.9, **penalties)
+        assert found.ignored == ("repetition_penalty", "suppress_tokens")
+        found = defaults(checkpoint, do_sample=True, repetition_penalty=1.0, typical_p=0.9)
+        assert found.ignored == ("typical_p",)
+
+
+class TestLoading:
+    def test_toy(self) -> None:
+        tokenizer, found = load_tokenizer("toy:vocab=48,seed=3,eos=5")
+        assert (tokenizer.vocab_size, found) == (48, GenerationDefaults(eos=(5,)))
+        tokenizer, found = load_tokenizer("toy")
+        assert (tokenizer.vocab_size, found.eos) == (32, ())
+        with pytest.raises(ModelError, match="whole numbers"):
+            load_tokenizer("toy:vocab=many")
+
+    def test_a_directory_without_a_tokenizer(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"could not be loaded.*tokenizer\.json"):
+            load_tokenizer(str(tmp_path))
+
+    def test_a_broken_generation_config(self, checkpoint: Path) -> None:
+        """transformers reads one that it cannot parse as none at all: the checkpoint's EOS would be lost."""
+        (checkpoint / "generation_config.json").write_text("{")
+        with pytest.raises(ModelError, match="could not be loaded"):
+            load_tokenizer(str(checkpoint))
+
+    def test_no_such_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match="no such"):
+            load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))
