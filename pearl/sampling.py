@@ -18,9 +18,7 @@ from pearl.protocol.messages import Sampling
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
-_TOP_P_SHORTLIST = (
-    256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
-)
+_TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
 
 class Purpose(IntEnum):
@@ -50,9 +48,7 @@ def exponentials(key: int, ids: torch.Tensor) -> torch.Tensor:
 
     The draw for an id does not depend on which other ids are asked for.
     """
-    x = (ids + 1) * _signed(_GOLDEN) + _signed(
-        key
-    )  # int64 wraps, as the generator's arithmetic modulo 2**64 does
+    x = (ids + 1) * _signed(_GOLDEN) + _signed(key)  # int64 wraps, as the generator's arithmetic modulo 2**64 does
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift: torch's is arithmetic
         x *= _signed(factor)

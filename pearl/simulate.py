@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
 
+import torch
+
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator, Counts
 from pearl.protocol.drafter import Drafter
@@ -21,6 +23,7 @@ from pearl.protocol.events import (
     Draft,
     Drafted,
     DraftJoined,
+    End,
     Forward,
     Forwarded,
     Judge,
@@ -31,16 +34,7 @@ from pearl.protocol.events import (
     Send,
     Wait,
 )
-from pearl.protocol.messages import (
-    NO_ROWS,
-    Committed,
-    DraftTokens,
-    Finished,
-    Provenance,
-    Rows,
-    RowKind,
-    Submit,
-)
+from pearl.protocol.messages import Committed, Provenance, RowKind, Rows, Submit
 from pearl.protocol.window import Speeds
 from pearl.worker.execute import DraftExecutor, Event, TargetExecutor
 
@@ -102,14 +96,13 @@ class CoinDraft:
         return None
 
 
-def toy_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExecutor, DraftExecutor]:
-    """Executors on two real runners; draft distributions are handed over as they are."""
-    pack = _hand_over
-    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size, pack)
+def paired_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExecutor, DraftExecutor]:
+    """Executors on two runners in this process; draft distributions are handed over as they are."""
+    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size, _hand_over)
 
 
-def _hand_over(probs: object) -> Rows:
-    return Rows(RowKind.CHANNEL, (probs,))  # type: ignore[arg-type]
+def _hand_over(probs: torch.Tensor) -> Rows:
+    return Rows(RowKind.CHANNEL, (probs,))  # type: ignore[arg-type]  # opaque to all but the executor
 
 
 def simulate(
@@ -159,7 +152,6 @@ class _Simulation:
             machine = self._drafter if actor else self._coordinator
             for command in machine.handle(event):
                 self._carry_out(actor, command)
-        self.outcome.counts = self._coordinator.counts
         self.outcome.target_steps = sum(
             n for phase, n in self.outcome.counts.steps.items() if phase is not Phase.PREFILL
         )
@@ -176,7 +168,8 @@ class _Simulation:
                 self.outcome.tokens += tokens
                 self.outcome.provenance += provenance
                 self.outcome.seconds = self._now
-            case Deliver(Finished()):
+            case End(counts=counts):
+                self.outcome.counts = counts
                 self._done = True
             case Deliver() | Wait():
                 pass
@@ -196,11 +189,7 @@ class _Simulation:
                 seconds = self._timing.t_draft
             case _:
                 return 0.0
-        return (
-            seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter))
-            if self._timing.jitter
-            else seconds
-        )
+        return seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter)) if self._timing.jitter else seconds
 
 
 def _known_speeds(timing: Timing) -> Speeds:
@@ -210,15 +199,3 @@ def _known_speeds(timing: Timing) -> Speeds:
     for fed in (1, 2, 4, 8, 16):
         speeds.observe_target(fed, timing.t_target(fed))
     return speeds
-
-
-__all__ = [
-    "NO_ROWS",
-    "CoinDraft",
-    "CoinTarget",
-    "DraftTokens",
-    "Outcome",
-    "Timing",
-    "simulate",
-    "toy_executors",
-]

@@ -1,8 +1,8 @@
 """Toy models: exact known distributions, no weights. For tests, emulation and the simulator.
 
 A pair made with one seed has a chosen acceptance rate: in every context the target's distribution lives on one half of
-the vocabulary, and the draft's is alpha times the target's plus (1 - alpha) times one that lives on the other half.  So
-the sum of min(target, draft) is exactly alpha everywhere, and under the ratio rule acceptance is i.i.d. with rate alpha.
+the vocabulary, and the draft's is alpha times the target's plus (1 - alpha) times one that lives on the other half.  So the
+sum of min(target, draft) is exactly alpha everywhere: under the ratio rule acceptance is i.i.d. with rate alpha.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ class ToyRunner:
         pass
 
 
-def alpha_pair(
-    vocab_size: int, alpha: float, seed: int = 0, order: int = 8
-) -> tuple[Distribution, Distribution]:
+def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[Distribution, Distribution]:
     """(target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
 
     @lru_cache(maxsize=4096)

@@ -4,8 +4,8 @@ Events in (`handle`), commands out.  All methods - ar, sd, pearl and its ablatio
 (`window.METHODS`); what differs between acceptance rules, models and transports is behind the commands.
 
 The shape: a forward feeds unfed tokens and yields a row for the position after each; then `_decide` asks, again and
-again, what the rows at hand allow.  A row and a draft token: judge.  A row for which no draft token will come: draw from
-it.  A row whose token is still on its way: hold it.  No row: feed what is unfed, once the window is full enough.
+again, what the rows at hand allow.  A row and a draft token: judge.  A row for which no draft token will come: draw
+from it.  A row whose token is still on its way: hold it.  No row: feed what is unfed, once the window is full enough.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pearl.protocol.events import (
     Deliver,
     DraftGone,
     DraftJoined,
+    End,
     Forward,
     Forwarded,
     Judge,
@@ -40,7 +41,6 @@ from pearl.protocol.messages import (
     Committed,
     DraftTokens,
     Finish,
-    Finished,
     FinishReason,
     Preview,
     Provenance,
@@ -152,9 +152,7 @@ class Coordinator:
         kind = type(event)
         allowed = TRANSITIONS[self.state].get(kind)
         if allowed is None and kind not in ANYTIME:
-            raise LocalProtocolError(
-                f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}"
-            )
+            raise LocalProtocolError(f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}")
         if self.state is State.JUDGING and kind in _AFTER_JUDGING:
             self._deferred.append(event)
             return []
@@ -190,7 +188,7 @@ class Coordinator:
             waiting = len(self._queue)
             self._queue = deque(s for s in self._queue if s.request != cancel.request)
             if len(self._queue) < waiting:
-                do(Deliver(Finished(cancel.request, FinishReason.CANCELLED, "")))
+                do(End(cancel.request, FinishReason.CANCELLED, 0, Counts(), 0))
             return
         self._ending = FinishReason.CANCELLED
         if self.state in (State.HELD, State.GATHERING):
@@ -439,7 +437,7 @@ class Coordinator:
         self._deliver_committed(do)
         if self._told_draft:
             do(Send(Finish(self.request.request)))
-        do(Deliver(Finished(self.request.request, self._ending, "")))
+        do(End(self.request.request, self._ending, len(self.request.prompt), self.counts, self.window))
         self.sequence.drop_pending()
         self._rows.clear()
         self.request = None

@@ -72,9 +72,7 @@ class Drafter:
         kind = type(event)
         allowed = TRANSITIONS[self.state].get(kind)
         if allowed is None and kind not in ANYTIME:
-            raise LocalProtocolError(
-                f"draft in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}"
-            )
+            raise LocalProtocolError(f"draft in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}")
         before = self.state
         commands: list[object] = []
         _HANDLERS[kind](self, event, commands.append)
@@ -125,9 +123,7 @@ class Drafter:
             start = len(self.sequence.tokens)
             self.sequence.extend([event.token])
             self.counts.drafted += 1
-            seconds = (
-                event.seconds if self._in_flight == 1 else 0.0
-            )  # a prefix's forward says nothing of a token's
+            seconds = event.seconds if self._in_flight == 1 else 0.0  # a prefix's forward says nothing of a token's
             tokens = (event.token,)
             do(Send(DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, event.rows)))
         self._go_on(do)

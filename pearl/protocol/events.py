@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pearl.protocol.messages import NO_ROWS, Message, Rows, Sampling
+from pearl.protocol.messages import NO_ROWS, FinishReason, Message, Rows, Sampling
 
 
 class Phase(Enum):
@@ -149,6 +149,17 @@ class Deliver:
     """Send to the front whose request this is."""
 
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A request is over: tell its front. `counts`: a `coordinator.Counts`; `window`: c as last used."""
+
+    request: int
+    reason: FinishReason
+    prompt_tokens: int
+    counts: Any
+    window: int
 
 
 @dataclass(frozen=True, slots=True)

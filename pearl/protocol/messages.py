@@ -57,7 +57,7 @@ NO_ROWS = Rows()
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to turn logits into tokens; all values resolved. `temperature` 0 is greedy. top_k 0, top_p 1, min_p 0: off."""
+    """How to turn logits into tokens; all resolved. `temperature` 0 is greedy; top_k 0, top_p 1, min_p 0: off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -233,7 +233,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Something went wrong at the sender. `request` -1: not about one request. `kind` is a class name of pearl.errors."""
+    """Something went wrong at the sender. `request` -1: about none. `kind`: a class name of pearl.errors."""
 
     request: int
     kind: str

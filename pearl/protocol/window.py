@@ -14,9 +14,7 @@ _TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: a hiccup fa
 _ACCEPTANCE_WEIGHT = 0.02  # of a new judgement: acceptance varies from token to token by nature
 
 
-def expected_rate(
-    window: int, acceptance: float, t_draft: float, t_target_1: float, t_target_c: float
-) -> float:
+def expected_rate(window: int, acceptance: float, t_draft: float, t_target_1: float, t_target_c: float) -> float:
     """Committed tokens a second of PEARL with a fixed window under i.i.d. acceptance.
 
     A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a); pre leads to post with probability a,
@@ -141,9 +139,7 @@ class Window:
             if not method.pre_verify:  # sd: draft a window, then verify it
                 return Window(c + 1, length + c)
             return Window(1, length + c) if fresh else Window(c, length - 1 + c)
-        if (
-            fresh and not method.pre_verify
-        ):  # the target idles for the first window, the draft drafts on past it
+        if fresh and not method.pre_verify:  # the target idles for the first window, the draft drafts on past it
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
             return Window(1, length + 2 * c)

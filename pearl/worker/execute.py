@@ -25,6 +25,7 @@ from pearl.protocol.events import (
 from pearl.protocol.messages import NO_ROWS, Rows
 from pearl.text import TextStream
 from pearl.verification import Rule, make_rule
+from pearl.worker.rows import unpack
 
 Event = Forwarded | Judged | Sampled | Drafted
 
@@ -42,7 +43,7 @@ class TargetExecutor:
         runner: ModelRunner,
         text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._text_stream = text_stream
         self._text: TextStream | None = None
         self._rule: Rule | None = None
@@ -55,7 +56,7 @@ class TargetExecutor:
             case Open():
                 self._open(command)
             case Rollback(length):
-                self._runner.rollback(length)
+                self.runner.rollback(length)
             case Forward():
                 return self._forward(command)
             case Judge():
@@ -74,10 +75,10 @@ class TargetExecutor:
             self._text = self._text_stream(command.prompt, command.stops)
 
     def _forward(self, command: Forward) -> Forwarded:
-        assert self._runner.length == command.start, (self._runner.length, command)
+        assert self.runner.length == command.start, (self.runner.length, command)
         began = time.perf_counter()
-        self._logits = self._runner.forward(command.tokens, command.rows)
-        self._runner.synchronize()
+        self._logits = self.runner.forward(command.tokens, command.rows)
+        self.runner.synchronize()
         self._first = command.start + len(command.tokens) - command.rows + 1
         return Forwarded(time.perf_counter() - began)
 
@@ -85,7 +86,8 @@ class TargetExecutor:
         assert self._rule is not None
         row = command.start - self._first
         logits = self._logits[row : row + len(command.tokens)]
-        verdict = self._rule.judge(logits, command.tokens, command.rows, command.start)
+        rows = [None if row is None else unpack(row, logits.shape[1], logits.device) for row in command.rows]
+        verdict = self._rule.judge(logits, command.tokens, rows, command.start)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
@@ -116,7 +118,7 @@ class DraftExecutor:
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, pack: Callable[[torch.Tensor], Rows]) -> None:
-        self._runner = runner
+        self.runner = runner
         self._vocab_size = vocab_size
         self._pack = pack
         self._rule: Rule | None = None
@@ -127,7 +129,7 @@ class DraftExecutor:
             case Open(_, sampling, rule):
                 self._rule = make_rule(rule, sampling)
             case Rollback(length):
-                self._runner.rollback(length)
+                self.runner.rollback(length)
             case Draft():
                 return self._draft(command)
             case _:
@@ -135,11 +137,11 @@ class DraftExecutor:
         return None
 
     def _draft(self, command: Draft) -> Drafted:
-        assert self._runner.length == command.start, (self._runner.length, command)
+        assert self.runner.length == command.start, (self.runner.length, command)
         assert self._rule is not None
         began = time.perf_counter()
-        logits = self._runner.forward(command.tokens, int(command.sample))
-        self._runner.synchronize()
+        logits = self.runner.forward(command.tokens, int(command.sample))
+        self.runner.synchronize()
         seconds = time.perf_counter() - began
         if not command.sample:
             return Drafted(None, seconds)

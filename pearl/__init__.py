@@ -1,0 +1,22 @@
+"""PEARL: parallel speculative decoding. Two processes, one text.
+
+from pearl import Engine, SamplingParams
+
+with Engine() as engine:  # the embedded pair
+    for piece in engine.stream("Explain gravity to a beginner.", SamplingParams(max_tokens=64)):
+        print(piece.text, end="", flush=True)
+"""
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.version import __version__
+
+__all__ = ["DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Engine and Result on first use: a worker, which imports this package too, has no use for them."""
+    if name in ("Engine", "Result"):
+        from pearl import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'pearl' has no attribute {name!r}")

@@ -1,0 +1,212 @@
+"""Every setting there is, validated by pydantic: how an engine is built, how a request is decoded and sampled.
+
+A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line.  Unknown
+keys and bad values are refused by name.  Knows no models, sockets or processes; what a device name means to torch is
+for the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from pearl.errors import ConfigError
+
+Seconds = Annotated[float, Field(gt=0)]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class EngineConfig(_Settings):
+    """What is fixed for an engine's life: the pair, where it runs and how its processes talk."""
+
+    target: str = Field(
+        "embedded", description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8."
+    )
+    draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for method ar only.")
+    target_device: str = Field("auto", description="cuda:0, cpu:0, or cpu:0-3 (pins cores and threads).")
+    draft_device: str = Field("auto", description="As target_device.")
+    target_dtype: DType = Field("auto", description="Weights of the target; auto is what the checkpoint says.")
+    draft_dtype: DType = Field("auto", description="Weights of the draft.")
+    target_device_map: str | None = Field(None, description="Spread the target over several GPUs: auto, balanced, ...")
+    max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
+    target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
+    draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
+    control: Literal["ipc", "tcp"] = Field("ipc", description="Control channel: private socket files, or 127.0.0.1.")
+    tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
+        "auto", description="How dense draft distributions travel; auto: NCCL between GPUs, otherwise ZeroMQ frames."
+    )
+    draft_timeout: Seconds = Field(30.0, description="Seconds of silence after which the draft counts as lost.")
+    target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
+    startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
+    draft_restarts: int = Field(3, ge=0, description="How often a draft that died is started again.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")
+
+    @field_validator("target_device", "draft_device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        Device.parse(value)
+        return value
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft != "none"
+
+
+class DecodingConfig(_Settings):
+    """How a request is decoded: the method and its window."""
+
+    method: Literal["ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
+        "pearl", description="ar: target alone; sd: draft and target in turn; pearl and its two ablations."
+    )
+    window: Literal["stream", "fixed"] = Field("stream", description="stream: no barrier; fixed: the paper's windows.")
+    gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
+    rule: Literal["ratio", "coupled"] = Field("ratio", description="Acceptance rule under sampling.")
+
+
+class SamplingParams(_Settings):
+    """How tokens are drawn and where the text ends. None: the checkpoint's own default, as transformers reads it."""
+
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the checkpoint's.")
+    top_k: int | None = Field(None, ge=0, description="Keep the k likeliest tokens; 0: all.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Keep the likeliest tokens that hold this probability.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="Default: drawn, and reported.")
+    sample: int = Field(0, ge=0, lt=2**63, description="Index of this sample under one seed.")
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens to generate; default: up to the context.")
+    stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
+    ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        stops = (value,) if isinstance(value, str) else value
+        if isinstance(stops, (list, tuple)) and any(s == "" for s in stops):
+            raise ValueError("a stop string must not be empty")
+        return stops
+
+    def with_seed(self) -> SamplingParams:
+        """Itself, with a seed drawn where none was given."""
+        return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+
+
+# Known elsewhere, not here: refused by name, so that nobody believes they took effect.
+UNSUPPORTED = {
+    "n": "one text a request: submit it several times with sample=0, 1, 2, ...",
+    "best_of": "one text a request",
+    "logprobs": "log-probabilities are not reported",
+    "prompt_logprobs": "log-probabilities are not reported",
+    "repetition_penalty": "penalties depend on the text so far and are not built in",
+    "presence_penalty": "penalties depend on the text so far and are not built in",
+    "frequency_penalty": "penalties depend on the text so far and are not built in",
+    "logit_bias": "logits are not changed",
+    "num_beams": "no beam search",
+    "typical_p": "filters are top_k, top_p and min_p",
+}
+
+SECTIONS: tuple[type[_Settings], ...] = (EngineConfig, DecodingConfig, SamplingParams)
+_Section = TypeVar("_Section", bound=_Settings)
+
+
+def build(section: type[_Section], values: Mapping[str, Any], source: str = "settings") -> _Section:
+    """Validates `values`. Raises `ConfigError` naming each bad field, what it may be, and `source`."""
+    _refuse_unknown(values, section.model_fields, source)
+    try:
+        return section(**values)
+    except ValidationError as error:
+        problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_told(e)}" for e in error.errors())
+        raise ConfigError(f"{source}: " + "; ".join(problems)) from None
+
+
+def _told(error: Any) -> str:
+    return f"{error['msg']} (got {error['input']!r})"
+
+
+def _refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any], source: str) -> None:
+    for key in values:
+        if key in UNSUPPORTED:
+            raise ConfigError(f"{source}: {key} is not supported: {UNSUPPORTED[key]}")
+        if key not in allowed:
+            raise ConfigError(f"{source}: unknown setting {key!r}; allowed are {', '.join(sorted(allowed))}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole run: the three sections."""
+
+    engine: EngineConfig
+    decoding: DecodingConfig
+    sampling: SamplingParams
+
+
+def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
+    """A configuration file, if any, with `overrides` (flags given by the user) on top."""
+    values = read_file(path) if path else {}
+    source = str(path) if path else "settings"
+    everything = {name: field for section in SECTIONS for name, field in section.model_fields.items()}
+    _refuse_unknown(values, everything, source)
+    values |= overrides
+    parts = [build(s, {k: v for k, v in values.items() if k in s.model_fields}, source) for s in SECTIONS]
+    return Settings(*parts)  # type: ignore[arg-type]
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `ConfigError` where there is none."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}")
+    return {str(key): value for key, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as named by the user. `cores`: CPU cores to pin to; None: not pinned."""
+
+    kind: Literal["auto", "cpu", "cuda"]
+    index: int = 0
+    cores: tuple[int, ...] | None = None
+
+    @staticmethod
+    def parse(name: str) -> Device:
+        """Raises ValueError for anything but auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1."""
+        kind, colon, rest = name.partition(":")
+        try:
+            if kind == "cuda":
+                return Device("cuda", int(rest) if colon else 0)
+            if kind == "cpu":
+                return Device("cpu", cores=_cores(rest) if colon else None)
+        except ValueError as error:
+            raise ValueError(f"bad device {name!r}: {error}") from None
+        if name == "auto":
+            return Device("auto")
+        raise ValueError(f"bad device {name!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda or cuda:1")
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        cores += range(int(first), int(last if dash else first) + 1)
+    usable = os.sched_getaffinity(0)
+    missing = sorted(set(cores) - usable)
+    if missing or not cores:
+        raise ValueError(f"cores {missing or text} are not there; this process may use {sorted(usable)}")
+    return tuple(dict.fromkeys(cores))

@@ -1,0 +1,451 @@
+"""The engine, as the user's process sees it: it starts the workers, sends them requests and hands out text.
+
+It holds no model.  Nothing here runs in the background but the threads that watch the workers: whoever waits for a
+token reads the socket, for all who wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from pearl import errors
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams, build
+from pearl.errors import ConfigError, EngineClosed, RequestError, StartError, TargetLost, TransportError
+from pearl.metrics import Statistics
+from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
+from pearl.processes import DraftKeeper, Worker
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Committed,
+    Decoding,
+    Error,
+    Finished,
+    Heartbeat,
+    Hello,
+    Preview,
+    Provenance,
+    Role,
+    Sampling,
+    Submit,
+    Welcome,
+)
+from pearl.text import TextStream
+from pearl.transport.zeromq import ZmqConnection, bind_address, private_directory
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Progress = Callable[[str], None]
+
+_READ_SECONDS = 0.1  # longest turn at the socket, so that a dead worker is noticed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of the target added: final text (may be empty: held back) and its tokens with their provenance.
+
+    `preview`: the draft's pending tokens, a guess at what follows; only where asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    provenance: tuple[Provenance, ...] = ()
+    preview: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Result:
+    """A finished text. `finish_reason`: eos, stop, length or cancelled."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    provenance: list[Provenance] = field(default_factory=list)
+    finish_reason: str = ""
+    seed: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Stream:
+    """The pieces of one text as they come; iterate, or `close()` to leave early. `result` grows along."""
+
+    def __init__(self, engine: Engine, submit: Submit) -> None:
+        self._engine = engine
+        self._request = submit.request
+        self._text = TextStream(engine.tokenizer, submit.prompt, submit.stops)
+        self._inbox: deque[object] = deque()
+        self._open = True
+        self.result = Result(seed=submit.sampling.seed, prompt_tokens=list(submit.prompt))
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if not self._open:
+            raise StopIteration
+        try:
+            match self._engine._await(self._inbox):
+                case Committed(_, _, tokens, provenance):
+                    return self._piece(tokens, provenance)
+                case Preview(_, _, tokens):
+                    return Piece("", preview=tokens)
+                case Finished(_, reason, statistics):
+                    return self._last(reason.value, Statistics.from_json(statistics))
+                case Error(_, kind, message):
+                    raise getattr(errors, kind, RequestError)(message)
+                case unexpected:
+                    raise AssertionError(unexpected)
+        except BaseException:
+            self.close()
+            raise
+
+    def _piece(self, tokens: tuple[int, ...], provenance: tuple[Provenance, ...]) -> Piece:
+        text = "".join(self._text.push(token) for token in tokens)
+        self.result.text += text
+        self.result.tokens += tokens
+        self.result.provenance += provenance
+        return Piece(text, tokens, provenance)
+
+    def _last(self, reason: str, statistics: Statistics) -> Piece:
+        rest = self._text.finish()
+        self.result.text += rest
+        self.result.finish_reason, self.result.statistics = reason, statistics
+        self._open = False
+        self._engine._forget(self._request)
+        return Piece(rest)
+
+    def close(self) -> None:
+        """Leaves the text as it is; the target is told to stop."""
+        if self._open:
+            self._open = False
+            self.result.finish_reason = self.result.finish_reason or "cancelled"
+            self._engine._cancel(self._request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Engine:
+    """A pair of models in two processes, ready to generate.
+
+        with Engine() as engine:                         # the embedded pair
+            print(engine.generate(["Hello!"])[0].text)
+
+    Args:
+        target, draft: models as in `EngineConfig`; draft "none" for method ar only.
+        config: all settings at once; the other arguments override it.
+        progress: called with a line of text while models load.
+        settings: any field of `EngineConfig`.
+
+    Raises:
+        ConfigError, ModelError, StartError: nothing is left running.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        draft: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        progress: Progress = lambda _: None,
+        **settings: Any,
+    ) -> None:
+        given = {"target": target, "draft": draft, **settings}
+        known = config.model_dump() if config else {}
+        self.config = build(EngineConfig, {**known, **{k: v for k, v in given.items() if v is not None}})
+        self._lock = threading.RLock()  # around the socket and the streams
+        self._requests = count(1)
+        self._streams: dict[int, Stream] = {}
+        self._closed = False
+        self._heard = time.monotonic()
+        self._welcome: Welcome | None = None
+        self._draft: DraftKeeper | None = None
+        self._target: Worker | None = None
+        self._endpoint: ZmqConnection | None = None
+        self._directory = private_directory()
+        try:
+            self._start(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- starting and stopping ----
+
+    def _start(self, progress: Progress) -> None:
+        deadline = time.monotonic() + self.config.startup_timeout
+        address = bind_address(self.config.control, self._directory)
+        self._target = Worker("target", self.config, address, self._directory, progress=progress)
+        self._target.wait_for("bound", deadline)
+        self._start_draft(self._target.address, progress)
+        self.tokenizer, self.defaults = self._load_tokenizer(progress)
+        self._wait_until_ready(deadline)
+        self._endpoint = ZmqConnection(self._target.address)
+        self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+        while self._welcome is None:
+            self._read()
+            if time.monotonic() > deadline:
+                raise StartError("the target does not answer; see --log-level debug")
+        if self._draft:
+            self._draft.keep()
+
+    def _start_draft(self, address: str, progress: Progress) -> None:
+        """Launches the draft here; under torchrun another rank does."""
+        if self.config.has_draft:
+            self._draft = DraftKeeper(self.config, address, self._directory, progress)
+
+    def _load_tokenizer(self, progress: Progress) -> tuple[Any, GenerationDefaults]:
+        trust = self.config.trust_remote_code
+        tokenizer, defaults = load_tokenizer(self.config.target, trust_remote_code=trust, progress=progress)
+        if defaults.ignored:
+            log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
+        return tokenizer, defaults
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        assert self._target is not None
+        while not self._target.reached("ready"):
+            if self._draft and not self._draft.worker.alive:
+                self._draft.worker.wait_for("gone", time.monotonic() + 5)
+                raise self._draft.worker.fate()
+            try:
+                self._target.wait_for("ready", min(deadline, time.monotonic() + 0.2))
+            except StartError:
+                if not self._target.alive or time.monotonic() > deadline:
+                    raise
+
+    def close(self) -> None:
+        """Ends the workers and removes what they left; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            if self._endpoint is not None:
+                self._endpoint.close()
+        workers = [w for w in (self._draft, self._target) if w is not None]
+        for worker in workers:
+            worker.close()
+        for worker in workers:
+            worker.end()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- generating ----
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and text may have together."""
+        assert self._welcome is not None
+        return self._welcome.context
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the target said of itself and of the speeds measured at start."""
+        assert self._welcome is not None
+        return self._welcome
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        method: str | None = None,
+        decoding: DecodingConfig | None = None,
+        preview: bool = False,
+        raw: bool = True,
+    ) -> Stream:
+        """Generates one text, piece by piece.
+
+        Args:
+            prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
+            params: how to sample; what is not set is the checkpoint's default.
+            method: shorthand for decoding=DecodingConfig(method=...).
+            preview: also yield the draft's pending tokens.
+            raw: take a text prompt as it is; False applies the chat template, where there is one.
+
+        Raises:
+            RequestError: the prompt does not fit, say. Nothing was computed.
+            TargetLost: (while iterating) the target is gone; the engine is of no more use.
+        """
+        if self._closed:
+            raise EngineClosed("this engine has been closed; make another")
+        submit = self._submission(prompt, params or SamplingParams(), self._decoding(method, decoding), preview, raw)
+        stream = Stream(self, submit)
+        with self._lock:
+            assert self._endpoint is not None
+            if not self._streams:
+                self._heard = time.monotonic()
+            self._streams[submit.request] = stream
+            self._endpoint.send(submit)
+        return stream
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Generates a text for each prompt, one after the other; arguments as for `stream`."""
+        results = []
+        for prompt in _as_list(prompts):
+            with self.stream(prompt, params, **options) as stream:
+                for _ in stream:
+                    pass
+                results.append(stream.result)
+        return results
+
+    def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
+        values = decoding.model_dump() if decoding else {}
+        chosen = build(DecodingConfig, values | ({"method": method} if method else {}))
+        if chosen.method != "ar" and not self.config.has_draft:
+            raise ConfigError(f"method {chosen.method} needs a draft model and this engine has none; use method ar")
+        return chosen
+
+    def _submission(
+        self, prompt: Prompt, params: SamplingParams, decoding: DecodingConfig, preview: bool, raw: bool
+    ) -> Submit:
+        tokens = tuple(self.encode(prompt, raw=raw))
+        params = params.with_seed()
+        limit = len(tokens) + params.max_tokens if params.max_tokens else self.context
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(tokens) >= self.context or limit > self.context:
+            wanted = f" + {params.max_tokens} to generate" if params.max_tokens else ""
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens{wanted}, the context holds {self.context}: "
+                "shorten the prompt, lower max_tokens, or raise max_context"
+            )
+        return Submit(
+            next(self._requests),
+            tokens,
+            limit,
+            resolve_sampling(params, self.defaults),
+            Decoding(**decoding.model_dump()),
+            () if params.ignore_eos else self.defaults.eos,
+            params.stop,
+            preview,
+        )
+
+    def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
+        """The tokens of a prompt; see `stream`."""
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+            chat = None if raw else self.tokenizer.apply_chat(messages)
+            return chat if chat is not None else list(self.tokenizer.encode(prompt))
+        items: list[Any] = list(prompt)
+        if items and all(isinstance(item, dict) for item in items):
+            chat = self.tokenizer.apply_chat(items)
+            if chat is None:
+                raise RequestError("this model has no chat template: give the prompt as text or token ids")
+            return chat
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+            raise RequestError("a prompt is text, a list of chat messages, or a list of token ids")
+        return items
+
+    # ---- the socket, shared by all streams ----
+
+    def _await(self, inbox: deque[object]) -> object:
+        """The next message in `inbox`; reads the socket, for all streams, until there is one."""
+        while not inbox:
+            with self._lock:
+                if not inbox:
+                    self._read()
+        return inbox.popleft()
+
+    def _read(self) -> None:
+        if self._closed or self._endpoint is None:
+            raise EngineClosed("this engine has been closed; make another")
+        received = self._endpoint.receive(_READ_SECONDS)
+        if received:
+            self._heard = time.monotonic()
+        elif not self._target_alive():
+            raise TargetLost(f"{self._target_fate()}; the text ends here. Make a new engine")
+        elif time.monotonic() - self._heard > self.config.target_timeout:
+            raise TargetLost(f"the target has been silent for {self.config.target_timeout:.0f} s. Make a new engine")
+        for _, message in received:
+            self._sort(message)
+
+    def _sort(self, message: object) -> None:
+        match message:
+            case Welcome():
+                self._welcome = message
+            case Heartbeat():
+                pass
+            case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:
+                stream = self._streams.get(request)
+                if stream is not None:
+                    stream._inbox.append(message)
+            case Error(_, kind, text):
+                raise getattr(errors, kind, StartError)(text)
+            case Exception():
+                raise message
+            case _:
+                log.warning("the target sent an unexpected %s", type(message).__name__)
+
+    def _target_alive(self) -> bool:
+        return self._target is None or self._target.alive
+
+    def _target_fate(self) -> str:
+        return str(self._target.fate()) if self._target else "the target is gone"
+
+    def _forget(self, request: int) -> None:
+        self._streams.pop(request, None)
+
+    def _cancel(self, request: int) -> None:
+        with self._lock:
+            self._forget(request)
+            if self._closed or self._endpoint is None:
+                return
+            try:
+                self._endpoint.send(Cancel(request))
+            except TransportError:
+                log.debug("could not cancel request %d: the target is gone", request)
+
+
+def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:
+    """The user's choices over the checkpoint's own defaults."""
+    assert params.seed is not None
+
+    def chosen(mine: Any, default: Any) -> Any:
+        return default if mine is None else mine
+
+    return Sampling(
+        chosen(params.temperature, defaults.temperature),
+        chosen(params.top_k, defaults.top_k),
+        chosen(params.top_p, defaults.top_p),
+        chosen(params.min_p, defaults.min_p),
+        params.seed,
+        params.sample,
+    )
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several: a list of ints or of messages is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], (int, dict)) else prompts

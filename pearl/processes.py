@@ -1,0 +1,202 @@
+"""Launching worker processes and watching them. Knows what a worker says on its status line, nothing of decoding.
+
+Used by the engine for both workers and, under torchrun, by each rank for its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pearl import errors
+from pearl.config import Device, EngineConfig
+
+log = logging.getLogger(__name__)
+
+_END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
+
+
+class Worker:
+    """One worker process. Everything it says about itself is gathered by a thread and waited for by `wait_for`."""
+
+    def __init__(
+        self,
+        role: str,
+        config: EngineConfig,
+        address: str,
+        directory: Path,
+        tensors: str | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.role = role
+        self.address = ""  # the target's, once it is bound
+        self.error: errors.PearlError | None = None
+        self._progress = progress
+        self._states: set[str] = set()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pearl.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(config.target_device if role == "target" else config.draft_device),
+            start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
+        )
+        settings = {
+            "role": role,
+            "config": config.model_dump(),
+            "address": address,
+            "directory": str(directory),
+            "tensors": tensors,
+        }
+        self._write(json.dumps(settings).encode() + b"\n")
+        self._reader = threading.Thread(target=self._read, daemon=True, name=f"{role}-status")
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except OSError:
+            log.debug("%s worker ended before it read its settings", self.role)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            self._on_status(said)
+        self._process.wait()
+        with self._changed:
+            self._states.add("gone")
+            self._changed.notify_all()
+
+    def _on_status(self, said: dict[str, Any]) -> None:
+        if said["state"] == "loading" and self._progress:
+            self._progress(f"{self.role}: {said['message']}")
+        with self._changed:
+            if said["state"] == "bound":
+                self.address = said["address"]
+            if said["state"] == "failed":
+                kind = getattr(errors, said["kind"], errors.StartError)
+                self.error = kind(f"{self.role} worker: {said['message']}")
+            self._states.add(said["state"])
+            self._changed.notify_all()
+
+    def wait_for(self, state: str, deadline: float) -> None:
+        """Waits until the worker has reached `state`: bound, ready or gone. `deadline`: of time.monotonic().
+
+        Raises the worker's own error where it failed, `StartError` where it died without a word or time is up.
+        """
+        with self._changed:
+            while state not in self._states:
+                if "gone" in self._states:
+                    raise self.fate()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise errors.StartError(
+                        f"{self.role} worker is not {state} in time; raise startup_timeout, or see --log-level debug"
+                    )
+                self._changed.wait(min(left, 1.0))
+
+    def reached(self, state: str) -> bool:
+        with self._changed:
+            return state in self._states
+
+    def fate(self) -> errors.PearlError:
+        """Why the worker is gone."""
+        if self.error is not None:
+            return self.error
+        code = self._process.poll()
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        hint = "; a kill by signal 9 is often the kernel's, for lack of memory" if code == -9 else ""
+        return errors.StartError(f"{self.role} worker was {how}{hint}")
+
+    def close(self) -> None:
+        """Lets go of the worker's stdin, which tells it to end. Does not wait."""
+        self._closing = True
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it was gone already
+                self._process.stdin.close()
+
+    def end(self, seconds: float = _END_SECONDS) -> None:
+        """Waits until it has ended, and kills it if it does not."""
+        self.close()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            log.warning("%s worker does not end by itself: killing it", self.role)
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(1.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class DraftKeeper:
+    """Keeps a draft worker alive: one that dies is started again, at most `config.draft_restarts` times."""
+
+    def __init__(
+        self, config: EngineConfig, address: str, directory: Path, progress: Callable[[str], None] | None = None
+    ) -> None:
+        self._config, self._address, self._directory = config, address, directory
+        self._closing = threading.Event()
+        self._restarts = 0
+        self.worker = Worker("draft", config, address, directory, progress=progress)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
+
+    def keep(self) -> None:
+        """Starts watching; until then a draft that fails stays down, for its error to be told."""
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            if self.worker.alive:
+                self._closing.wait(0.2)
+            elif self._restarts < self._config.draft_restarts:
+                self._restarts += 1
+                log.warning("%s; starting it again (%d)", self.worker.fate(), self._restarts)
+                self._closing.wait(0.5 * 2**self._restarts)  # a draft that dies at once must not become a busy loop
+                if not self._closing.is_set():
+                    self.worker.end()
+                    self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
+            else:
+                log.error("%s; the target goes on alone", self.worker.fate())
+                return
+
+    def close(self) -> None:
+        self._closing.set()
+        self.worker.close()
+
+    def end(self) -> None:
+        self.close()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.worker.end()
+
+
+def _environment(device: str) -> dict[str, str]:
+    """The worker's: as many threads as cores it is pinned to, known before any library starts its own."""
+    cores = Device.parse(device).cores
+    threads = {"OMP_NUM_THREADS": str(len(cores)), "MKL_NUM_THREADS": str(len(cores))} if cores else {}
+    return {**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false"}

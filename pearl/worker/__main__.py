@@ -1,0 +1,55 @@
+"""`python -m pearl.worker`: one worker process, started by a launcher that holds its stdin (see lifeline.py).
+
+The first line on stdin is a JSON object: role, config (of EngineConfig), address, directory, tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from pearl.config import EngineConfig
+from pearl.errors import PearlError
+from pearl.worker.lifeline import Lifeline
+
+
+def main() -> int:
+    lifeline = Lifeline()
+    settings = lifeline.settings
+    role, config = settings["role"], EngineConfig(**settings["config"])
+    directory = Path(settings["directory"])
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format=f"[{role}] %(levelname)s %(name)s: %(message)s"
+    )
+    lifeline.watch(directory)
+    from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
+
+    try:
+        (build.run_target if role == "target" else build.run_draft)(config, settings, lifeline)
+    except PearlError as error:
+        lifeline.tell("failed", kind=type(error).__name__, message=str(error))
+        return error.exit_code
+    except Exception as error:
+        logging.getLogger(__name__).debug("worker failed", exc_info=True)
+        lifeline.tell("failed", kind="StartError", message=_described(error))
+        return 1
+    finally:
+        lifeline.end()
+    return 0
+
+
+def _described(error: Exception) -> str:
+    """An error nobody foresaw, with the place where it happened: one line to put into a bug report."""
+    frames: list[Any] = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    where = frames[-1].tb_frame.f_code
+    return f"{type(error).__name__}: {error} ({Path(where.co_filename).name}:{frames[-1].tb_lineno} {where.co_name})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

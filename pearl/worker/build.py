@@ -1,0 +1,167 @@
+"""Putting a worker together from its settings: device, model, tokenizer, channels, loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pearl.config import Device, EngineConfig
+from pearl.errors import ModelError
+from pearl.models.loading import load_runner
+from pearl.models.paced import PacedRunner
+from pearl.models.runner import ModelRunner
+from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabulary_digest
+from pearl.models.toy import load_toy
+from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
+from pearl.text import TextStream, Tokenizer
+from pearl.transport.base import TensorChannel
+from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from pearl.worker.draft import DraftWorker
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+from pearl.worker.lifeline import Lifeline
+from pearl.worker.rows import RowPacker
+from pearl.worker.target import TargetSettings, TargetWorker
+
+_FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
+
+
+def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
+    """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
+    endpoint = ZmqListener(settings["address"])
+    lifeline.tell("bound", address=endpoint.address)
+    try:
+        device, other = _devices(config)
+        _pin(config.target_device, "target")
+        progress = lifeline.progress()
+        tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
+        digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
+        runner = _runner(config, "target", device, progress)
+        make_channel = _channel(config, settings, 0, device, other)
+        TargetWorker(
+            endpoint,
+            TargetExecutor(runner, partial(_text_stream, tokenizer)),
+            TargetSettings(runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft),
+            ready=partial(lifeline.tell, "ready"),
+            stopping=lifeline.closed.is_set,
+            channel=partial(make_channel, runner.vocab_size) if make_channel else None,
+        ).run()
+    finally:
+        endpoint.close(flush=_FLUSH_SECONDS)
+
+
+def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
+    """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
+    endpoint = ZmqConnection(settings["address"])
+    try:
+        other, device = _devices(config)
+        _pin(config.draft_device, "draft")
+        progress = lifeline.progress()
+        tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
+        digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
+        runner = _runner(config, "draft", device, progress)
+        make_channel = _channel(config, settings, 1, device, other)
+
+        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+            packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
+            return DraftExecutor(runner, welcome.vocab_size, packer.pack), packer
+
+        DraftWorker(
+            endpoint,
+            Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
+            welcomed,
+            ready=partial(lifeline.tell, "ready"),
+            stopping=lifeline.closed.is_set,
+            heartbeat_seconds=min(1.0, config.draft_timeout / 4),
+        ).run()
+    finally:
+        endpoint.close(flush=_FLUSH_SECONDS)
+
+
+def _text_stream(tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
+    return TextStream(tokenizer, prompt, stops)
+
+
+def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Callable[[str], None]) -> bytes:
+    """What the draft's Hello must show: that it is the draft whose token ids were compared with ours."""
+    draft, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
+    check_same_vocabulary(target, draft, config.target, config.draft)
+    return vocabulary_digest(draft, draft.vocab_size)
+
+
+def _runner(config: EngineConfig, role: str, device: torch.device, progress: Callable[[str], None]) -> ModelRunner:
+    is_target = role == "target"
+    spec = config.target if is_target else config.draft
+    runner: ModelRunner
+    if spec.partition(":")[0] == "toy":
+        runner = load_toy(spec, role, config.max_context)
+    else:
+        runner = load_runner(
+            spec,
+            device=device,
+            dtype=config.target_dtype if is_target else config.draft_dtype,
+            max_context=config.max_context,
+            device_map=config.target_device_map if is_target else None,
+            trust_remote_code=config.trust_remote_code,
+            progress=progress,
+        )
+    pace = config.target_pace if is_target else config.draft_pace
+    return PacedRunner(runner, pace) if pace else runner
+
+
+def _devices(config: EngineConfig) -> tuple[torch.device, torch.device]:
+    """(the target's, the draft's). Both workers come to the same answer, and so agree on a tensor channel."""
+    gpus = torch.cuda.device_count()
+    target, draft = Device.parse(config.target_device), Device.parse(config.draft_device)
+    return _place(target, gpus, 0), _place(draft, gpus, min(1, gpus - 1))
+
+
+def _place(device: Device, gpus: int, preferred: int) -> torch.device:
+    if device.kind == "auto":
+        return torch.device("cuda", preferred) if gpus else torch.device("cpu")
+    if device.kind == "cpu":
+        return torch.device("cpu")
+    if device.index >= gpus:
+        raise ModelError(f"device cuda:{device.index} is not there: torch sees {gpus} GPUs")
+    return torch.device("cuda", device.index)
+
+
+def _pin(name: str, role: str) -> None:
+    """Pins this process to the cores of a device name; `auto` gives each role its half of them.
+
+    Threads that run already (the sockets' I/O thread) stay unpinned.
+    """
+    device = Device.parse(name)
+    if device.kind == "cuda" or (device.kind == "auto" and torch.cuda.is_available()):
+        return
+    usable = sorted(os.sched_getaffinity(0))
+    half = (len(usable) + 1) // 2
+    cores = device.cores
+    if device.kind == "auto":
+        cores = tuple(usable[:half] if role == "target" else usable[half:] or usable)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+
+def _channel(
+    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device, other: torch.device
+) -> Callable[[int], TensorChannel] | None:
+    """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
+    kind = settings.get("tensors") or config.tensors
+    if kind == "auto":
+        on_two_gpus = device.type == other.type == "cuda" and device != other
+        kind = "nccl" if on_two_gpus else "frames"
+    if kind == "frames" or not config.has_draft:
+        return None
+    from pearl.transport.torch_dist import ProcessGroupChannel
+
+    def make(vocab_size: int) -> TensorChannel:
+        store = Path(settings["directory"]) / "group"
+        return ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, config.draft_timeout)
+
+    return make

@@ -1,0 +1,57 @@
+"""The start-up measurement: some forwards of both models, running at once, because that is how they will run.
+
+The target's worker and the draft's call their half at the same time, right after they have met.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from pearl.models.runner import ModelRunner
+from pearl.protocol.window import Speeds
+
+FED = (1, 2, 4, 8)  # tokens fed to the target: the sizes of windows that matter; others are interpolated
+_CONTEXT = 32  # tokens in the cache meanwhile
+_REPEATS = 3
+_DRAFT_SECONDS = 1.0  # the draft keeps going while the target measures its several sizes
+_MOST_DRAFTS = 200
+
+
+def calibrate_target(runner: ModelRunner, speeds: Speeds) -> None:
+    """Times forwards fed 1, 2, 4 and 8 tokens and tells `speeds`; leaves the cache empty."""
+    base = _fill(runner)
+    _seconds(runner, base, 1)  # the first forwards of a process pay for what later ones do not
+    for fed in FED:
+        if base + fed <= runner.context:
+            speeds.observe_target(fed, median(_seconds(runner, base, fed) for _ in range(_REPEATS)))
+    runner.rollback(0)
+
+
+def calibrate_draft(runner: ModelRunner) -> float:
+    """Seconds of a one-token forward: the median over about a second; leaves the cache empty."""
+    base = _fill(runner)
+    end = time.monotonic() + _DRAFT_SECONDS
+    _seconds(runner, base, 1)
+    taken: list[float] = []
+    while len(taken) < _REPEATS or (time.monotonic() < end and len(taken) < _MOST_DRAFTS):
+        taken.append(_seconds(runner, base, 1))
+    runner.rollback(0)
+    return median(taken)
+
+
+def _fill(runner: ModelRunner) -> int:
+    runner.rollback(0)
+    count = max(1, min(_CONTEXT, runner.context - max(FED)))
+    runner.forward([i % runner.vocab_size for i in range(count)], 0)
+    return count
+
+
+def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
+    """Of one forward fed `fed` tokens behind `base` others."""
+    runner.rollback(base)
+    runner.synchronize()
+    began = time.perf_counter()
+    runner.forward([i % runner.vocab_size for i in range(fed)], fed)
+    runner.synchronize()
+    return time.perf_counter() - began

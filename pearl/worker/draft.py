@@ -1,0 +1,132 @@
+"""The draft worker's loop: draft, and between any two forwards look for a verdict, never waiting while it may draft."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pearl.errors import ModelError, RemoteProtocolError
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import Draft, Send, Wait
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    DraftTokens,
+    Error,
+    Finish,
+    Heartbeat,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Role,
+    Verdict,
+    Welcome,
+)
+from pearl.transport.base import Endpoint
+from pearl.worker.calibrate import calibrate_draft
+from pearl.worker.execute import DraftExecutor
+from pearl.worker.rows import RowPacker
+
+log = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
+
+
+class DraftWorker:
+    """Drafts for one target until `stopping()`.
+
+    Args:
+        welcomed: called with the target's introduction, before anything is drafted; returns the executor that fits it.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        hello: Hello,
+        welcomed: Callable[[Welcome], tuple[DraftExecutor, RowPacker]],
+        ready: Callable[[], None],
+        stopping: Callable[[], bool],
+        heartbeat_seconds: float,
+    ) -> None:
+        assert hello.role is Role.DRAFT
+        self._endpoint = endpoint
+        self._hello = hello
+        self._welcomed = welcomed
+        self._ready = ready
+        self._stopping = stopping
+        self._heartbeat_seconds = heartbeat_seconds
+        self._drafter = Drafter(hello.context)
+        self._executor: DraftExecutor | None = None
+        self._packer: RowPacker | None = None
+        self._todo: deque[object] = deque()
+        self._steps = 0
+        self._beat = 0.0
+
+    def run(self) -> None:
+        """The loop. Raises `ModelError` where the target refuses this draft."""
+        self._endpoint.send(self._hello)
+        while not self._stopping():
+            if self._todo:
+                self._carry_out(self._todo.popleft())
+            else:
+                self._receive(_IDLE_SECONDS)
+            self._heartbeat()
+
+    def _receive(self, timeout: float) -> None:
+        for _, message in self._endpoint.receive(timeout):
+            self._on_message(message)
+
+    def _on_message(self, message: Message | RemoteProtocolError) -> None:
+        match message:
+            case Begin() | Verdict() | Finish():
+                self._todo.extend(self._drafter.handle(message))
+            case Ping(sent):
+                self._endpoint.send(Pong(sent, time.monotonic_ns()))
+            case Welcome():
+                self._meet(message)
+            case Error(_, _, text):
+                raise ModelError(text)
+            case RemoteProtocolError():
+                raise message
+            case _:
+                raise RemoteProtocolError(f"draft does not expect {type(message).__name__} from the target")
+
+    def _meet(self, welcome: Welcome) -> None:
+        if welcome.version != PROTOCOL_VERSION:
+            raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
+        self._executor, self._packer = self._welcomed(welcome)
+        # a target that knows our speed has met a draft before, and may be waiting for us
+        seconds = welcome.t_draft or calibrate_draft(self._executor.runner)
+        self._endpoint.send(Heartbeat(0, "calibrated", 1, seconds))
+        self._ready()
+
+    def _heartbeat(self) -> None:
+        """From the work loop, so that a hung loop falls silent."""
+        now = time.monotonic()
+        if self._executor is not None and now - self._beat > self._heartbeat_seconds:
+            self._beat = now
+            self._endpoint.send(Heartbeat(self._steps, self._drafter.state.value, 0))
+
+    def _carry_out(self, command: object) -> None:
+        assert self._executor is not None
+        assert self._packer is not None
+        match command:
+            case Send(message):
+                self._endpoint.send(message)
+                if isinstance(message, DraftTokens):
+                    self._packer.flush(announced=True)
+            case Wait():
+                pass
+            case _:
+                event = self._executor.execute(command)
+                if isinstance(command, Draft):
+                    self._steps += 1
+                    self._receive(0)  # a verdict that came meanwhile may have overtaken this token
+                if event is not None:
+                    commands = self._drafter.handle(event)
+                    if not any(isinstance(c, Send) for c in commands):
+                        self._packer.flush(announced=False)
+                    self._todo.extend(commands)

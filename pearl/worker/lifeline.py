@@ -1,0 +1,55 @@
+"""A worker's tie to whoever launched it: settings come in, status goes out, and the worker dies with its launcher.
+
+The launcher holds the other end of the worker's stdin for as long as it lives, so end-of-file means that it is gone,
+however it went.  PR_SET_PDEATHSIG would follow the creating *thread*, and a plain poll of the parent's id is late.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is ended under it
+
+
+class Lifeline:
+    """Reads the settings, then watches stdin in a thread. `closed` is set once the launcher has let go."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+        self.closed = threading.Event()
+        self._ended = threading.Event()
+        self._status = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # whatever a library prints must not end up among our status lines
+
+    def watch(self, directory: Path) -> None:
+        """Starts watching; when the launcher goes, `directory` (sockets) is removed with it."""
+        threading.Thread(target=self._watch, args=(directory,), daemon=True, name="lifeline").start()
+
+    def _watch(self, directory: Path) -> None:
+        while os.read(0, 1024):
+            pass
+        self.closed.set()
+        self._ended.wait(_GRACE_SECONDS)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)
+
+    def tell(self, state: str, **details: Any) -> None:
+        """Sends one status line; silent where the launcher is gone."""
+        try:
+            self._status.write(json.dumps({"state": state, **details}) + "\n")
+        except (OSError, ValueError):
+            self.closed.set()
+
+    def progress(self) -> Callable[[str], None]:
+        return lambda message: self.tell("loading", message=message)
+
+    def end(self) -> None:
+        """The loop has ended by itself: the watcher need not wait any longer."""
+        self._ended.set()

@@ -1,0 +1,67 @@
+"""Draft distributions on their way: which form they travel in, and back to a tensor. Knows no sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pearl.protocol.messages import RowKind, Rows
+from pearl.transport.base import TensorChannel
+
+_SPARSE_SHARE = 8  # a row with fewer than vocab / 8 possible tokens travels as (ids, probs): exact and small
+
+
+class RowPacker:
+    """On the draft's side: a distribution [vocab], float32 -> Rows; dense ones go over the channel if there is one.
+
+    A channel row is sent by `flush`, after its announcement: the target never waits for what was not announced.
+    """
+
+    def __init__(self, channel: TensorChannel | None = None) -> None:
+        self._channel = channel
+        self._outbox: list[torch.Tensor] = []
+
+    def pack(self, probs: torch.Tensor) -> Rows:
+        ids = torch.nonzero(probs).squeeze(-1)
+        if ids.numel() * _SPARSE_SHARE < probs.numel():
+            return Rows(RowKind.SPARSE, ((_bytes(ids.int()), _bytes(probs[ids])),))
+        if self._channel is None:
+            return Rows(RowKind.FRAMES, (_bytes(probs),))
+        self._outbox.append(probs)
+        return Rows(RowKind.CHANNEL)
+
+    def flush(self, announced: bool) -> None:
+        """Sends the rows of the message that has just gone out, or forgets them where none went out."""
+        rows, self._outbox = self._outbox, []
+        if announced and self._channel is not None:
+            for row in rows:
+                self._channel.send(row)
+
+
+def unpack(row: Any, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """One entry of `Rows.data` -> [vocab_size], float32, on `device`."""
+    if isinstance(row, torch.Tensor):
+        return row.to(device)
+    if isinstance(row, tuple):
+        ids, probs = (
+            torch.frombuffer(bytearray(b), dtype=t) for b, t in zip(row, (torch.int32, torch.float32), strict=True)
+        )
+        return torch.zeros(vocab_size).index_copy_(0, ids.long(), probs).to(device)
+    return torch.frombuffer(bytearray(row), dtype=torch.float32).to(device)
+
+
+def fits(rows: Rows, vocab_size: int) -> bool:
+    """Whether what a peer sent are rows over this vocabulary."""
+    for row in rows.data:
+        if isinstance(row, tuple):
+            ids = torch.frombuffer(bytearray(row[0]), dtype=torch.int32) if row[0] else torch.empty(0)
+            if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+                return False
+        elif isinstance(row, bytes) and len(row) != 4 * vocab_size:
+            return False
+    return True
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.contiguous().cpu().numpy().tobytes()

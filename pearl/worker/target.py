@@ -1,0 +1,355 @@
+"""The target worker's loop: messages in, commands carried out, messages out.
+
+It sees interfaces only: an endpoint, a runner behind an executor, a coordinator.  What it adds to the coordinator is
+the world: which peer is the draft and which are fronts, whether the draft still answers, and how long things take.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+
+from pearl.errors import DraftLost, ProtocolError, RemoteProtocolError, RequestError, TransportError
+from pearl.metrics import Stopwatch, fold
+from pearl.protocol.coordinator import Coordinator, State
+from pearl.protocol.events import Deliver, DraftGone, DraftJoined, End, Forward, Open, Send, Wait
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Committed,
+    DraftTokens,
+    Error,
+    Finished,
+    Heartbeat,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Preview,
+    Resync,
+    Role,
+    RowKind,
+    Rows,
+    Submit,
+    Welcome,
+)
+from pearl.protocol.window import METHODS
+from pearl.transport.base import Endpoint, Peer, TensorChannel
+from pearl.worker.calibrate import calibrate_target
+from pearl.worker.execute import TargetExecutor
+from pearl.worker.rows import fits
+
+log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
+_IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
+_FRONT_SECONDS = 2.0  # between signs of life to fronts
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """`vocab_digest`: of the target's tokens; a draft must bring the same. Times in seconds."""
+
+    vocab_size: int
+    context: int
+    vocab_digest: bytes
+    draft_timeout: float
+    expects_draft: bool
+
+
+class TargetWorker:
+    """Serves requests until `stopping()`; `ready` is called once, when requests can be served."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        executor: TargetExecutor,
+        settings: TargetSettings,
+        ready: Callable[[], None],
+        stopping: Callable[[], bool],
+        channel: Callable[[], TensorChannel] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._executor = executor
+        self._settings = settings
+        self._ready = ready
+        self._stopping = stopping
+        self._open_channel = channel
+        self._channel: TensorChannel | None = None
+        self._coordinator = Coordinator(settings.context)
+        self._todo: deque[object] = deque()
+        self._fronts: set[Peer] = set()
+        self._waiting_fronts: list[Peer] = []  # said hello before we were ready
+        self._requests: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
+        self._numbers = count(1)
+        self._watch = Stopwatch()
+        self._waiting: tuple[str, float] | None = None  # cause, since
+        self._is_ready = False
+        self._draft: Peer | None = None
+        self._draft_context = 0
+        self._draft_heard = self._draft_probed = self._fronts_told = 0.0
+        self._work = 0  # forwards so far
+
+    def run(self) -> None:
+        """The loop. Between any two forwards it looks at its messages."""
+        if not self._settings.expects_draft:
+            self._become_ready()
+        while not self._stopping():
+            if self._todo:
+                self._carry_out(self._todo.popleft())
+            else:
+                self._receive(self._patience())
+                self._look_after_peers()
+
+    # ---- messages ----
+
+    def _patience(self) -> float:
+        return _PROBE_SECONDS if self._waiting and self._coordinator.state is not State.IDLE else _IDLE_SECONDS
+
+    def _receive(self, timeout: float) -> None:
+        for peer, message in self._endpoint.receive(timeout):
+            if peer == self._draft:
+                self._draft_heard = time.monotonic()
+            try:
+                self._on_message(peer, message)
+            except (ProtocolError, TransportError, DraftLost) as error:
+                self._on_fault(peer, error)
+            except RequestError as error:
+                assert isinstance(message, Submit)
+                self._tell(peer, Error(message.request, type(error).__name__, str(error)))
+
+    def _on_message(self, peer: Peer, message: Message | RemoteProtocolError) -> None:
+        match message:
+            case RemoteProtocolError():
+                raise message
+            case Hello(role=Role.DRAFT):
+                self._meet_draft(peer, message)
+            case Hello():
+                self._meet_front(peer, message)
+            case Ping(sent):
+                self._tell(peer, Pong(sent, time.monotonic_ns()))
+            case Pong():
+                pass
+            case Submit() if peer in self._fronts:
+                self._submit(peer, message)
+            case Cancel(request) if peer in self._fronts:
+                self._cancel(peer, request)
+            case DraftTokens() if peer == self._draft:
+                self._handle(self._with_rows(message))
+            case Resync() if peer == self._draft:
+                self._handle(message)
+            case Heartbeat() if peer == self._draft:
+                self._on_heartbeat(message)
+            case Error(_, kind, text) if peer == self._draft:
+                raise DraftLost(f"the draft failed: {kind}: {text}")
+            case DraftTokens() | Resync() | Heartbeat():
+                pass  # from a draft that has been replaced
+            case _:
+                raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
+
+    def _on_fault(self, peer: Peer, error: Exception) -> None:
+        if peer == self._draft:
+            self._lose_draft(str(error))
+            return
+        log.warning("dropped a message: %s", error)
+        self._tell(peer, Error(-1, type(error).__name__, str(error)))
+
+    def _tell(self, peer: Peer, message: Message) -> bool:
+        """Sends to a front; one that is gone takes its requests with it."""
+        try:
+            self._endpoint.send(message, peer)
+        except TransportError:
+            self._lose_front(peer)
+            return False
+        return True
+
+    # ---- fronts ----
+
+    def _meet_front(self, peer: Peer, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
+        self._fronts.add(peer)
+        if self._is_ready:
+            self._welcome(peer)
+        else:
+            self._waiting_fronts.append(peer)
+
+    def _welcome(self, peer: Peer) -> None:
+        machine, speeds = self._coordinator, self._coordinator.speeds
+        window = speeds.best_window() if machine.draft_context else 0
+        self._tell(peer, self._introduction(speeds.t_draft, speeds.measured, window))
+
+    def _introduction(self, t_draft: float, t_target: tuple[tuple[int, float], ...], window: int) -> Welcome:
+        s = self._settings
+        return Welcome(
+            PROTOCOL_VERSION, s.vocab_size, s.context, self._coordinator.draft_context, t_draft, t_target, window
+        )
+
+    def _lose_front(self, peer: Peer) -> None:
+        self._fronts.discard(peer)
+        for number, (owner, _) in list(self._requests.items()):
+            if owner == peer:
+                log.info("front is gone: cancelling its request")
+                del self._requests[number]
+                self._todo.append(Cancel(number))
+
+    def _submit(self, peer: Peer, submit: Submit) -> None:
+        problem = self._problem(submit)
+        if problem:
+            raise RequestError(problem)
+        number = next(self._numbers)
+        self._requests[number] = (peer, submit.request)
+        self._handle(replace(submit, request=number))
+
+    def _problem(self, submit: Submit) -> str | None:
+        s = self._settings
+        if not submit.prompt:
+            return "the prompt is empty: give at least one token"
+        if submit.decoding.method not in METHODS:
+            return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
+        if max(submit.prompt) >= s.vocab_size:
+            return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {s.vocab_size - 1}"
+        if submit.limit > s.context or submit.limit <= len(submit.prompt):
+            return f"prompt of {len(submit.prompt)} tokens and limit {submit.limit} do not fit a context of {s.context}"
+        return None
+
+    def _cancel(self, peer: Peer, request: int) -> None:
+        for number, owner in list(self._requests.items()):
+            if owner == (peer, request):
+                self._handle(Cancel(number))
+
+    # ---- the draft ----
+
+    def _meet_draft(self, peer: Peer, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
+            why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
+            self._tell(peer, Error(-1, "ModelError", f"this draft does not fit the target: {why}"))
+            return
+        if self._draft is not None:
+            self._lose_draft("another draft took its place")
+        self._draft, self._draft_context = peer, hello.context
+        speeds = self._coordinator.speeds
+        self._endpoint.send(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
+        if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
+            log.warning("a draft has joined")
+            self._handle(DraftJoined(hello.context))
+        else:
+            if self._open_channel:
+                self._channel = self._open_channel()
+            calibrate_target(self._executor.runner, speeds)
+        self._draft_heard = time.monotonic()
+
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """The first one after joining carries the draft's calibration and makes us ready."""
+        if not self._is_ready:
+            self._coordinator.speeds.observe_draft(heartbeat.seconds)
+            self._handle(DraftJoined(self._draft_context))
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        self._is_ready = True
+        self._ready()
+        for peer in self._waiting_fronts:
+            self._welcome(peer)
+        self._waiting_fronts.clear()
+
+    def _with_rows(self, message: DraftTokens) -> DraftTokens:
+        """Announced rows are received at once, stale ones included, so that the channel stays in step."""
+        if message.rows.kind is not RowKind.CHANNEL:
+            if not fits(message.rows, self._settings.vocab_size):
+                raise RemoteProtocolError("draft sent a distribution over another vocabulary")
+            return message
+        if self._channel is None:
+            raise RemoteProtocolError("draft announced rows on a channel that is not open")
+        rows = self._channel.receive(len(message.tokens))
+        return replace(message, rows=Rows(RowKind.CHANNEL, tuple(rows)))
+
+    def _lose_draft(self, why: str) -> None:
+        log.warning("draft lost: %s; the target goes on alone", why)
+        self._draft = None
+        self._watch.draft_lost = True
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._handle(DraftGone(why))
+
+    def _look_after_peers(self) -> None:
+        now = time.monotonic()
+        if self._draft is not None and self._is_ready and self._coordinator.state is not State.IDLE:
+            self._probe_draft(now)
+        if now - self._fronts_told > _FRONT_SECONDS:
+            self._fronts_told = now
+            for peer in [*self._fronts]:
+                self._tell(peer, Heartbeat(self._work, self._coordinator.state.value, 0))
+
+    def _probe_draft(self, now: float) -> None:
+        assert self._draft is not None
+        if now - self._draft_heard > self._settings.draft_timeout:
+            self._lose_draft(f"silent for {now - self._draft_heard:.1f} s")
+        elif now - self._draft_probed > _PROBE_SECONDS:
+            self._draft_probed = now
+            self._send_draft(Ping(time.monotonic_ns()))
+
+    def _send_draft(self, message: Message) -> None:
+        if self._draft is None:
+            return
+        try:
+            self._endpoint.send(message, self._draft)
+        except TransportError as error:
+            self._lose_draft(str(error))
+
+    # ---- commands ----
+
+    def _handle(self, event: object) -> None:
+        self._todo.extend(self._coordinator.handle(event))
+
+    def _carry_out(self, command: object) -> None:
+        now = time.monotonic()
+        if self._waiting and not isinstance(command, (Wait, Deliver, End)):
+            why, since = self._waiting
+            self._watch.waited(why, now - since)
+            self._waiting = None
+        match command:
+            case Send(message):
+                self._send_draft(message)
+            case Deliver(message):
+                self._deliver(message, now)
+            case Wait(cause):
+                self._waiting = self._waiting or (cause.value, now)
+            case End():
+                self._end(command)
+            case Cancel():
+                self._handle(command)
+            case _:
+                self._compute(command, now)
+
+    def _compute(self, command: object, now: float) -> None:
+        if isinstance(command, Open):
+            self._watch = Stopwatch(begun=now)
+        event = self._executor.execute(command)
+        self._watch.busy += time.monotonic() - now
+        if isinstance(command, Forward):
+            self._work += 1
+            self._receive(0)  # what came meanwhile counts in the verdict
+            self._look_after_peers()
+        if event is not None:
+            self._handle(event)
+
+    def _deliver(self, message: Message, now: float) -> None:
+        assert isinstance(message, (Committed, Preview))
+        if isinstance(message, Committed):
+            self._watch.committed(len(message.tokens), now)
+        owner = self._requests.get(message.request)
+        if owner is not None:
+            self._tell(owner[0], replace(message, request=owner[1]))
+
+    def _end(self, end: End) -> None:
+        owner = self._requests.pop(end.request, None)
+        if owner is not None:
+            speeds = self._coordinator.speeds
+            statistics = fold(end.counts, self._watch, speeds, end.prompt_tokens, end.window)
+            self._tell(owner[0], Finished(owner[1], end.reason, statistics.to_json()))
