@@ -1,8 +1,8 @@
 """Toy models: exact known distributions, no weights. For tests, emulation and the simulator.
 
 A pair made with one seed has a chosen acceptance rate: in every context the target's distribution lives on one half of
-the vocabulary, and the draft's is alpha times the target's plus (1 - alpha) times one that lives on the other half.  So the
-sum of min(target, draft) is exactly alpha everywhere: under the ratio rule acceptance is i.i.d. with rate alpha.
+the vocabulary, and the draft's is alpha times the target's plus (1 - alpha) times one that lives on the other half.  So
+the sum of min(target, draft) is exactly alpha everywhere: under the ratio rule acceptance is i.i.d. with rate alpha.
 """
 
 from __future__ import annotations
