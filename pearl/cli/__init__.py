@@ -1,0 +1,39 @@
+"""The command line. Arguments and output only: what it prints it has from the engine."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from pearl.cli.generate import generate
+from pearl.errors import PearlError
+from pearl.version import __version__
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="pearl")
+def cli() -> None:
+    """PEARL: parallel speculative decoding. Two processes, one text."""
+
+
+cli.add_command(generate)
+
+
+def main() -> None:
+    """Entry point: an error on purpose is one line and its exit code; Ctrl-C is 130."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        code = 130
+    except PearlError as error:
+        click.echo(f"error: {error}", err=True)
+        code = error.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has had enough, and the interpreter need not complain about it
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)

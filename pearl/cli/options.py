@@ -1,0 +1,82 @@
+"""Flags made from the configuration's fields, so that every field is one and none can be forgotten."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+from pydantic.fields import FieldInfo
+
+from pearl.config import SECTIONS, UNSUPPORTED, Settings, load_settings
+from pearl.errors import ConfigError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def settings_options(command: _Command) -> _Command:
+    """Adds --config and a flag for every field; the command gets them all as `settings: Settings`."""
+
+    @functools.wraps(command)
+    def wrapped(config: Path | None, **given: Any) -> Any:
+        rest = {name: given.pop(name) for name in list(given) if name not in _FIELDS and name not in UNSUPPORTED}
+        return command(settings=_settings(config, given), **rest)
+
+    for name in reversed(UNSUPPORTED):
+        wrapped = click.option(_flag(name), name, hidden=True)(wrapped)
+    for name, field in reversed(_FIELDS.items()):
+        wrapped = _option(name, field)(wrapped)
+    config = click.option(
+        "--config", type=click.Path(dir_okay=False, path_type=Path), help="YAML file of these settings; see configs/."
+    )
+    return typing.cast(_Command, config(wrapped))
+
+
+_FIELDS: dict[str, FieldInfo] = {name: field for s in SECTIONS for name, field in s.model_fields.items()}
+
+
+def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
+    for name, why in UNSUPPORTED.items():
+        if given.pop(name, None) is not None:
+            raise ConfigError(f"{_flag(name)} is not supported: {why}")
+    return load_settings(config, {k: v for k, v in given.items() if v is not None and v != ()})
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
+    kind, flag = _bare(field.annotation), _flag(name)
+    if kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
+    multiple = typing.get_origin(kind) is tuple
+    return click.option(
+        flag, name, type=_type(kind), multiple=multiple, default=None, help=_help(field), metavar=_metavar(kind)
+    )
+
+
+def _bare(annotation: Any) -> Any:
+    """The type without `| None` and without Annotated."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        (annotation,) = (a for a in typing.get_args(annotation) if a is not type(None))
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def _type(kind: Any) -> Any:
+    if typing.get_origin(kind) is Literal:
+        return click.Choice(typing.get_args(kind))
+    return str if typing.get_origin(kind) is tuple else kind
+
+
+def _metavar(kind: Any) -> str | None:
+    return {int: "N", float: "X", str: "NAME"}.get(kind)
+
+
+def _help(field: FieldInfo) -> str:
+    default = "" if field.default in (None, ()) else f"  [default: {field.default}]"
+    return f"{field.description}{default}"

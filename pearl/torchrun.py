@@ -1,0 +1,106 @@
+"""The same engine under torchrun: rank 0 is the front and launches the target, rank 1 launches the draft.
+
+The ranks find each other through torchrun's own store.  torchrun takes the job down when one rank fails, so a rank is
+only a launcher: a draft worker that dies is started again by rank 1, and torchrun never hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from pearl.config import EngineConfig
+from pearl.engine import Engine, Progress
+from pearl.errors import ConfigError, StartError, TransportError
+from pearl.processes import DraftKeeper
+from pearl.transport.torch_dist import TorchrunStore
+
+log = logging.getLogger(__name__)
+
+_ADDRESS, _DIRECTORY, _CLOSED = "address", "directory", "closed"
+_POLL_SECONDS = 0.5
+
+
+def rank() -> int | None:
+    """This process's rank under torchrun with several processes; None otherwise."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    return int(os.environ["RANK"])
+
+
+def check_world(config: EngineConfig) -> None:
+    """Raises `ConfigError` unless there is a rank for each model."""
+    world = int(os.environ["WORLD_SIZE"])
+    if world != 2 or not config.has_draft:
+        raise ConfigError(
+            f"torchrun started {world} processes; PEARL takes two, rank 0 for the target and rank 1 for the draft. "
+            "Without a draft start `python -m pearl` directly; a target over several GPUs is --target-device-map"
+        )
+
+
+def die_with_torchrun() -> None:
+    """Ends this process when torchrun is gone, SIGKILL included; its worker follows, for its stdin closes."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="torchrun-watch").start()
+
+
+class TorchrunEngine(Engine):
+    """Rank 0's engine: its draft is launched by rank 1."""
+
+    def _start_draft(self, address: str, progress: Progress) -> None:
+        self._store = TorchrunStore()
+        self._store.set(_DIRECTORY, str(self._directory))
+        self._store.set(_ADDRESS, address)
+
+    def close(self) -> None:
+        if not self._closed and hasattr(self, "_store"):
+            try:
+                self._store.set(_CLOSED, "yes")
+            except TransportError:
+                log.debug("torchrun's store is gone already")
+        super().close()
+
+
+def serve_draft(config: EngineConfig, progress: Progress) -> None:
+    """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start."""
+    store = TorchrunStore()
+    address = store.get(_ADDRESS, config.startup_timeout)
+    directory = Path(store.get(_DIRECTORY, config.startup_timeout))
+    if not directory.is_dir():
+        raise StartError(
+            f"rank 0's directory {directory} is not on this machine: both ranks must run on one host, "
+            "for connections between hosts cannot be secured yet"
+        )
+    keeper = DraftKeeper(config, address, directory, progress)
+    try:
+        _wait_until_ready(keeper, store, config)
+        keeper.keep()
+        while not _closed(store):
+            pass
+    finally:
+        keeper.end()
+
+
+def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineConfig) -> None:
+    deadline = time.monotonic() + config.startup_timeout
+    while not keeper.worker.reached("ready") and not _closed(store):
+        if not keeper.worker.alive or time.monotonic() > deadline:
+            keeper.worker.wait_for("ready", time.monotonic() + 1.0)
+
+
+def _closed(store: TorchrunStore) -> bool:
+    try:
+        store.get(_CLOSED, _POLL_SECONDS)
+    except TransportError:
+        return False
+    return True
