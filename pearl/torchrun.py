@@ -12,12 +12,15 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
 from pearl.errors import ConfigError, StartError, TransportError
 from pearl.processes import DraftKeeper
-from pearl.transport.torch_dist import TorchrunStore
+
+if TYPE_CHECKING:
+    from pearl.transport.torch_dist import TorchrunStore
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,17 @@ def die_with_torchrun() -> None:
     threading.Thread(target=watch, daemon=True, name="torchrun-watch").start()
 
 
+def _store() -> TorchrunStore:
+    from pearl.transport.torch_dist import TorchrunStore  # torch only where there is a torchrun
+
+    return TorchrunStore()
+
+
 class TorchrunEngine(Engine):
     """Rank 0's engine: its draft is launched by rank 1."""
 
     def _start_draft(self, address: str, progress: Progress) -> None:
-        self._store = TorchrunStore()
+        self._store = _store()
         self._store.set(_DIRECTORY, str(self._directory))
         self._store.set(_ADDRESS, address)
 
@@ -73,7 +82,7 @@ class TorchrunEngine(Engine):
 
 def serve_draft(config: EngineConfig, progress: Progress) -> None:
     """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start."""
-    store = TorchrunStore()
+    store = _store()
     address = store.get(_ADDRESS, config.startup_timeout)
     directory = Path(store.get(_DIRECTORY, config.startup_timeout))
     if not directory.is_dir():

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError, RequestError
+from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.hf import HFRunner
-from pearl.models.loading import Checkpoint, load_runner, resolve_checkpoint
+from pearl.models.loading import load_runner
 from tests.runner_contract import RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
 

@@ -1,22 +1,19 @@
-"""From the name of a model to a runner: where its files are, its dtype and context, and what went wrong.
+"""From the name of a model to a runner: its dtype, context and device, and what went wrong.
 
-Knows the embedded pair, local directories, GGUF files and the hub.  It must not know toy or paced runners,
-nor roles.
+It must not know toy or paced runners, nor roles.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.embedded import Progress, dequantised, embedded_draft, embedded_target, silent
+from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
+from pearl.models.embedded import Progress, dequantised, silent
 from pearl.models.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -25,39 +22,6 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = (
     8192  # tokens; a cache is allocated whole, so the longest context is taken only when asked for
 )
-
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What `from_pretrained` wants: a directory or hub id, and the GGUF file within it, if it is one."""
-
-    path: str
-    gguf_file: str | None = None
-
-
-def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
-    """Where the model named `spec` lies: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
-
-    Makes the embedded models where they are not in the cache yet; does not ask the hub. Raises `ModelError`.
-    """
-    if spec == "embedded":
-        return Checkpoint(str(embedded_target(progress)))
-    if spec == "embedded-draft":
-        return Checkpoint(str(embedded_draft(progress)))
-    path = Path(spec).expanduser()
-    if spec and path.is_dir():
-        return Checkpoint(str(path))
-    if path.is_file() and path.suffix == ".gguf":
-        return Checkpoint(str(path.parent), path.name)
-    if path.is_file() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(spec):
-        raise ModelError(
-            f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
-            'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
-        )
-    return Checkpoint(spec)
-
 
 def load_runner(
     spec: str,

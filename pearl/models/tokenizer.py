@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.errors import ModelError, RequestError
+from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.embedded import Progress, silent
-from pearl.models.loading import Checkpoint, resolve_checkpoint
 from pearl.text import REPLACEMENT, Tokenizer
 
 if TYPE_CHECKING:

@@ -1,0 +1,45 @@
+"""From the name of a model to its files: the embedded pair, local directories, GGUF files and the hub.
+
+Imports no torch: the front, which holds no model, looks for its tokenizer here too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pearl.errors import ModelError
+from pearl.models.embedded import Progress, embedded_draft, embedded_target, silent
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `from_pretrained` wants: a directory or hub id, and the GGUF file within it, if it is one."""
+
+    path: str
+    gguf_file: str | None = None
+
+
+def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
+    """Where the model named `spec` lies: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
+
+    Makes the embedded models where they are not in the cache yet; does not ask the hub. Raises `ModelError`.
+    """
+    if spec == "embedded":
+        return Checkpoint(str(embedded_target(progress)))
+    if spec == "embedded-draft":
+        return Checkpoint(str(embedded_draft(progress)))
+    path = Path(spec).expanduser()
+    if spec and path.is_dir():
+        return Checkpoint(str(path))
+    if path.is_file() and path.suffix == ".gguf":
+        return Checkpoint(str(path.parent), path.name)
+    if path.is_file() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(spec):
+        raise ModelError(
+            f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
+            'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
+        )
+    return Checkpoint(spec)
