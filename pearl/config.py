@@ -34,11 +34,13 @@ class EngineConfig(_Settings):
         "embedded", description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8."
     )
     draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for method ar only.")
-    target_device: str = Field("auto", description="cuda:0, cpu:0, or cpu:0-3 (pins cores and threads).")
+    target_device: str = Field("auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).")
     draft_device: str = Field("auto", description="As target_device.")
     target_dtype: DType = Field("auto", description="Weights of the target; auto is what the checkpoint says.")
     draft_dtype: DType = Field("auto", description="Weights of the draft.")
-    target_device_map: str | None = Field(None, description="Spread the target over several GPUs: auto, balanced, ...")
+    target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
+        "auto", description="How a target on several GPUs is spread over them."
+    )
     max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
     draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
@@ -178,35 +180,48 @@ def read_file(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Device:
-    """A device as named by the user. `cores`: CPU cores to pin to; None: not pinned."""
+    """A device as named by the user.
+
+    Attributes:
+        gpus: GPU numbers; several for a model that is spread over them.
+        cores: CPU cores to pin to; None: not pinned.
+    """
 
     kind: Literal["auto", "cpu", "cuda"]
-    index: int = 0
+    gpus: tuple[int, ...] = ()
     cores: tuple[int, ...] | None = None
 
     @staticmethod
     def parse(name: str) -> Device:
-        """Raises ValueError for anything but auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1."""
+        """Raises ValueError for anything but auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1, cuda:0-1."""
         kind, colon, rest = name.partition(":")
         try:
-            if kind == "cuda":
-                return Device("cuda", int(rest) if colon else 0)
-            if kind == "cpu":
-                return Device("cpu", cores=_cores(rest) if colon else None)
-        except ValueError as error:
-            raise ValueError(f"bad device {name!r}: {error}") from None
+            numbers = _numbers(rest) if colon else None
+        except ValueError:
+            numbers, kind = None, ""
+        if kind == "cuda":
+            return Device("cuda", gpus=numbers or (0,))
+        if kind == "cpu":
+            return Device("cpu", cores=numbers and _usable(numbers))
         if name == "auto":
             return Device("auto")
-        raise ValueError(f"bad device {name!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda or cuda:1")
+        raise ValueError(f"bad device {name!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
 
 
-def _cores(text: str) -> tuple[int, ...]:
-    cores: list[int] = []
+def _numbers(text: str) -> tuple[int, ...]:
+    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError."""
+    numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        cores += range(int(first), int(last if dash else first) + 1)
+        numbers += range(int(first), int(last if dash else first) + 1)
+    if not numbers:
+        raise ValueError(text)
+    return tuple(dict.fromkeys(numbers))
+
+
+def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
     usable = os.sched_getaffinity(0)
     missing = sorted(set(cores) - usable)
-    if missing or not cores:
-        raise ValueError(f"cores {missing or text} are not there; this process may use {sorted(usable)}")
-    return tuple(dict.fromkeys(cores))
+    if missing:
+        raise ValueError(f"CPU cores {missing} are not there: this process may use {sorted(usable)}")
+    return cores

@@ -196,7 +196,15 @@ class DraftKeeper:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """The worker's: as many threads as cores it is pinned to, known before any library starts its own."""
-    cores = Device.parse(device).cores
-    threads = {"OMP_NUM_THREADS": str(len(cores)), "MKL_NUM_THREADS": str(len(cores))} if cores else {}
-    return {**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false"}
+    """The worker's: as many threads as cores it is pinned to, known before any library starts its own, and of the GPUs
+    only its own where it was given several, so that spreading a model does not spread it over the other's.
+    """
+    place = Device.parse(device)
+    extra = {"TOKENIZERS_PARALLELISM": "false"}
+    if place.cores:
+        extra |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(place.cores)))
+    if len(place.gpus) > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(i) for i in range(max(place.gpus) + 1)]
+        extra["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in place.gpus if i < len(names))
+    return {**os.environ, **extra}

@@ -41,7 +41,7 @@ def check_world(config: EngineConfig) -> None:
     if world != 2 or not config.has_draft:
         raise ConfigError(
             f"torchrun started {world} processes; PEARL takes two, rank 0 for the target and rank 1 for the draft. "
-            "Without a draft start `python -m pearl` directly; a target over several GPUs is --target-device-map"
+            "Without a draft start `python -m pearl` directly; a target over several GPUs is --target-device cuda:0-1"
         )
 
 

@@ -35,13 +35,13 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
     endpoint = ZmqListener(settings["address"])
     lifeline.tell("bound", address=endpoint.address)
     try:
-        device, other = _devices(config)
+        device = _place(config.target_device, "target")
         _pin(config.target_device, "target")
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
         runner = _runner(config, "target", device, progress)
-        make_channel = _channel(config, settings, 0, device, other)
+        make_channel = _channel(config, settings, 0, device)
         TargetWorker(
             endpoint,
             TargetExecutor(runner, partial(_text_stream, tokenizer)),
@@ -58,13 +58,13 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     endpoint = ZmqConnection(settings["address"])
     try:
-        other, device = _devices(config)
+        device = _place(config.draft_device, "draft")
         _pin(config.draft_device, "draft")
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
         runner = _runner(config, "draft", device, progress)
-        make_channel = _channel(config, settings, 1, device, other)
+        make_channel = _channel(config, settings, 1, device)
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
@@ -105,7 +105,9 @@ def _runner(config: EngineConfig, role: str, device: torch.device, progress: Cal
             device=device,
             dtype=config.target_dtype if is_target else config.draft_dtype,
             max_context=config.max_context,
-            device_map=config.target_device_map if is_target else None,
+            device_map=config.target_device_map
+            if is_target and len(Device.parse(config.target_device).gpus) > 1
+            else None,
             trust_remote_code=config.trust_remote_code,
             progress=progress,
         )
@@ -113,21 +115,27 @@ def _runner(config: EngineConfig, role: str, device: torch.device, progress: Cal
     return PacedRunner(runner, pace) if pace else runner
 
 
-def _devices(config: EngineConfig) -> tuple[torch.device, torch.device]:
-    """(the target's, the draft's). Both workers come to the same answer, and so agree on a tensor channel."""
-    gpus = torch.cuda.device_count()
-    target, draft = Device.parse(config.target_device), Device.parse(config.draft_device)
-    return _place(target, gpus, 0), _place(draft, gpus, min(1, gpus - 1))
-
-
-def _place(device: Device, gpus: int, preferred: int) -> torch.device:
-    if device.kind == "auto":
-        return torch.device("cuda", preferred) if gpus else torch.device("cpu")
-    if device.kind == "cpu":
+def _place(name: str, role: str) -> torch.device:
+    """The (first) device of this worker. Raises `ModelError` where it is not there."""
+    device, gpus = Device.parse(name), torch.cuda.device_count()
+    if device.kind == "cpu" or (device.kind == "auto" and not gpus):
         return torch.device("cpu")
-    if device.index >= gpus:
-        raise ModelError(f"device cuda:{device.index} is not there: torch sees {gpus} GPUs")
-    return torch.device("cuda", device.index)
+    if device.kind == "auto":
+        return torch.device("cuda", min(role == "draft", gpus - 1))
+    index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
+    if index >= gpus or len(device.gpus) > gpus:
+        raise ModelError(f"device {name} is not there: torch sees {gpus} GPUs")
+    return torch.device("cuda", index)
+
+
+def _on_two_gpus(config: EngineConfig) -> bool:
+    """Whether NCCL can join the workers. Both come to the same answer: it is how they agree on a tensor channel."""
+    target, draft = Device.parse(config.target_device), Device.parse(config.draft_device)
+    if "cpu" in (target.kind, draft.kind):
+        return False
+    if "auto" in (target.kind, draft.kind):
+        return torch.cuda.device_count() > 1 and target.kind == draft.kind
+    return not set(target.gpus) & set(draft.gpus)
 
 
 def _pin(name: str, role: str) -> None:
@@ -149,13 +157,12 @@ def _pin(name: str, role: str) -> None:
 
 
 def _channel(
-    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device, other: torch.device
+    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     kind = settings.get("tensors") or config.tensors
     if kind == "auto":
-        on_two_gpus = device.type == other.type == "cuda" and device != other
-        kind = "nccl" if on_two_gpus else "frames"
+        kind = "nccl" if _on_two_gpus(config) else "frames"
     if kind == "frames" or not config.has_draft:
         return None
     from pearl.transport.torch_dist import ProcessGroupChannel
