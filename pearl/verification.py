@@ -15,7 +15,7 @@ import torch
 
 from pearl.errors import RequestError
 from pearl.protocol.messages import Sampling
-from pearl.sampling import Purpose, draw, draw_key, greedy, probabilities, uniform
+from pearl.sampling import Purpose, draw_key, greedy, pick, probabilities, race, uniform
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RatioRule:
 
     def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
         probs = probabilities(logits, self.sampling)
-        return draw(probs, self._key(position, Purpose.DRAFT)), probs
+        return pick(probs, self._key(position, Purpose.DRAFT)), probs
 
     def judge(
         self,
@@ -89,11 +89,11 @@ class RatioRule:
             u = uniform(self._key(start + i, Purpose.ACCEPT))
             if not accepts(u, float(target_probs[token]), float(draft_probs[token])):
                 rest = residual(target_probs, draft_probs)
-                return Judgement(i, draw(rest, self._key(start + i, Purpose.CORRECTION)))
+                return Judgement(i, pick(rest, self._key(start + i, Purpose.CORRECTION)))
         return Judgement(len(tokens), None)
 
     def direct(self, logits: torch.Tensor, position: int) -> int:
-        return draw(probabilities(logits, self.sampling), self._key(position, Purpose.DIRECT))
+        return race(probabilities(logits, self.sampling), self._key(position, Purpose.DIRECT))
 
     def _key(self, position: int, purpose: Purpose) -> int:
         return draw_key(self.sampling, position, purpose)
@@ -130,7 +130,7 @@ class DirectRule:
     def direct(self, logits: torch.Tensor, position: int) -> int:
         if self.sampling.temperature == 0:
             return greedy(logits)
-        return draw(probabilities(logits, self.sampling), draw_key(self.sampling, position, Purpose.DIRECT))
+        return race(probabilities(logits, self.sampling), draw_key(self.sampling, position, Purpose.DIRECT))
 
 
 RULES: dict[str, type[RatioRule] | type[DirectRule]] = {"ratio": RatioRule, "coupled": DirectRule}

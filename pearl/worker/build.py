@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -111,6 +112,8 @@ def _runner(config: EngineConfig, role: str, device: torch.device, progress: Cal
             trust_remote_code=config.trust_remote_code,
             progress=progress,
         )
+    gc.collect()
+    gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     pace = config.target_pace if is_target else config.draft_pace
     return PacedRunner(runner, pace) if pace else runner
 
