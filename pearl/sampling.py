@@ -78,10 +78,9 @@ def pick(probs: torch.Tensor, key: int) -> int:
 
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
-    cumulative = torch.cumsum(probs.double(), -1)
-    total = float(cumulative[-1])
-    index = int(torch.searchsorted(cumulative, uniform(key) * total, right=True))
-    if index == probs.numel():  # the product has been rounded up to the total
+    cumulative = probs.cpu().numpy().cumsum(dtype=np.float64)
+    index = int(cumulative.searchsorted(uniform(key) * cumulative[-1], side="right"))
+    if index == len(cumulative):  # the product has been rounded up to the total
         index = int(torch.nonzero(probs)[-1])
     return index
 
@@ -96,7 +95,9 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Returns:
         [vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
     """
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
+    if sampling.temperature != 1:
+        scores = scores / sampling.temperature
     if 0 < sampling.top_k < scores.numel():
         scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:

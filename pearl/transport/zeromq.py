@@ -25,7 +25,7 @@ from pearl.protocol.messages import Message
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
 
-_QUEUE = 4096  # messages that may wait on either side of a connection
+_QUEUE = 1 << 16  # messages that may wait on either side: more than a text has, so that a front may be slow
 _MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
 _LOOPBACK = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):(\*|\d{1,5})")
 

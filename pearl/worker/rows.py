@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from pearl.protocol.messages import RowKind, Rows
 from pearl.transport.base import TensorChannel
 
 _SPARSE_SHARE = 8  # a row with fewer than vocab / 8 possible tokens travels as (ids, probs): exact and small
+_SMALL = 128  # so does one with fewer than this, whatever the vocabulary: a message of one frame is cheaper than of two
 
 
 class RowPacker:
@@ -23,11 +25,13 @@ class RowPacker:
         self._outbox: list[torch.Tensor] = []
 
     def pack(self, probs: torch.Tensor) -> Rows:
-        ids = torch.nonzero(probs).squeeze(-1)
-        if ids.numel() * _SPARSE_SHARE < probs.numel():
-            return Rows(RowKind.SPARSE, ((_bytes(ids.int()), _bytes(probs[ids])),))
+        possible = int(torch.count_nonzero(probs))
+        if possible < max(_SMALL, probs.numel() // _SPARSE_SHARE):
+            weights = probs.cpu().numpy()
+            ids = np.flatnonzero(weights > 0)
+            return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
         if self._channel is None:
-            return Rows(RowKind.FRAMES, (_bytes(probs),))
+            return Rows(RowKind.FRAMES, (probs.cpu().numpy().tobytes(),))
         self._outbox.append(probs)
         return Rows(RowKind.CHANNEL)
 
@@ -61,7 +65,3 @@ def fits(rows: Rows, vocab_size: int) -> bool:
         elif isinstance(row, bytes) and len(row) != 4 * vocab_size:
             return False
     return True
-
-
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.contiguous().cpu().numpy().tobytes()

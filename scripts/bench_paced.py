@@ -1,0 +1,85 @@
+"""How close two real processes come to the same protocol under a virtual clock with messages that cost nothing.
+
+The pair is emulated: toy models with exact distributions whose every forward lasts a given time, from call to return.
+So whatever the runtime spends between forwards shows up as a loss.  Run and simulation share seed, models and
+decisions; each rate is committed tokens over the time from the start of the prefill to the last commit.
+
+    python scripts/bench_paced.py            # about eight minutes
+"""
+
+from __future__ import annotations
+
+import platform
+from statistics import median
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from pearl import DecodingConfig, Engine, SamplingParams
+from pearl.models.toy import load_toy
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.window import expected_rate
+from pearl.simulate import Timing, paired_executors, simulate
+
+SPEC = "toy:vocab=32,alpha={alpha},seed=1"
+PROMPT = list(range(5))
+
+
+def simulated(decoding: DecodingConfig, spec: str, t_draft: float, t_target: float, seed: int, tokens: int) -> float:
+    executors = paired_executors(load_toy(spec, "target", None), load_toy(spec, "draft", None))
+    sampling = Sampling(temperature=1.0, seed=seed)
+    submit = Submit(1, tuple(PROMPT), len(PROMPT) + tokens, sampling, Decoding(**decoding.model_dump()))
+    outcome = simulate(submit, *executors, Timing(t_draft, lambda _: t_target))
+    return len(outcome.tokens) / outcome.seconds
+
+
+def measured(engine: Engine, decoding: DecodingConfig, seed: int, tokens: int) -> float:
+    params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens)
+    result = engine.generate(PROMPT, params, decoding=decoding)[0]
+    assert len(result.tokens) == tokens
+    return tokens / result.statistics.seconds
+
+
+@click.command()
+@click.option("--t-draft", default=0.010, help="Seconds a draft forward lasts.")
+@click.option("--t-target", default=0.050, help="Seconds a target forward lasts.")
+@click.option("--alpha", default=0.8, help="Acceptance rate.")
+@click.option("--tokens", default=2000, help="Tokens a run.")
+@click.option("--repeats", default=5, help="Runs; the median counts.")
+def main(t_draft: float, t_target: float, alpha: float, tokens: int, repeats: int) -> None:
+    """Prints measured against simulated tokens a second, and pearl against sd at its best gamma."""
+    console, spec, c = Console(), SPEC.format(alpha=alpha), round(t_target / t_draft)
+    best = max(range(1, 17), key=lambda g: (1 - alpha ** (g + 1)) / (1 - alpha) / (g * t_draft + t_target))
+    cases = {
+        "pearl, stream": DecodingConfig(method="pearl"),
+        f"pearl, fixed({c})": DecodingConfig(method="pearl", window="fixed", gamma=c),
+        f"sd, best gamma {best}": DecodingConfig(method="sd", gamma=best),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in cases}
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    with Engine(spec, spec, target_pace=t_target, draft_pace=t_draft) as engine:
+        for seed in range(repeats):
+            for name, decoding in cases.items():  # interleaved, so that a slow minute hits all of them
+                rate = measured(engine, decoding, seed, tokens)
+                virtual = simulated(decoding, spec, t_draft, t_target, seed, tokens)
+                rates[name].append(rate)
+                ratios[name].append(rate / virtual)
+                console.print(f"run {seed}: {name}: {rate:.2f} of {virtual:.2f} tokens/s = {rate / virtual:.4f}")
+    table = Table("case", "tokens/s", "of simulated: median", "least", "most")
+    for name in cases:
+        r = sorted(ratios[name])
+        table.add_row(name, f"{median(rates[name]):.2f}", f"{median(r):.4f}", f"{r[0]:.4f}", f"{r[-1]:.4f}")
+    console.print(table)
+    pearl, sd = (median(rates[name]) for name in (next(iter(cases)), list(cases)[-1]))
+    console.print(f"pearl over sd at its best gamma ({best}): {pearl / sd:.3f}x; over ar: {pearl * t_target:.3f}x")
+    closed = expected_rate(c, alpha, t_draft, t_target, t_target)
+    console.print(f"closed form of fixed({c}), i.i.d.: {closed:.2f} tokens/s")
+    console.print(
+        f"t_draft {t_draft * 1e3:g} ms, t_target {t_target * 1e3:g} ms, alpha {alpha}, {tokens} tokens x {repeats}; "
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
+    )
+
+
+if __name__ == "__main__":
+    main()
