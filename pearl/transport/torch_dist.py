@@ -189,6 +189,8 @@ class _Nccl:
         self._group.abort()
 
 
+_STORE_POLL = 0.1  # seconds
+
 _BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
 
 
@@ -222,9 +224,16 @@ class TorchrunStore:
             raise TransportError(f"torchrun's store is gone, {key!r} was not set: {error}") from error
 
     def get(self, key: str, timeout: float) -> str:
-        """The value of `key`, once somebody has set it. Raises `TransportError` after `timeout` seconds."""
+        """The value of `key`, once somebody has set it. Raises `TransportError` after `timeout` seconds.
+
+        Asks again and again: a wait that the store itself times out prints a warning to the user's terminal.
+        """
+        end = time.monotonic() + timeout
         try:
-            self._store.wait([key], timedelta(seconds=timeout))
+            while not self._store.check([key]):
+                if time.monotonic() > end:
+                    raise TransportError(f"no rank has set {key!r} within {timeout} s")
+                time.sleep(_STORE_POLL)
             return self._store.get(key).decode()
         except RuntimeError as error:
-            raise TransportError(f"no rank has set {key!r} within {timeout} s: {error}") from error
+            raise TransportError(f"torchrun's store is gone, {key!r} was not read: {error}") from error

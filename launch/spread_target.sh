@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# A target too large for one GPU, spread over several by device_map; the draft has a GPU to itself.
+#
+#   GPUS=0-1 DRAFT_GPU=2 launch/spread_target.sh --config configs/codellama-7b-70b.yaml --raw "def fib(n):"
+#   launch/spread_target.sh --dry-run ...                                        # only show the command
+#
+# This is layer by layer, one GPU after the other (not tensor parallelism): it makes room, it does not make faster.
+# Still two processes: the target's worker holds all of its GPUs.
+set -euo pipefail
+dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
+gpus=${GPUS:-0-1} draft=${DRAFT_GPU:-2}
+command=(${PYTHON:-python} -m torch.distributed.run --standalone --nproc-per-node 2 -m pearl generate
+    --target-device "cuda:$gpus" --target-device-map "${DEVICE_MAP:-auto}" --draft-device "cuda:$draft" "$@")
+if [ -n "$dry" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
+exec "${command[@]}"
