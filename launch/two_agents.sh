@@ -6,8 +6,8 @@
 #
 # The agents meet on loopback, at a port that is free now. Two hosts are refused until their connection can be secured.
 set -euo pipefail
+python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
-python=${PYTHON:-python}
 port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 agent() {
     command=("$python" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d

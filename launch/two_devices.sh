@@ -8,7 +8,8 @@
 # Arguments are those of `pearl generate`. --standalone makes torchrun pick a free port for its own rendezvous, so that
 # two such jobs can run side by side.
 set -euo pipefail
+python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
-command=(${PYTHON:-python} -m torch.distributed.run --standalone --nproc-per-node 2 -m pearl generate "$@")
+command=("$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m pearl generate "$@")
 if [ -n "$dry" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
 exec "${command[@]}"

@@ -85,18 +85,17 @@ class Generate:
 @click.command()
 @click.option("--max-tokens", default=96, help="Most tokens a text.")
 @click.option("--repeats", default=2, help="Rounds over the prompts.")
-@click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16"]), help="What generate runs in, too.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Also write every rate to this file.")
-def main(max_tokens: int, repeats: int, dtype: str, out: Path | None) -> None:
+def main(max_tokens: int, repeats: int, out: Path | None) -> None:
     """Prints a table of tokens a second after the first token: median over prompts and rounds."""
     console = Console()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     rates: dict[str, list[float]] = {}
     alphas: list[float] = []
     console.print("starting three engines and two generates ...")
-    pair = Engine(target_device="cpu:0", draft_device="cpu:1", target_dtype=dtype, draft_dtype=dtype)
-    one = Engine(draft="none", target_device="cpu:0", target_dtype=dtype)
-    both = Engine(draft="none", target_device="cpu:0-1", target_dtype=dtype)
+    pair = Engine(target_device="cpu:0", draft_device="cpu:1")
+    one = Engine(draft="none", target_device="cpu:0")
+    both = Engine(draft="none", target_device="cpu:0-1")
     hf_one, hf_both = Generate("0"), Generate("0,1")
     began = time.monotonic()
     try:
@@ -129,7 +128,7 @@ def main(max_tokens: int, repeats: int, dtype: str, out: Path | None) -> None:
     times = ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in window.t_target.items())
     console.print(f"t_draft {window.t_draft * 1e3:.1f} ms; t_target(n) {times} ms; ratio {window.speed_ratio:.2f}")
     console.print(
-        f"{len(PROMPTS)} prompts x {repeats}, {max_tokens} tokens, {dtype}, {time.monotonic() - began:.0f} s; "
+        f"{len(PROMPTS)} prompts x {repeats}, {max_tokens} tokens, bfloat16, {time.monotonic() - began:.0f} s; "
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}"
     )
     if out:
