@@ -32,6 +32,7 @@ from pearl.protocol.messages import (
     Finished,
     Heartbeat,
     Hello,
+    Message,
     Preview,
     Provenance,
     Role,
@@ -175,6 +176,7 @@ class Engine:
         self._lock = threading.RLock()  # around the socket and the streams
         self._requests = count(1)
         self._streams: dict[int, Stream] = {}
+        self._outbox: deque[Message] = deque()
         self._closed = False
         self._heard = time.monotonic()
         self._welcome: Welcome | None = None
@@ -295,12 +297,10 @@ class Engine:
             raise EngineClosed("this engine has been closed; make another")
         submit = self._submission(prompt, params or SamplingParams(), self._decoding(method, decoding), preview, raw)
         stream = Stream(self, submit)
-        with self._lock:
-            assert self._endpoint is not None
-            if not self._streams:
-                self._heard = time.monotonic()
-            self._streams[submit.request] = stream
-            self._endpoint.send(submit)
+        if not self._streams:
+            self._heard = time.monotonic()
+        self._streams[submit.request] = stream
+        self._post(submit)
         return stream
 
     def generate(
@@ -379,6 +379,7 @@ class Engine:
     def _read(self) -> None:
         if self._closed or self._endpoint is None:
             raise EngineClosed("this engine has been closed; make another")
+        self._flush()
         received = self._endpoint.receive(_READ_SECONDS)
         if received:
             self._heard = time.monotonic()
@@ -416,14 +417,30 @@ class Engine:
         self._streams.pop(request, None)
 
     def _cancel(self, request: int) -> None:
-        with self._lock:
-            self._forget(request)
-            if self._closed or self._endpoint is None:
-                return
-            try:
-                self._endpoint.send(Cancel(request))
-            except TransportError:
-                log.debug("could not cancel request %d: the target is gone", request)
+        self._forget(request)
+        if self._closed:
+            return
+        try:
+            self._post(Cancel(request))
+        except TransportError:
+            log.debug("could not cancel request %d: the target is gone", request)
+
+    def _post(self, message: Message) -> None:
+        """Sends, from any thread. Where another one is reading the socket, that one sends it on its next turn:
+        a lock is not fair, and the reader takes it again and again.
+        """
+        self._outbox.append(message)
+        while self._outbox and not self._closed:
+            if self._lock.acquire(timeout=_READ_SECONDS):
+                try:
+                    self._flush()
+                finally:
+                    self._lock.release()
+
+    def _flush(self) -> None:
+        assert self._endpoint is not None
+        while self._outbox:
+            self._endpoint.send(self._outbox.popleft())
 
 
 def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:

@@ -17,6 +17,7 @@ class Statistics:
 
     Attributes:
         num_prompt_tokens, num_generated_tokens: tokens; generated ones include an EOS.
+        num_cached_tokens: prompt tokens whose KV was reused from the request before.
         num_draft_tokens: draft tokens that reached the target, judged or not.
         num_judged_draft_tokens: those that were accepted or corrected; the rest was discarded by an earlier rejection.
         num_accepted_draft_tokens: those accepted.
@@ -39,6 +40,7 @@ class Statistics:
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_judged_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -105,6 +107,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
     return Statistics(
         num_prompt_tokens=prompt_tokens,
         num_generated_tokens=watch.generated,
+        num_cached_tokens=counts.cached,
         num_draft_tokens=counts.drafted,
         num_judged_draft_tokens=counts.judged,
         num_accepted_draft_tokens=counts.accepted,

@@ -102,6 +102,7 @@ _AFTER_JUDGING = (DraftGone, DraftJoined, Resync)
 class Counts:
     """What happened to one request, in tokens and steps; folded into statistics by `pearl.metrics`."""
 
+    cached: int = 0  # prompt tokens that the cache still held from the request before
     drafted: int = 0  # draft tokens that arrived in time to count
     judged: int = 0
     accepted: int = 0
@@ -178,6 +179,7 @@ class Coordinator:
         self.epoch = 0
         self._reset_request()
         self.sequence.restart(submit.prompt)
+        self.counts.cached = self.sequence.fed
         self._delivered = self.sequence.committed
         do(Open(submit.prompt, submit.sampling, submit.decoding.rule, submit.stops))
         self._begin_draft(do)

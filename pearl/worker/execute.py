@@ -50,6 +50,11 @@ class TargetExecutor:
         self._logits = torch.empty(0)  # [rows, vocab]
         self._first = 0  # position that row 0 is for
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether judging the open request takes the draft's distributions."""
+        return self._rule is not None and self._rule.needs_rows
+
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer."""
         match command:

@@ -56,12 +56,17 @@ def unpack(row: Any, vocab_size: int, device: torch.device) -> torch.Tensor:
 
 
 def fits(rows: Rows, vocab_size: int) -> bool:
-    """Whether what a peer sent are rows over this vocabulary."""
+    """Whether what a peer sent inline are distributions over this vocabulary. A broken draft model says NaN."""
     for row in rows.data:
         if isinstance(row, tuple):
-            ids = torch.frombuffer(bytearray(row[0]), dtype=torch.int32) if row[0] else torch.empty(0)
-            if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            ids, probs = np.frombuffer(row[0], np.int32), np.frombuffer(row[1], np.float32)
+            if not ids.size or ids.min() < 0 or ids.max() >= vocab_size or not _are_probabilities(probs):
                 return False
-        elif isinstance(row, bytes) and len(row) != 4 * vocab_size:
+        elif len(row) != 4 * vocab_size or not _are_probabilities(np.frombuffer(row, np.float32)):
             return False
     return True
+
+
+def _are_probabilities(values: Any) -> bool:
+    """A NaN fails every comparison, and is the minimum of what it is in."""
+    return bool(values.min() >= 0 and values.max() <= 1.001)

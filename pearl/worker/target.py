@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 _PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
+_RETURNS = 3  # how often a draft that fell silent may come back: one that is always too slow must not stall every text
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class TargetWorker:
         self._is_ready = False
         self._draft: Peer | None = None
         self._draft_context = 0
+        self._silent_draft: Peer | None = None  # lost for its silence only
+        self._returns = 0
         self._draft_heard = self._draft_probed = self._fronts_told = 0.0
         self._work = 0  # forwards so far
 
@@ -139,11 +142,14 @@ class TargetWorker:
             case Cancel(request) if peer in self._fronts:
                 self._cancel(peer, request)
             case DraftTokens() if peer == self._draft:
+                self._check_draft_tokens(message)
                 self._handle(self._with_rows(message))
             case Resync() if peer == self._draft:
                 self._handle(message)
             case Heartbeat() if peer == self._draft:
                 self._on_heartbeat(message)
+            case Heartbeat() if peer == self._silent_draft:
+                self._readmit_draft(peer)
             case Error(_, kind, text) if peer == self._draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
             case DraftTokens() | Resync() | Heartbeat():
@@ -232,6 +238,7 @@ class TargetWorker:
         if self._draft is not None:
             self._lose_draft("another draft took its place")
         self._draft, self._draft_context = peer, hello.context
+        self._silent_draft, self._returns = None, 0
         speeds = self._coordinator.speeds
         self._endpoint.send(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
         if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
@@ -242,6 +249,17 @@ class TargetWorker:
                 self._channel = self._open_channel()
             calibrate_target(self._executor.runner, speeds)
         self._draft_heard = time.monotonic()
+
+    def _readmit_draft(self, peer: Peer) -> None:
+        """It was suspended, or swapped out, and is back. A whole prefix (Begin) is all that it needs."""
+        self._silent_draft = None
+        if self._open_channel is not None:  # it would announce rows on a channel that is closed: let it start anew
+            self._tell(peer, Error(-1, "DraftLost", "silent for too long; the tensor channel is closed"))
+        elif self._returns < _RETURNS:
+            log.warning("the draft is back")
+            self._returns += 1
+            self._draft, self._draft_heard = peer, time.monotonic()
+            self._handle(DraftJoined(self._draft_context))
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """The first one after joining carries the draft's calibration and makes us ready."""
@@ -257,11 +275,20 @@ class TargetWorker:
             self._welcome(peer)
         self._waiting_fronts.clear()
 
+    def _check_draft_tokens(self, message: DraftTokens) -> None:
+        """What the coordinator cannot see: whether these are tokens of the model, and the rows that it takes."""
+        vocab, request = self._settings.vocab_size, self._coordinator.request
+        if message.tokens and max(message.tokens) >= vocab:
+            raise RemoteProtocolError(f"draft sent token {max(message.tokens)}, the target has ids up to {vocab - 1}")
+        if not fits(message.rows, vocab):
+            raise RemoteProtocolError(f"draft sent what is no distribution over {vocab} tokens")
+        current = request is not None and request.request == message.request
+        if current and self._executor.needs_rows and message.rows.kind is RowKind.NONE:
+            raise RemoteProtocolError("draft sent no distributions, and the ratio rule takes them")
+
     def _with_rows(self, message: DraftTokens) -> DraftTokens:
         """Announced rows are received at once, stale ones included, so that the channel stays in step."""
         if message.rows.kind is not RowKind.CHANNEL:
-            if not fits(message.rows, self._settings.vocab_size):
-                raise RemoteProtocolError("draft sent a distribution over another vocabulary")
             return message
         if self._channel is None:
             raise RemoteProtocolError("draft announced rows on a channel that is not open")
@@ -289,6 +316,7 @@ class TargetWorker:
     def _probe_draft(self, now: float) -> None:
         assert self._draft is not None
         if now - self._draft_heard > self._settings.draft_timeout:
+            self._silent_draft = self._draft
             self._lose_draft(f"silent for {now - self._draft_heard:.1f} s")
         elif now - self._draft_probed > _PROBE_SECONDS:
             self._draft_probed = now
