@@ -12,10 +12,18 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from pearl.errors import ConfigError
 
@@ -24,7 +32,20 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class _Settings(BaseModel):
+    """Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _told_by_name(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(values, dict):
+            _refuse_unknown(values, cls.model_fields)
+        try:
+            return handler(values)
+        except ValidationError as error:
+            problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_told(e)}" for e in error.errors())
+            raise ConfigError("; ".join(problems)) from None
 
 
 class EngineConfig(_Settings):
@@ -118,29 +139,18 @@ UNSUPPORTED = {
 }
 
 SECTIONS: tuple[type[_Settings], ...] = (EngineConfig, DecodingConfig, SamplingParams)
-_Section = TypeVar("_Section", bound=_Settings)
-
-
-def build(section: type[_Section], values: Mapping[str, Any], source: str = "settings") -> _Section:
-    """Validates `values`. Raises `ConfigError` naming each bad field, what it may be, and `source`."""
-    _refuse_unknown(values, section.model_fields, source)
-    try:
-        return section(**values)
-    except ValidationError as error:
-        problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_told(e)}" for e in error.errors())
-        raise ConfigError(f"{source}: " + "; ".join(problems)) from None
 
 
 def _told(error: Any) -> str:
-    return f"{error['msg']} (got {error['input']!r})"
+    return f"{error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
 
 
-def _refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any], source: str) -> None:
+def _refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
     for key in values:
         if key in UNSUPPORTED:
-            raise ConfigError(f"{source}: {key} is not supported: {UNSUPPORTED[key]}")
+            raise ConfigError(f"{key} is not supported: {UNSUPPORTED[key]}")
         if key not in allowed:
-            raise ConfigError(f"{source}: unknown setting {key!r}; allowed are {', '.join(sorted(allowed))}")
+            raise ConfigError(f"unknown setting {key!r}; allowed are {', '.join(sorted(allowed))}")
 
 
 @dataclass(frozen=True)
@@ -154,13 +164,17 @@ class Settings:
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     """A configuration file, if any, with `overrides` (flags given by the user) on top."""
-    values = read_file(path) if path else {}
-    source = str(path) if path else "settings"
+    values = {**(read_file(path) if path else {}), **overrides}
     everything = {name: field for section in SECTIONS for name, field in section.model_fields.items()}
-    _refuse_unknown(values, everything, source)
-    values |= overrides
-    parts = [build(s, {k: v for k, v in values.items() if k in s.model_fields}, source) for s in SECTIONS]
-    return Settings(*parts)  # type: ignore[arg-type]
+    try:
+        _refuse_unknown(values, everything)
+        engine, decoding, sampling = (s(**{k: v for k, v in values.items() if k in s.model_fields}) for s in SECTIONS)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
+    assert isinstance(engine, EngineConfig)
+    assert isinstance(decoding, DecodingConfig)
+    assert isinstance(sampling, SamplingParams)
+    return Settings(engine, decoding, sampling)
 
 
 def read_file(path: Path) -> dict[str, Any]:

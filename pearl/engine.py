@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from pearl import errors
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams, build
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ConfigError, EngineClosed, RequestError, StartError, TargetLost, TransportError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
@@ -172,7 +172,7 @@ class Engine:
     ) -> None:
         given = {"target": target, "draft": draft, **settings}
         known = config.model_dump() if config else {}
-        self.config = build(EngineConfig, {**known, **{k: v for k, v in given.items() if v is not None}})
+        self.config = EngineConfig(**{**known, **{k: v for k, v in given.items() if v is not None}})
         self._lock = threading.RLock()  # around the socket and the streams
         self._requests = count(1)
         self._streams: dict[int, Stream] = {}
@@ -320,7 +320,7 @@ class Engine:
 
     def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
         values = decoding.model_dump() if decoding else {}
-        chosen = build(DecodingConfig, values | ({"method": method} if method else {}))
+        chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
         if chosen.method != "ar" and not self.config.has_draft:
             raise ConfigError(f"method {chosen.method} needs a draft model and this engine has none; use method ar")
         return chosen

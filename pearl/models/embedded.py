@@ -86,8 +86,7 @@ def _built_once(name: str, build: Callable[[Path, Progress], None], progress: Pr
                     os.replace(building, final)
     except OSError as error:
         raise ModelError(
-            f"Cannot prepare {name} in {root}: {error}. "
-            "Point $PEARL_CACHE to a writable directory with 1 GB free."
+            f"Cannot prepare {name} in {root}: {error}. Point $PEARL_CACHE to a writable directory with 1 GB free."
         ) from error
     return final
 
@@ -165,9 +164,7 @@ def _convert(gguf: Path, building: Path) -> None:
     """Converts in a process of its own: the GGUF reader prints, and takes a gigabyte that we want back."""
     command = [sys.executable, "-m", "pearl.models.embedded", str(gguf), str(building)]
     ours = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | ours
-    )
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | ours)
     if done.returncode != 0:
         cause = f"exit status {done.returncode}: {_last_line(done.stderr)}"
         raise ModelError(f"The embedded target could not be converted ({cause}). Is 2 GB of memory free?")

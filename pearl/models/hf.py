@@ -92,9 +92,7 @@ class HFRunner:
                 logits = self._model(input_ids=self._ids(tokens), **self._arguments(end, rows)).logits
             if any(layer.filled != end for layer in self._layers):
                 name = type(self._model).__name__
-                raise ModelError(
-                    f"{name} does not keep its state in the cache it is given. Use another model."
-                )
+                raise ModelError(f"{name} does not keep its state in the cache it is given. Use another model.")
         except BaseException:
             self.rollback(self._length)
             raise

@@ -19,9 +19,8 @@ from pearl.models.runner import ModelRunner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEFAULT_CONTEXT = (
-    8192  # tokens; a cache is allocated whole, so the longest context is taken only when asked for
-)
+DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so the longest context is taken only when asked for
+
 
 def load_runner(
     spec: str,
@@ -91,9 +90,7 @@ def _explained(spec: str) -> Iterator[None]:
 def _advice(error: Exception) -> str:
     text = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text:
-        return (
-            "Memory ran out: take a smaller model, dtype or max_context, or spread it with device_map auto."
-        )
+        return "Memory ran out: take a smaller model, dtype or max_context, or spread it with device_map auto."
     if "configuration class" in text or "unrecognized model" in text or "model type" in text:
         return "It is not a causal language model that the installed transformers knows."
     if "connect" in text or "offline" in text or "resolve" in text:

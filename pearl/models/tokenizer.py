@@ -199,15 +199,11 @@ def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
     return ToyTokenizer(size), GenerationDefaults(eos=eos)
 
 
-def _from_checkpoint(
-    checkpoint: Checkpoint, trust_remote_code: bool
-) -> tuple[HFTokenizer, GenerationDefaults]:
+def _from_checkpoint(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[HFTokenizer, GenerationDefaults]:
     from transformers import AutoTokenizer
 
     gguf = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
-    tokenizer = HFTokenizer(
-        AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code, **gguf)
-    )
+    tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code, **gguf))
     return tokenizer, _defaults(_generation_config(checkpoint, trust_remote_code), tokenizer.eos)
 
 
