@@ -1,0 +1,31 @@
+"""What several test files share: one running engine on toy models, since starting two workers takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers' threads are enough
+
+import pytest
+
+from pearl.engine import Engine
+from pearl.models.toy import alpha_pair
+
+TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
+
+
+def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: float = 0.5) -> list[int]:
+    """What the toy target says by itself, found without any of the runtime."""
+    target, _ = alpha_pair(vocab, alpha)
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(int(target(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def toy() -> Iterator[Engine]:
+    """A running pair of `TOY`; a test that harms its workers takes an engine of its own."""
+    with Engine(TOY, TOY, startup_timeout=120) as engine:
+        yield engine

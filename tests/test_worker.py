@@ -1,0 +1,694 @@
+"""The two work loops, each in a thread of this process, with the test as the front - and as a misbehaving peer.
+
+What only real processes can show is in test_processes.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pearl.errors import ModelError, PearlError, RequestError
+from pearl.metrics import Statistics
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    Cancel,
+    Committed,
+    Decoding,
+    DraftTokens,
+    Error,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    Ping,
+    Pong,
+    Preview,
+    Resync,
+    Role,
+    RowKind,
+    Rows,
+    Sampling,
+    Submit,
+    Verdict,
+    Welcome,
+)
+from pearl.simulate import Timing, paired_executors, simulate
+from pearl.transport.base import Endpoint, TensorChannel
+from pearl.transport.memory import memory_channels, memory_hub
+from pearl.transport.torch_dist import ProcessGroupChannel
+from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address
+from pearl.worker.draft import DraftWorker
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+from pearl.worker.rows import RowPacker
+from pearl.worker.target import TargetSettings, TargetWorker
+
+BOUND = 30.0  # seconds that anything here may take; far more than it does
+CONTEXT = 1 << 19
+DIGEST = b"the same tokens"
+PROMPT = (1, 2, 3)
+WARM = Sampling(temperature=1.0, seed=7)
+METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
+Channels = Callable[[int], TensorChannel]
+
+
+class Hanging(ToyRunner):
+    """A model that computes for ever from the moment `hang` is set until `release` is."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.after = 1 << 60  # forwards
+        self.fed: list[int] = []  # tokens, by forward
+        self.release = threading.Event()
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        if len(self.fed) >= self.after:
+            assert self.release.wait(2 * BOUND)
+        self.fed.append(len(tokens))
+        return super().forward(tokens, rows)
+
+
+@dataclass
+class Told:
+    """What a front has been told about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    previews: list[Preview] = field(default_factory=list)
+    reason: FinishReason | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    end: int | None = None  # position after the last token
+
+
+class Front:
+    """A front in the test's hands."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._inbox: deque[object] = deque()
+        endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+        self.welcome = self.until(Welcome)
+
+    def until(self, kind: type, told: Told | None = None) -> object:
+        """The first message of that kind; raises what an Error says."""
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            if not self._inbox:
+                self._inbox.extend(message for _, message in self.endpoint.receive(0.2))
+                continue
+            message = self._inbox.popleft()
+            if told is not None:
+                self._note(message, told)
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Error):
+                raise RequestError(message.message)
+        raise AssertionError(f"no {kind.__name__} within {BOUND} s")
+
+    @staticmethod
+    def _note(message: object, told: Told) -> None:
+        match message:
+            case Committed(_, start, tokens):
+                assert told.end in (None, start), "a gap, or something twice"
+                told.tokens += tokens
+                told.end = start + len(tokens)
+            case Preview():
+                told.previews.append(message)
+            case Finished(_, reason, statistics):
+                told.reason, told.statistics = reason, Statistics.from_json(statistics)
+
+    def ask(self, submit: Submit) -> Told:
+        self.endpoint.send(submit)
+        told = Told()
+        self.until(Finished, told)
+        return told
+
+
+class Loops:
+    """A target worker in a thread, and drafts and fronts that connect to it."""
+
+    def __init__(
+        self,
+        listener: Endpoint,
+        connect: Callable[[], Endpoint],
+        vocab: int = 32,
+        alpha: float = 0.5,
+        draft_timeout: float = 120.0,
+        expects_draft: bool = True,
+        channel: Channels | None = None,
+    ) -> None:
+        torch.set_num_threads(1)
+        self.connect, self.vocab, self.alpha = connect, vocab, alpha
+        self.target_model = Hanging(vocab, alpha_pair(vocab, alpha)[0], CONTEXT)
+        self.kinds: set[RowKind] = set()  # in which the drafts' distributions left
+        self.errors: list[BaseException] = []
+        self._stop, self._ready = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._endpoints = [listener]
+        self._channel = channel
+        settings = TargetSettings(vocab, CONTEXT, DIGEST, draft_timeout, expects_draft)
+        self._start(
+            lambda: TargetWorker(
+                listener,
+                TargetExecutor(self.target_model),
+                settings,
+                self._ready.set,
+                self._stop.is_set,
+                (lambda: channel(0)) if channel else None,
+            ).run()
+        )
+
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                run()
+            except BaseException as error:
+                self.errors.append(error)
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def endpoint(self) -> Endpoint:
+        self._endpoints.append(self.connect())
+        return self._endpoints[-1]
+
+    def draft(self, digest: bytes = DIGEST, stop: threading.Event | None = None) -> Hanging:
+        """Starts a draft worker; returns its model."""
+        endpoint = self.endpoint()
+        model = Hanging(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
+        stop = stop or self._stop
+
+        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+            packer = RowPacker(self._channel(1) if self._channel else None)
+            return DraftExecutor(model, welcome.vocab_size, lambda probs: self._noted(packer.pack(probs))), packer
+
+        hello = Hello(PROTOCOL_VERSION, Role.DRAFT, self.vocab, CONTEXT, digest)
+        self._start(DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2).run)
+        return model
+
+    def _noted(self, rows: Rows) -> Rows:
+        self.kinds.add(rows.kind)
+        return rows
+
+    def front(self) -> Front:
+        return Front(self.endpoint())
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(BOUND), self.errors
+
+    def close(self) -> None:
+        self.target_model.release.set()
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(BOUND)
+            assert not thread.is_alive(), "a loop did not end"
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+
+MakeLoops = Callable[..., Loops]
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> Iterator[MakeLoops]:
+    """Makes `Loops` over "memory", "ipc" or "tcp"; at the end none of their threads may have died of an error."""
+    with ExitStack() as stack:
+
+        def make(control: str = "memory", **settings: object) -> Loops:
+            if control == "memory":
+                hub = memory_hub()
+                made = Loops(hub.listener, hub.connect, **settings)  # type: ignore[arg-type]
+            else:
+                tmp_path.chmod(0o700)
+                listener = ZmqListener(bind_address(control, tmp_path))
+                connect = lambda: ZmqConnection(listener.address)  # noqa: E731
+                made = Loops(listener, connect, **settings)  # type: ignore[arg-type]
+            stack.callback(made.close)
+            stack.callback(lambda: made.errors and pytest.fail(f"a loop failed: {made.errors!r}"))
+            return made
+
+        yield make
+
+
+def submission(new: int, method: str = "pearl", sampling: Sampling = WARM, request: int = 1, **decoding: str) -> Submit:
+    return Submit(request, PROMPT, len(PROMPT) + new, sampling, Decoding(method, **decoding))  # type: ignore[arg-type]
+
+
+def simulated(submit: Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
+    """The same request under the virtual clock, distributions handed over as they are."""
+    runners = (ToyRunner(vocab, distribution) for distribution in alpha_pair(vocab, alpha))
+    return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
+
+
+GREEDY = Sampling()
+
+# ---- the same text, whatever carries it ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+def test_greedy_text_is_the_simulators(loops: MakeLoops, method: str, window: str) -> None:
+    pair = loops()
+    pair.draft()
+    submit = submission(60, method, GREEDY, window=window)
+    told = pair.front().ask(submit)
+    assert told.tokens == simulated(submission(60, "ar", GREEDY))
+    assert told.reason is FinishReason.LENGTH
+    assert not pair.kinds, "greedy decoding needs no distributions"
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
+def test_sampled_text_is_the_simulators(loops: MakeLoops, method: str, window: str, rule: str) -> None:
+    """Invariant 5: threads, timing and window leave no trace in the text."""
+    pair = loops()
+    pair.draft()
+    told = pair.front().ask(submission(120, method, rule=rule, window=window))
+    assert told.tokens == simulated(submission(120, rule=rule))
+
+
+def test_coupled_text_is_plain_seeded_decoding(loops: MakeLoops) -> None:
+    pair = loops()
+    pair.draft()
+    front = pair.front()
+    texts = [front.ask(submission(80, method, rule="coupled", request=i)).tokens for i, method in enumerate(METHODS)]
+    assert all(text == texts[0] for text in texts)
+
+
+def _memory_channel(_: Path) -> Channels:
+    ends = memory_channels(VOCAB, BOUND)
+    return lambda rank: ends[rank]
+
+
+def _gloo_channel(directory: Path) -> Channels:
+    cpu = torch.device("cpu")
+    return lambda rank: ProcessGroupChannel("gloo", directory / "group", "rows", rank, VOCAB, cpu, BOUND)
+
+
+VOCAB = 512  # large enough for distributions to be dense
+CARRIERS = {"frames": (None, RowKind.FRAMES), "memory": (_memory_channel, RowKind.CHANNEL)}
+CARRIERS["gloo"] = (_gloo_channel, RowKind.CHANNEL)
+
+
+@pytest.mark.parametrize("control", ["memory", "ipc", "tcp"])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_ratio_rule_gives_the_same_text_over_every_transport(
+    loops: MakeLoops, tmp_path: Path, carrier: str, control: str
+) -> None:
+    """A row that came late, twice, or to the wrong position would change what is accepted."""
+    make_channel, kind = CARRIERS[carrier]
+    pair = loops(control, vocab=VOCAB, alpha=0.7, channel=make_channel(tmp_path) if make_channel else None)
+    pair.draft()
+    front = pair.front()
+    for request in range(2):  # the second finds the channel in step still
+        submit = submission(100, sampling=replace(WARM, seed=request), request=request)
+        assert front.ask(submit).tokens == simulated(submit, VOCAB, 0.7)
+    assert pair.kinds == {kind}
+
+
+@pytest.mark.parametrize("control", ["memory", "ipc", "tcp"])
+def test_sparse_rows_give_the_same_text(loops: MakeLoops, control: str) -> None:
+    pair = loops(control, vocab=VOCAB, alpha=0.7)
+    pair.draft()
+    submit = submission(100, sampling=replace(WARM, top_k=20))
+    assert pair.front().ask(submit).tokens == simulated(submit, VOCAB, 0.7)
+    assert pair.kinds == {RowKind.SPARSE}
+
+
+def test_statistics_add_up(loops: MakeLoops) -> None:
+    pair = loops()
+    pair.draft()
+    told = pair.front().ask(submission(200))
+    s = told.statistics
+    assert sum(s.provenance.values()) == s.num_generated_tokens == len(told.tokens) == 200
+    assert s.num_accepted_draft_tokens == s.provenance["accepted"]
+    assert s.num_judged_draft_tokens == s.provenance["accepted"] + s.provenance["corrected"]
+    assert s.num_draft_tokens >= s.num_judged_draft_tokens
+    assert sum(s.acceptance_histogram.values()) == s.provenance["corrected"]
+    assert 0.3 < s.draft_acceptance_rate < 0.7  # 0.5 by construction; 200 tokens, so within six deviations
+    assert not s.draft_lost
+
+
+def test_preview_comes_only_on_request(loops: MakeLoops) -> None:
+    pair = loops()
+    pair.draft()
+    front = pair.front()
+    assert not front.ask(submission(60, request=1)).previews
+    told = front.ask(replace(submission(60, request=2), preview=True))
+    assert any(preview.tokens for preview in told.previews)
+    assert told.tokens == simulated(submission(60)), "a preview is no part of the text"
+
+
+def test_cache_is_kept_from_one_request_to_the_next(loops: MakeLoops) -> None:
+    """A chat sends its whole history again: of a known prefix only the last token may be fed once more."""
+    pair = loops()
+    draft = pair.draft()
+    front = pair.front()
+    text = front.ask(submission(100, sampling=GREEDY)).tokens
+    target_forwards, draft_forwards = len(pair.target_model.fed), len(draft.fed)
+    longer = (*PROMPT, *text[:90])
+    again = front.ask(replace(submission(0, sampling=GREEDY, request=2), prompt=longer, limit=len(longer) + 5))
+    assert again.tokens == text[90:95]
+    assert pair.target_model.fed[target_forwards] == 1
+    assert draft.fed[draft_forwards] <= 2
+
+
+# ---- fronts ----
+
+
+def test_requests_of_two_fronts_are_served_in_turn(loops: MakeLoops) -> None:
+    pair = loops()
+    pair.draft()
+    one, two = pair.front(), pair.front()
+    one.endpoint.send(submission(300, request=5))
+    two.endpoint.send(submission(50, request=5))  # the fronts' own numbers may coincide
+    told = [Told(), Told()]
+    two.until(Finished, told[1])
+    one.until(Finished, told[0])
+    assert [len(t.tokens) for t in told] == [300, 50]
+    assert told[0].tokens[:40] == told[1].tokens[:40] == simulated(submission(40))
+
+
+def test_cancelled_request_ends_and_the_next_is_served(loops: MakeLoops) -> None:
+    pair = loops()
+    pair.draft()
+    front = pair.front()
+    front.endpoint.send(submission(CONTEXT - 10, request=1))
+    front.until(Committed)
+    front.endpoint.send(submission(20, request=2))  # waits its turn
+    front.endpoint.send(submission(20, request=3))
+    front.endpoint.send(Cancel(2))  # while it waits
+    front.endpoint.send(Cancel(99))  # never heard of
+    front.endpoint.send(Cancel(1))
+    ended = [front.until(Finished) for _ in range(3)]
+    assert {e.request: e.reason for e in ended} == {  # type: ignore[attr-defined]
+        1: FinishReason.CANCELLED,
+        2: FinishReason.CANCELLED,
+        3: FinishReason.LENGTH,
+    }
+
+
+@pytest.mark.parametrize("control", ["memory", "ipc", "tcp"])
+def test_front_that_vanishes_takes_its_request_with_it(loops: MakeLoops, control: str) -> None:
+    """Its request would run for hours: nobody else would ever be served."""
+    pair = loops(control)
+    pair.draft()
+    leaver, stayer = pair.front(), pair.front()
+    leaver.endpoint.send(submission(CONTEXT - 10))
+    leaver.until(Committed)
+    leaver.endpoint.close()
+    assert stayer.ask(submission(50)).tokens == simulated(submission(50))
+
+
+@pytest.mark.parametrize("control", ["ipc", "tcp"])
+def test_front_that_does_not_read_delays_nobody(loops: MakeLoops, control: str) -> None:
+    pair = loops(control, expects_draft=False)
+    slow, quick = pair.front(), pair.front()
+    slow.endpoint.send(submission(5000, "ar", GREEDY))
+    assert quick.ask(submission(20, "ar", GREEDY)).reason is FinishReason.LENGTH  # served after it, so it is done
+    told = Told()
+    slow.until(Finished, told)
+    assert len(told.tokens) == 5000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": (), "limit": 5}, "empty"),
+        ({"prompt": (1, 32), "limit": 5}, "token id 32"),
+        ({"limit": CONTEXT + 1}, "context"),
+        ({"limit": 3}, "limit 3"),
+    ],
+)
+def test_impossible_request_is_refused_before_any_work(loops: MakeLoops, change: dict[str, int], said: str) -> None:
+    pair = loops(expects_draft=False)
+    front = pair.front()
+    with pytest.raises(RequestError, match=said):
+        front.ask(replace(submission(20, "ar"), **change))  # type: ignore[arg-type]
+    assert not pair.target_model.fed
+    assert front.ask(submission(20, "ar", request=2)).reason is FinishReason.LENGTH
+
+
+def test_front_of_another_version_is_refused(loops: MakeLoops) -> None:
+    pair = loops(expects_draft=False)
+    endpoint = pair.endpoint()
+    endpoint.send(Hello(PROTOCOL_VERSION + 1, Role.FRONT, 0, 0))
+    answer = _first(endpoint, Error)
+    assert str(PROTOCOL_VERSION + 1) in answer.message
+    assert pair.front().ask(submission(5, "ar")).tokens
+
+
+def _first(endpoint: Endpoint, kind: type) -> object:
+    deadline = time.monotonic() + BOUND
+    while time.monotonic() < deadline:
+        for _, message in endpoint.receive(0.2):
+            if isinstance(message, kind):
+                return message
+    raise AssertionError(f"no {kind.__name__} within {BOUND} s")
+
+
+# ---- garbage ----
+
+GARBAGE = (
+    [b""],
+    [b"\xc1"],
+    [b"\xff" * 100],
+    [b"\x91\xcd\x7f\xff"],  # an unknown type
+    [b"\xdd\xff\xff\xff\xff"],  # an array of four thousand million
+    [b"\x91" * 2000],  # a deep nest
+    [b"\x92\x01\x01", b"extra"],
+    [b""] * 3000,
+)
+
+
+@pytest.mark.parametrize("control", ["memory"])
+def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeLoops, control: str) -> None:
+    pair = loops(control)
+    pair.draft()
+    front, stranger = pair.front(), pair.endpoint()
+    for frames in GARBAGE:
+        for endpoint in (front.endpoint, stranger):
+            endpoint.send_frames(frames)  # type: ignore[attr-defined]
+            assert _first(endpoint, Error).kind == "RemoteProtocolError"
+    for message in (
+        submission(5),
+        Cancel(1),
+        Welcome(1, 1, 1, 1, 0.0, (), 1),
+        Verdict(1, 0, 0, (1,), 5, 0),
+        Committed(1, 0, (), ()),
+    ):
+        stranger.send(message)  # it never said hello
+        assert _first(stranger, Error).kind == "RemoteProtocolError"
+    stranger.send(DraftTokens(1, 0, 3, (1,)))  # as from a draft that was replaced: ignored
+    stranger.send(Resync(1, 0))
+    stranger.send(Ping(5))
+    assert _first(stranger, Pong).sent == 5
+    assert front.ask(submission(50)).tokens == simulated(submission(50))
+
+
+class FakeDraft:
+    """A draft in the test's hands: it is admitted as a good one, and waits for the first Begin."""
+
+    def __init__(self, pair: Loops) -> None:
+        self.endpoint = pair.endpoint()
+        self.endpoint.send(Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST))
+        _first(self.endpoint, Welcome)
+        self.endpoint.send(Heartbeat(0, "calibrated", 1, 1e-3))
+
+    def say(self, *messages: DraftTokens | Resync | list[bytes]) -> None:
+        begin = _first(self.endpoint, Begin)
+        assert isinstance(begin, Begin)
+        for message in messages:
+            if isinstance(message, list):
+                self.endpoint.send_frames(message)  # type: ignore[attr-defined]
+            else:
+                self.endpoint.send(replace(message, request=begin.request))
+
+
+def _sparse(ids: Sequence[int], probs: Sequence[float]) -> tuple[bytes, bytes]:
+    return torch.tensor(ids, dtype=torch.int32).numpy().tobytes(), torch.tensor(probs).numpy().tobytes()
+
+
+NAN = float("nan")
+LIES: dict[str, DraftTokens | list[bytes]] = {
+    "no msgpack": [b"\xc1"],
+    "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
+    "beyond draft_until": DraftTokens(0, 0, len(PROMPT), (1,) * 1000),
+    "a token that is none": DraftTokens(
+        0, 0, len(PROMPT), (100_000,), rows=Rows(RowKind.SPARSE, (_sparse([1], [1.0]),))
+    ),
+    "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
+    "a distribution of another size": DraftTokens(
+        0, 0, len(PROMPT), (1,), rows=Rows(RowKind.FRAMES, (b"\0" * 4 * 31,))
+    ),
+    "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([32], [1.0]),))),
+    "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([1], [NAN]),))),
+    "dense NaN": DraftTokens(
+        0, 0, len(PROMPT), (1,), rows=Rows(RowKind.FRAMES, (torch.full((32,), NAN).numpy().tobytes(),))
+    ),
+    "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([1, 2], [2.0, -1.0]),))),
+    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.CHANNEL)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
+    """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(40))
+    fake.say(LIES[lie])
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
+
+
+def test_stale_and_duplicate_draft_messages_are_dropped_and_counted(loops: MakeLoops) -> None:
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(3, sampling=GREEDY, window="fixed", gamma=1))  # type: ignore[arg-type]
+    text = simulated(submission(3, "ar", GREEDY))
+    wrong = (text[0] + 1) % 32
+    fake.say(DraftTokens(0, 0, 3, (wrong,)))
+    verdict = _first(fake.endpoint, Verdict)
+    assert isinstance(verdict, Verdict)
+    assert verdict.tokens == (text[0],)
+    request, epoch = verdict.request, verdict.epoch
+    for message in (
+        DraftTokens(request, epoch - 1, 4, (9,)),  # stale: what it had sent before it knew
+        DraftTokens(request, epoch, 4, (text[1],)),
+        DraftTokens(request, epoch, 4, (text[1],)),  # a known start again
+        DraftTokens(request, epoch, 5, (text[2],)),
+    ):
+        fake.endpoint.send(message)
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.stale == 1
+    assert told.tokens == text
+
+
+# ---- drafts that come and go ----
+
+
+@pytest.mark.parametrize("version_and_digest", [(PROTOCOL_VERSION, b"other tokens"), (PROTOCOL_VERSION + 1, DIGEST)])
+def test_unfit_draft_is_refused_and_a_fit_one_then_admitted(
+    loops: MakeLoops, version_and_digest: tuple[int, bytes]
+) -> None:
+    pair = loops()
+    version, digest = version_and_digest
+    endpoint = pair.endpoint()
+    worker = DraftWorker(
+        endpoint,
+        Hello(PROTOCOL_VERSION, Role.DRAFT, 32, CONTEXT, digest),
+        lambda _: pytest.fail("it was welcomed"),
+        lambda: None,
+        lambda: False,
+        1.0,
+    )
+    worker._hello = replace(worker._hello, version=version)
+    with pytest.raises(ModelError, match="does not fit|version"):
+        worker.run()
+    pair.draft()
+    assert pair.front().ask(submission(30)).tokens == simulated(submission(30))
+
+
+def _hanging_request(pair: Loops, new: int) -> tuple[Hanging, Front]:
+    """A running request whose draft hangs after some tokens."""
+    draft = pair.draft()
+    front = pair.front()
+    draft.after = len(draft.fed) + 10
+    front.endpoint.send(submission(new, sampling=GREEDY))
+    return draft, front
+
+
+@pytest.mark.parametrize("control", ["memory", "ipc"])
+def test_request_survives_a_draft_that_hangs(loops: MakeLoops, control: str) -> None:
+    pair = loops(control, draft_timeout=0.5)
+    draft, front = _hanging_request(pair, 100)
+    told = Told()
+    front.until(Finished, told)
+    assert told.tokens == simulated(submission(100, sampling=GREEDY))
+    assert told.statistics.draft_lost
+    assert told.statistics.num_draft_tokens <= 10
+    assert told.statistics.provenance["direct"] >= 80
+    again = front.ask(submission(20, sampling=GREEDY, request=2))
+    assert again.statistics.provenance == {"direct": 20}, "nobody waits for it any more"
+    draft.release.set()
+
+
+def test_request_survives_a_draft_that_ends(loops: MakeLoops) -> None:
+    """Its socket is gone, so this is noticed at once, however long draft_timeout is."""
+    pair = loops("ipc", draft_timeout=1000.0)
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(60))
+    _first(fake.endpoint, Begin)
+    fake.endpoint.close()
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(60, "ar"))
+
+
+def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
+    """A restarted draft is given the whole prefix; what its predecessor still says when it wakes up is not heard."""
+    pair = loops()
+    first, front = _hanging_request(pair, 300)
+    front.until(Committed)
+    pair.draft()
+    told = Told()
+    front.until(Finished, told)
+    text = simulated(submission(300, sampling=GREEDY))
+    assert told.tokens == text[-len(told.tokens) :]
+    assert told.statistics.num_draft_tokens > 20, "the second one drafted"
+    assert told.statistics.resyncs >= 1
+    first.release.set()
+    again = front.ask(submission(300, request=2))
+    assert again.tokens == simulated(submission(300))
+    assert not again.statistics.draft_lost
+
+
+def test_draft_that_was_only_slow_is_admitted_again(loops: MakeLoops) -> None:
+    """A machine that was suspended, a swapped-out process: it comes back by itself and is not dead weight for ever."""
+    pair = loops(draft_timeout=0.5)
+    draft, front = _hanging_request(pair, 100)
+    assert front.ask(submission(10, sampling=GREEDY, request=2)).tokens  # both done, alone
+    draft.after = 1 << 60
+    draft.release.set()
+    deadline = time.monotonic() + BOUND
+    for request in range(3, 10_000):
+        told = front.ask(submission(50, request=request))
+        if told.statistics.num_accepted_draft_tokens or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert told.statistics.num_accepted_draft_tokens
+    assert front.ask(submission(50, request=20_000)).tokens == simulated(submission(50))
+
+
+def test_dead_channel_leaves_the_target_alone(loops: MakeLoops) -> None:
+    """Announced rows that never come: the channel dies, the draft with it, the request does not."""
+    ends = memory_channels(VOCAB, 0.5)
+    pair = loops(vocab=VOCAB, channel=lambda rank: ends[rank])
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(30))
+    fake.say(DraftTokens(0, 0, 3, (1,), rows=Rows(RowKind.CHANNEL)))
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(30, "ar"), VOCAB)
