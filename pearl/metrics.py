@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from pearl.protocol.coordinator import Counts
 from pearl.protocol.events import Phase
@@ -68,7 +68,9 @@ class Statistics:
 
     @staticmethod
     def from_json(text: str) -> Statistics:
-        return Statistics(**json.loads(text)) if text else Statistics()
+        """What this version knows of them: the target that wrote them may be a newer one."""
+        values = json.loads(text)
+        return Statistics(**{f.name: values[f.name] for f in fields(Statistics) if f.name in values})
 
 
 @dataclass
