@@ -1,0 +1,177 @@
+"""A text ends exactly where it should: EOS, stop, limit, at every offset inside a window; short and full contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from pearl.metrics import Stopwatch, fold
+from pearl.models.tokenizer import ToyTokenizer
+from pearl.models.toy import ToyRunner
+from pearl.protocol.coordinator import PREFILL_CHUNK
+from pearl.protocol.messages import FinishReason, Provenance, Rows, Sampling, Submit
+from pearl.protocol.window import METHODS, Speeds
+from pearl.text import TextStream
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+from pearl.worker.rows import RowPacker
+from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
+
+VOCAB = 40
+GARBAGE = VOCAB - 1  # what either model says in a context that is not the script's
+TEXT = (3, 1, *range(5, 25))
+OFFSETS = range(1, 11)  # tokens generated up to the end: over two windows of four
+WINDOWS = [("fixed", 1), ("fixed", 4), ("stream", 4)]
+TOKENIZER = ToyTokenizer(VOCAB)
+
+
+def runner(text: Sequence[int], wrong: Sequence[int] = (), says: int = GARBAGE) -> ToyRunner:
+    """A toy that is sure of `text`; at the positions in `wrong` it is sure of the token `says`."""
+
+    def distribution(seen: Sequence[int]) -> torch.Tensor:
+        position = len(seen)
+        known = tuple(seen) == tuple(text[:position]) and position < len(text)
+        token = GARBAGE if not known else says if position in wrong else text[position]
+        return torch.nn.functional.one_hot(torch.tensor(token), VOCAB).float()
+
+    return ToyRunner(VOCAB, distribution)
+
+
+def as_sent(probs: torch.Tensor) -> Rows:
+    return RowPacker().pack(probs)
+
+
+def run(
+    submit: Submit,
+    text: Sequence[int] = TEXT,
+    wrong: Sequence[int] = (),
+    says: int = GARBAGE,
+    seed: int = 0,
+    draft_context: int = 1000,
+) -> Result:
+    """Real executors on toy runners, moves in random order."""
+    target = TargetExecutor(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
+    pair = Pair([submit], target, lambda: DraftExecutor(runner(text, wrong, says), VOCAB, as_sent), draft_context)
+    pair.run(at_random(seed))
+    result = pair.results[submit.request]
+    check_counts(result)
+    return result
+
+
+ENDS: dict[FinishReason, Callable[[int], dict[str, Any]]] = {
+    FinishReason.EOS: lambda offset: {"eos": (TEXT[len(PROMPT) + offset - 1], 38)},
+    FinishReason.STOP: lambda offset: {
+        "stops": ("~", TOKENIZER.decode(TEXT[: len(PROMPT) + offset][-min(2, offset) :]))
+    },
+    FinishReason.LENGTH: lambda offset: {"limit": len(PROMPT) + offset},
+}
+
+
+@pytest.mark.parametrize("reason", ENDS, ids=lambda reason: reason.value)
+@pytest.mark.parametrize(("window", "gamma"), WINDOWS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_is_cut_at_its_end(method: str, window: str, gamma: int, reason: FinishReason) -> None:
+    """Greedy or sampled, the end accepted or corrected: nothing after it is committed or counted."""
+    for offset in OFFSETS:
+        end = len(PROMPT) + offset
+        for wrong in ((), (end - 1,), (4, 7)):
+            sampling = Sampling(temperature=offset % 2, seed=offset)
+            submit = submission(TEXT, method, window=window, gamma=gamma, sampling=sampling, **ENDS[reason](offset))
+            result = run(submit, wrong=wrong, seed=offset)
+            assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (offset, wrong)
+            assert result.end is not None
+            assert result.end.reason is reason, (offset, wrong)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_statistics_count_what_was_committed(method: str) -> None:
+    submit = submission(TEXT, method, window="fixed", gamma=4, eos=(TEXT[9],))
+    result = run(submit, wrong=(5,))
+    watch = Stopwatch()
+    watch.committed(len(result.tokens), 1.0)
+    statistics = fold(result.counts, watch, Speeds(), len(PROMPT), 4)
+    assert statistics.num_generated_tokens == sum(statistics.provenance.values()) == 8
+    assert statistics.num_accepted_draft_tokens == statistics.provenance.get("accepted", 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_eos_that_was_drafted_but_rejected_ends_nothing(method: str) -> None:
+    for position in range(len(PROMPT), len(TEXT) - 1, 3):
+        submit = submission(TEXT, method, window="stream", gamma=4, eos=(38,))
+        result = run(submit, wrong=(position,), says=38, seed=position)
+        assert tuple(result.tokens) == TEXT[len(PROMPT) :]
+
+
+def test_a_stop_that_was_drafted_but_rejected_ends_nothing() -> None:
+    stop = TOKENIZER.decode([TEXT[5], 38])
+    result = run(submission(TEXT, window="stream", gamma=4, stops=(stop,)), wrong=(6,), says=38)
+    assert tuple(result.tokens) == TEXT[len(PROMPT) :]
+
+
+def test_a_stop_is_looked_for_in_what_was_generated_only() -> None:
+    """Not in the prompt, nor across its end."""
+    stops = (TOKENIZER.decode(PROMPT), TOKENIZER.decode(TEXT[1:3]))
+    result = run(submission(TEXT, gamma=3, stops=stops))
+    assert tuple(result.tokens) == TEXT[len(PROMPT) :]
+
+
+def test_of_several_endings_at_one_token_eos_is_named() -> None:
+    submit = submission(TEXT[:8], gamma=3, eos=(TEXT[7],), stops=(TOKENIZER.decode(TEXT[7:8]),))
+    result = run(submit)
+    assert result.end is not None
+    assert result.end.reason is FinishReason.EOS
+    assert len(result.tokens) == 6
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("window", "gamma"), [*WINDOWS, ("fixed", 30), ("stream", 30)])
+def test_prompts_of_one_token_and_limits_of_one(method: str, window: str, gamma: int) -> None:
+    """Prompts shorter than the window crash official PEARL; a limit of one token leaves no room for any window."""
+    for prompt, limit in ((1, 2), (1, 9), (8, 9), (20, 22)):
+        submit = submission(TEXT, method, prompt, window=window, gamma=gamma, limit=limit)
+        for seed in range(3):
+            assert tuple(run(submit, seed=seed, wrong=(limit - 1,)).tokens) == TEXT[prompt:limit]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("window", "gamma"), WINDOWS)
+def test_a_draft_with_a_shorter_context_is_outlived(method: str, window: str, gamma: int) -> None:
+    """Crossed at every point of a window; filled by the prompt, exactly or more. From there on the target is alone."""
+    for context in range(1, 16):
+        for wrong in ((), (context - 1,), (4, 8)):
+            submit = submission(TEXT, method, window=window, gamma=gamma)
+            result = run(submit, wrong=wrong, seed=context, draft_context=context)
+            assert tuple(result.tokens) == TEXT[len(PROMPT) :]
+            beyond = result.provenance[max(0, context - len(PROMPT)) :]
+            assert set(beyond) <= {Provenance.DIRECT}, "judged where no draft could be"
+
+
+@pytest.mark.parametrize("length", [1, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 2 * PREFILL_CHUNK + 5])
+@pytest.mark.parametrize("draft_context", [PREFILL_CHUNK + 3, 1 << 20])
+def test_long_prompts_are_fed_in_chunks(length: int, draft_context: int) -> None:
+    """On both sides; the draft's context may end inside the prompt. The scripted executors check every forward."""
+    text = tuple(range(length + 12))
+    submit = submission(text, prompt=length, gamma=4)
+    for seed in range(4):
+        draft = partial(ScriptDraft, text, (length + 3,))
+        pair = Pair([submit], ScriptTarget(text), draft, draft_context)
+        pair.run(at_random(seed))
+        assert tuple(pair.results[1].tokens) == text[length:]
+        forwards = [c for c in pair.log if type(c).__name__ in ("Forward", "Draft")]
+        assert max(len(f.tokens) for f in forwards) <= PREFILL_CHUNK  # type: ignore[attr-defined]
+
+
+def test_the_whole_context_can_be_used() -> None:
+    """The last token needs no feeding: a text as long as the cache fits."""
+    small = runner(TEXT)
+    small.context = len(TEXT) - 1
+    draft = runner(TEXT, (7,))
+    draft.context = len(TEXT) - 1
+    pair = Pair(
+        [submission(TEXT, gamma=4)], TargetExecutor(small), lambda: DraftExecutor(draft, VOCAB, as_sent), len(TEXT)
+    )
+    pair.run(at_random(0))
+    assert tuple(pair.results[1].tokens) == TEXT[len(PROMPT) :]

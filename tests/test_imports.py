@@ -1,0 +1,114 @@
+"""The layers of the design, as data: every import of pearl.* points to the same layer or to a lower one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a package with all that is in it
+    {"pearl", "pearl.cli", "pearl.__main__"},
+    {"pearl.engine", "pearl.processes", "pearl.torchrun", "pearl.simulate"},
+    {"pearl.worker"},
+    {"pearl.trace", "pearl.metrics"},
+    {"pearl.transport"},
+    {"pearl.models"},
+    {"pearl.text"},
+    {"pearl.sampling", "pearl.verification"},
+    {"pearl.protocol"},
+    {"pearl.config", "pearl.errors", "pearl.version"},
+]
+SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
+IMPURE = {"torch", "time", "socket", "random", "threading", "asyncio", "zmq", "os", "numpy", "secrets", "datetime"}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted((ROOT / "pearl").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def imported(name: str, tree: ast.Module, known: set[str] | None = None) -> Iterator[str]:
+    """What a module imports, at its head or lazily: `from pearl import errors` is pearl.errors."""
+    known = known if known is not None else set(modules())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} imports relatively: write the whole name"
+            assert node.module is not None
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in known or not whole.startswith("pearl.") else node.module
+
+
+def layer(module: str) -> int:
+    """0 is the top. Fails for a module that no layer names: put it into one."""
+    parent = module
+    while True:
+        for depth, names in enumerate(LAYERS):
+            if parent in names and (parent != "pearl" or module == "pearl"):
+                return depth
+        assert "." in parent, f"{module} is in no layer: add it to LAYERS, and to section 5 of the design"
+        parent = parent.rpartition(".")[0]
+
+
+def violations(name: str, tree: ast.Module, known: set[str] | None = None) -> list[str]:
+    ours = [m for m in imported(name, tree, known) if m == "pearl" or m.startswith("pearl.")]
+    return [f"{name} imports {m}" for m in ours if layer(m) < layer(name)]
+
+
+def belongs(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_point_downwards(name: str) -> None:
+    assert violations(name, modules()[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("pearl.protocol.window", "import pearl.models.toy"),
+        ("pearl.protocol.window", "def f():\n    from pearl import simulate"),
+        ("pearl.sampling", "from pearl.text import TextStream"),
+        ("pearl.models.toy", "from pearl import Engine"),
+    ],
+)
+def test_an_import_upwards_is_noticed(name: str, source: str) -> None:
+    """Even one inside a function, and of a name rather than a module."""
+    assert len(violations(name, ast.parse(source), set(modules()))) == 1
+
+
+def test_a_module_without_a_layer_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="in no layer"):
+        layer("pearl.utils")
+
+
+def test_every_layer_is_there() -> None:
+    """A renamed module must not leave a hole in the table. (trace is still to come.)"""
+    named = set().union(*LAYERS)
+    assert named - set(modules()) <= {"pearl.trace"}
+
+
+@pytest.mark.parametrize("package", SOLE_USERS)
+def test_one_module_alone_uses(package: str) -> None:
+    users = {name for name, tree in modules().items() if any(belongs(m, package) for m in imported(name, tree))}
+    assert users == {SOLE_USERS[package]}
+
+
+def test_the_protocol_is_sans_io() -> None:
+    """No clock, process, socket, tensor or random number."""
+    for name, tree in modules().items():
+        if belongs(name, "pearl.protocol"):
+            assert {m.partition(".")[0] for m in imported(name, tree)} & IMPURE == set(), name

@@ -1,0 +1,199 @@
+"""Every interleaving of a short run: no deadlock, the right text, no message from the future.
+
+Exhaustive: from each state of the whole system every possible move is made, until no new state turns up.  The wires
+are FIFO and lose nothing, as ZeroMQ's; forwards end and messages arrive at any time.  A fault, where one is asked
+for, may strike at any time too.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain, combinations
+
+import pytest
+
+from pearl.errors import ProtocolError
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.coordinator import Counts as TargetCounts
+from pearl.protocol.drafter import Counts as DraftCounts
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.messages import DraftTokens, Verdict
+from pearl.protocol.sequence import TokenSequence
+from pearl.protocol.window import METHODS, Speeds
+from tests.protocol_pair import PROMPT, Cache, Pair, ScriptDraft, ScriptTarget, check_counts, script, submission
+
+TEXT = script(len(PROMPT) + 4)
+DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
+OPEN_UP = (Coordinator, Drafter, TokenSequence, ScriptTarget, ScriptDraft, Cache, Pair)
+INDIFFERENT = (TargetCounts, DraftCounts, Speeds)  # with a fixed window these never decide what happens next
+
+
+def freeze(value: object) -> object:
+    """A hashable picture of all that decides what can happen next."""
+    if isinstance(value, INDIFFERENT) or callable(value):
+        return None
+    if isinstance(value, OPEN_UP):
+        return tuple(freeze(v) for k, v in vars(value).items() if k not in ("log", "results"))
+    if isinstance(value, (list, tuple, deque)) and type(value) in (list, tuple, deque):
+        return tuple(map(freeze, value))
+    return value
+
+
+class FaultyPair(Pair):
+    """A pair to which each of `faults` happens once, or never, at any time."""
+
+    faults: tuple[str, ...] = ()
+
+    @property
+    def moves(self) -> list[str]:
+        return super().moves + [fault for fault in self.faults if self._possible(fault)]
+
+    def _possible(self, fault: str) -> bool:
+        match fault:
+            case "kill":
+                return self.drafter is not None
+            case "join":
+                return self.drafter is None
+            case "repeat tokens":
+                return any(isinstance(m, DraftTokens) for m in self.to_target)
+            case "repeat verdict":
+                return any(isinstance(m, Verdict) for m in self.to_draft)
+            case "garble verdict":
+                return bool(self.to_draft) and isinstance(self.to_draft[0], Verdict)
+        raise AssertionError(fault)
+
+    def move(self, move: str) -> None:
+        self.log.clear()
+        if move not in self.faults:
+            super().move(move)
+            return
+        self.faults = tuple(fault for fault in self.faults if fault != move)
+        match move:
+            case "kill":
+                self.kill_draft()
+            case "join":
+                self.join_draft()
+            case "repeat tokens":
+                self.to_target.append(next(m for m in self.to_target if isinstance(m, DraftTokens)))
+            case "repeat verdict":
+                self.to_draft.append(next(m for m in self.to_draft if isinstance(m, Verdict)))
+            case "garble verdict":
+                self.to_draft[0] = replace(self.to_draft[0], digest=self.to_draft[0].digest ^ 1)  # type: ignore
+
+
+def finals(start: FaultyPair) -> Iterator[FaultyPair]:
+    """Every state from which nothing can move, however it is reached. Fails where that is a deadlock."""
+    seen: set[int] = set()
+    stack = [pickle.dumps(start)]
+    while stack:
+        state = stack.pop()
+        moves = pickle.loads(state).moves
+        if not [move for move in moves if move not in start.faults]:
+            yield pickle.loads(state)
+        for move in moves:
+            after = pickle.loads(state)
+            after.move(move)
+            picture = hash(freeze(after))
+            if picture not in seen:
+                seen.add(picture)
+                stack.append(pickle.dumps(after))
+
+
+def explore(
+    method: str,
+    window: str,
+    gamma: int,
+    wrong: Collection[int],
+    text: tuple[int, ...] = TEXT,
+    faults: tuple[str, ...] = (),
+) -> int:
+    """Explores one pair to the end, checks every way it can end; how many there are."""
+    submit = submission(text, method, window=window, gamma=gamma)
+    pair = FaultyPair([submit], ScriptTarget(text), partial(ScriptDraft, text, wrong))
+    pair.faults = faults
+    ends = 0
+    for final in finals(pair):
+        assert final.done, f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+        result = final.results[1]
+        assert tuple(result.tokens) == text[len(PROMPT) :]
+        check_counts(result)
+        ends += 1
+    return ends
+
+
+def subsets(positions: Iterable[int]) -> list[tuple[int, ...]]:
+    items = tuple(positions)
+    return list(chain.from_iterable(combinations(items, n) for n in range(len(items) + 1)))
+
+
+FED_BUG = "a verdict whose token the draft has drafted and fed already leaves nothing unfed: it drafts on no tokens"
+RESYNC_BUG = "a Resync that a rejection has overtaken is dropped, and the draft, LOST, never asks again: a deadlock"
+WINDOWS = [("fixed", 1), ("fixed", 2), ("stream", 1), ("stream", 2)]
+PAIRS = [
+    pytest.param(method, window, gamma, marks=pytest.mark.xfail(strict=True, reason=FED_BUG))
+    if (method, gamma) == ("sd", 2)
+    else (method, window, gamma)
+    for method in METHODS
+    for window, gamma in WINDOWS
+    if method != "ar"
+]
+
+
+@pytest.mark.parametrize(("method", "window", "gamma"), PAIRS)
+def test_every_interleaving_ends_with_the_right_text(method: str, window: str, gamma: int) -> None:
+    """Whatever the draft gets wrong, and in whatever order things happen."""
+    for wrong in subsets(DRAFTED):
+        assert explore(method, window, gamma, wrong) > 0
+
+
+FAULTS = [
+    ("kill",),
+    pytest.param(("kill", "join"), marks=pytest.mark.xfail(strict=True, reason=FED_BUG)),
+    ("repeat tokens",),
+    ("repeat verdict",),
+]
+
+
+@pytest.mark.parametrize("faults", FAULTS, ids=str)
+@pytest.mark.parametrize("window", ["fixed", "stream"])
+def test_every_interleaving_survives_a_fault_at_any_time(window: str, faults: tuple[str, ...]) -> None:
+    """A draft that dies (and returns), and messages that come twice."""
+    for wrong in ((), (3,)):
+        assert explore("pearl", window, 2, wrong, TEXT[:-1], faults) > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "window"),
+    [
+        ((), "fixed"),
+        ((), "stream"),
+        pytest.param((3,), "stream", marks=pytest.mark.xfail(strict=True, reason=RESYNC_BUG)),
+    ],
+)
+def test_every_interleaving_survives_a_divergence_at_any_time(wrong: tuple[int, ...], window: str) -> None:
+    """A verdict whose digest does not match: the draft asks for the whole prefix, once and successfully."""
+    assert explore("pearl", window, 2, wrong, TEXT[:-1], ("garble verdict",)) > 0
+
+
+def test_the_exploration_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: what the target lets the draft draft is one token short of what it waits for."""
+    grant = Coordinator._grant
+    monkeypatch.setattr(Coordinator, "_grant", lambda self: grant(self) - 1)
+    with pytest.raises((AssertionError, ProtocolError)):
+        explore("pearl", "fixed", 1, ())
+
+
+def test_the_exploration_notices_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: what was drafted before a rejection is kept, as if no epoch had begun."""
+
+    def keep_epoch(self: Coordinator) -> None:
+        self._rows.clear()
+        self.sequence.drop_pending()
+
+    monkeypatch.setattr(Coordinator, "_discard_pending", keep_epoch)
+    with pytest.raises((AssertionError, ProtocolError)):
+        explore("pearl", "stream", 2, (2,))

@@ -1,0 +1,206 @@
+"""Logits to probabilities as transformers has it, and draws that are keyed: the same bits for ever, evenly spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pearl import sampling as module
+from pearl.protocol.messages import Sampling
+from pearl.sampling import Purpose, draw_key, exponentials, greedy, pick, probabilities, race, uniform
+
+NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
+KEYS = [draw_key(Sampling(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]
+PINNED_KEYS = [3864364845839433636, 3477034322568795051, 14614277576934471270, 1131526410593929789]
+PINNED_UNIFORMS = [0.20948763805678616, 0.18849040831678754, 0.7922415749109273, 0.06134016962953315]
+PINNED_EXPONENTIALS = [1.0366574833705107, 0.2668946523086024, 0.7148030408934173, 2.1494252913143104]
+PINNED_RACES = [62, 83, 67, 98, 60, 67, 48, 96]
+PINNED_PICKS = [55, 29, 85, 69, 56, 51, 23, 24]
+
+
+def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The oracle: transformers' own warpers in its own order."""
+    warpers: list[object] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    scores = logits[None]
+    for warper in warpers:
+        scores = warper(None, scores)  # type: ignore[operator]
+    return torch.softmax(scores, -1)[0]
+
+
+@pytest.mark.parametrize("vocab", [5, 200, 3000])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_probabilities_are_transformers(vocab: int, temperature: float) -> None:
+    """3000 flat tokens overflow the shortlist of the nucleus, 200 do not."""
+    for scale, top_k, top_p, min_p in product((0.1, 3.0), (0, 1, 20), (1.0, 0.9, 0.3), (0.0, 0.1)):
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        logits = scale * torch.randn(vocab, generator=torch.Generator().manual_seed(vocab + top_k))
+        ours, theirs = probabilities(logits, sampling), warped(logits, sampling)
+        assert torch.equal(ours > 0, theirs > 0), sampling
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_ties_are_handled_sanely() -> None:
+    """top-k keeps all that tie with the k-th, as transformers; a nucleus keeps just as many tokens as it needs."""
+    flat = torch.zeros(8)
+    assert torch.equal(probabilities(flat, Sampling(1.0, top_k=3)), warped(flat, Sampling(1.0, top_k=3)))
+    nucleus = probabilities(flat, Sampling(1.0, top_p=0.45))
+    assert int((nucleus > 0).sum()) == 4
+    assert float(nucleus.sum()) == pytest.approx(1)
+    assert greedy(flat) == 0
+
+
+def test_probabilities_take_any_dtype_and_what_was_masked() -> None:
+    logits = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        probs = probabilities(logits.to(dtype), Sampling(1.0, top_p=0.99, min_p=0.01))
+        assert probs.dtype is torch.float32
+        assert probs[1] == probs[3] == 0
+        assert float(probs.sum()) == pytest.approx(1)
+
+
+def test_keys_differ_by_seed_sample_position_and_purpose() -> None:
+    """Two draws that share a key are one draw: the official implementation's bug."""
+    keys = [
+        draw_key(Sampling(seed=seed, sample=sample), position, purpose)
+        for seed, sample, position, purpose in product((0, 1, 2**64 - 1), (0, 1, 2**62), range(50), Purpose)
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_keys_depend_on_nothing_else() -> None:
+    one, other = Sampling(0.7, 5, 0.9, 0.1, seed=3), Sampling(1.0, seed=3)
+    assert draw_key(one, 9, Purpose.ACCEPT) == draw_key(other, 9, Purpose.ACCEPT)
+
+
+def test_the_bits_never_change() -> None:
+    """A seed gives the same text on every machine and in every version. If this fails, a release note is due."""
+    sampling = Sampling(seed=42, sample=3)
+    keys = [draw_key(sampling, 7, purpose) for purpose in Purpose]
+    assert keys == PINNED_KEYS
+    assert [uniform(key) for key in keys] == PINNED_UNIFORMS
+    np.testing.assert_allclose(
+        exponentials(keys[0], np.array([0, 1, 31_999, 128_255])), PINNED_EXPONENTIALS, rtol=1e-15
+    )
+    probs = torch.arange(1.0, 101.0)
+    many = [draw_key(sampling, i, Purpose.DIRECT) for i in range(8)]
+    assert [race(probs, key) for key in many] == PINNED_RACES
+    assert [pick(probs, key) for key in many] == PINNED_PICKS
+
+
+def test_uniform_is_below_one() -> None:
+    """Nothing may be accepted for u = 1, and the largest key must not round up to it."""
+    assert uniform(0) == 0
+    assert uniform(2**64 - 1) < 1
+    assert stats.kstest([uniform(key) for key in KEYS], "uniform").pvalue > NEVER
+
+
+def splitmix(key: int, token: int) -> int:
+    """The reference in Python's integers: the (token + 1)-th output of SplitMix64 seeded with `key`."""
+    x = (key + (token + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def test_exponentials_are_splitmix64() -> None:
+    """Tensors of integers must wrap and shift as unsigned integers of 64 bits do."""
+    ids = np.array([0, 1, 2, 1000, 2**31, 2**40])
+    for key in (0, 1, 2**63, 2**64 - 1, KEYS[0]):
+        expected = [((splitmix(key, token) >> 12) + 0.5) / 2**52 for token in ids.tolist()]
+        np.testing.assert_allclose(np.exp(-exponentials(key, ids)), expected, rtol=1e-12)
+
+
+def unmixed(output: int) -> int:
+    """The key for which token 0 gets this output: the generator run backwards."""
+
+    def unshift(x: int, shift: int) -> int:
+        y = x
+        for _ in range(64 // shift + 1):
+            y = x ^ y >> shift
+        return y
+
+    x = unshift(output, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return (unshift(x, 30) - 0x9E3779B97F4A7C15) % 2**64
+
+
+@pytest.mark.parametrize("output", [0, 1, 2**12 - 1, 2**63, 2**64 - 1, 2**64 - 2**12, 2**64 - 2**13])
+def test_exponentials_are_never_zero_nor_infinite(output: int) -> None:
+    """Even where the hash is all zeros or all ones: 0 would win every race, infinity would lose the last chance."""
+    key = unmixed(output)
+    assert splitmix(key, 0) == output
+    value = exponentials(key, np.array([0]))[0]
+    assert 0 < value < 40
+
+
+def test_an_ids_draw_does_not_depend_on_the_others() -> None:
+    """To the last bit: else filtering (top-k) on one side alone would change every draw of the coupled rule."""
+    every = exponentials(KEYS[0], np.arange(1000))
+    some = np.array([999, 3, 500])
+    assert np.array_equal(exponentials(KEYS[0], some), every[some])
+    assert np.array_equal([exponentials(KEYS[0], some[i : i + 1])[0] for i in range(3)], every[some])
+
+
+def test_exponentials_are_exponential() -> None:
+    """Over tokens with one key, and over keys for one token; and the draws of neighbours are not correlated."""
+    over_tokens = exponentials(KEYS[0], np.arange(4000))
+    over_keys = np.concatenate([exponentials(key, np.array([7])) for key in KEYS])
+    assert stats.kstest(over_tokens, "expon").pvalue > NEVER
+    assert stats.kstest(over_keys, "expon").pvalue > NEVER
+    assert stats.spearmanr(over_tokens[:-1], over_tokens[1:]).pvalue > NEVER
+
+
+Draw = Callable[[torch.Tensor, int], int]
+
+
+def drawn(draw: Draw, probs: torch.Tensor) -> float:
+    """The p-value of draws from `probs`, which may be unnormalised and hold zeros."""
+    counts = torch.bincount(torch.tensor([draw(probs, key) for key in KEYS]), minlength=len(probs))
+    assert not counts[probs == 0].any()
+    kept = probs > 0
+    expected = probs[kept].double() / probs[kept].double().sum() * len(KEYS)
+    return float(stats.chisquare(counts[kept].double(), expected).pvalue)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [1, 0, 2, 3, 0, 10], [0, 0.02, 0.9, 0.08, 0]])
+@pytest.mark.parametrize("draw", [race, pick])
+def test_draws_are_proportional(draw: Draw, weights: list[float]) -> None:
+    assert drawn(draw, torch.tensor(weights)) > NEVER
+
+
+def test_draws_from_a_biased_race_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: the race is run with uniforms instead of exponentials."""
+    monkeypatch.setattr(module, "exponentials", lambda key, ids: 1 - np.exp(-exponentials(key, ids)))
+    assert drawn(race, torch.tensor([1.0, 2.0, 10.0])) < NEVER
+
+
+@pytest.mark.parametrize("draw", [race, pick])
+def test_a_single_possible_token_is_drawn(draw: Draw) -> None:
+    probs = torch.zeros(50)
+    probs[17] = 1e-30
+    assert {draw(probs, key) for key in [*KEYS[:50], 0, 2**64 - 1]} == {17}
+
+
+@pytest.mark.parametrize("draw", [race, pick])
+@pytest.mark.parametrize("key", [0, 2**64 - 1])
+def test_no_impossible_token_is_drawn_at_the_ends(draw: Draw, key: int) -> None:
+    """u = 0 must pass over what has probability 0 at the head of the vocabulary, u near 1 stop before its tail."""
+    probs = torch.tensor([0.0, 0.0, 0.1, 0.2, 0.7, 0.0])
+    assert probs[draw(probs, key)] > 0

@@ -1,0 +1,329 @@
+"""Both rules are exact: by enumeration, and by chi-square on what whole runs commit. Planted bugs must be noticed.
+
+The chi-square is over windows of three committed tokens under a first-order target: it sees a wrong distribution of a
+token and one that depends on how the token before it was drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from pearl import verification
+from pearl.models.toy import ToyRunner
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.sampling import Purpose, draw_key
+from pearl.simulate import Timing, paired_executors, simulate
+from pearl.verification import DirectRule, Judgement, RatioRule, accepts, make_rule, residual
+
+NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
+GRID = 64
+
+# ---- enumeration ----
+
+# In 64ths: exact in float32. Draft probabilities are powers of two, so that every threshold falls on the grid of u.
+CASES = [
+    ((32, 32), (32, 32)),
+    ((40, 24), (32, 32)),
+    ((32, 16, 16), (16, 32, 16)),
+    ((0, 40, 24), (32, 16, 16)),
+    ((64, 0, 0), (16, 32, 16)),
+    ((1, 2, 61), (32, 32, 0)),
+    ((21, 22, 21), (16, 16, 32)),
+    ((16, 16, 32), (16, 16, 32)),
+    ((7, 0, 20, 37), (8, 8, 16, 32)),
+]
+
+
+def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[Fraction]:
+    """What RatioRule.judge commits at one position: over every draft token, u of the grid and correction."""
+    target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
+    result = [Fraction(0)] * len(target)
+    rests: list[torch.Tensor] = []
+    monkeypatch.setattr(verification, "probabilities", lambda logits, sampling: logits)
+
+    def remember(probs: torch.Tensor, key: int) -> int:
+        rests.append(probs)
+        return 0
+
+    monkeypatch.setattr(verification, "pick", remember)
+    for (token, weight), k in product(enumerate(draft), range(GRID)):
+        if not weight:
+            continue
+        chance = Fraction(weight, 64) / GRID
+        monkeypatch.setattr(verification, "uniform", lambda key, k=k: k / GRID)
+        if RatioRule(Sampling(1.0)).judge(target_probs[None], [token], [draft_probs], 0).accepted:
+            result[token] += chance
+            continue
+        rest = [Fraction(float(r)) for r in rests.pop()]
+        for i, share in enumerate(rest):
+            result[i] += chance * share / sum(rest)
+    return result
+
+
+@pytest.mark.parametrize(("target", "draft"), CASES)
+def test_ratio_rule_is_exact(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a statistic: the committed distribution is the target's, as fractions."""
+    assert committed(target, draft, monkeypatch) == [Fraction(p, 64) for p in target]
+
+
+def exact_in_all(monkeypatch: pytest.MonkeyPatch) -> bool:
+    return all(committed(t, d, monkeypatch) == [Fraction(p, 64) for p in t] for t, d in CASES)
+
+
+def lenient(u: float, target_prob: float, draft_prob: float) -> bool:
+    return u * draft_prob <= target_prob
+
+
+PLANTED_IN_RULE: dict[str, Any] = {
+    "accepts": lenient,
+    "residual": lambda target_probs, draft_probs: target_probs,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_IN_RULE)
+def test_enumeration_notices_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`u <= ratio`, and a correction drawn from the target instead of the residual."""
+    assert exact_in_all(monkeypatch)
+    monkeypatch.setattr(verification, name, PLANTED_IN_RULE[name])
+    assert not exact_in_all(monkeypatch)
+
+
+def test_what_the_target_excludes_is_never_accepted() -> None:
+    """u = 0 is a possible draw: with `<=` it accepts a token of probability 0."""
+    assert not accepts(0.0, 0.0, 0.5)
+    assert accepts(0.0, 1e-30, 1.0)
+    assert accepts(1 - 2**-53, 0.5, 0.5)
+
+
+def test_a_residual_of_nothing_is_the_target() -> None:
+    """Rounding can reject where the two distributions are equal; there is then nothing else to draw from."""
+    probs = torch.tensor([0.3, 0.7])
+    assert torch.equal(residual(probs, probs), probs)
+    assert torch.equal(residual(torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])), torch.tensor([0.5, 0.0]))
+
+
+def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(vocab, generator=generator)
+    return target, target + 0.7 * torch.randn(vocab, generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_coupled_rule_commits_the_direct_draw(temperature: float) -> None:
+    """Whatever was drafted, right or wrong."""
+    sampling = Sampling(temperature, seed=4)
+    rule = make_rule("coupled", sampling)
+    for position in range(100):
+        target, _ = logits_pair(position)
+        own = rule.direct(target, position)
+        for token in range(20):
+            expected = Judgement(1, None) if token == own else Judgement(0, own)
+            assert rule.judge(target[None], [token], [None], position) == expected
+
+
+def test_the_direct_draw_is_one_under_either_rule() -> None:
+    """`ar`, bonus tokens and going alone give the same text whichever rule was asked for."""
+    sampling = Sampling(0.8, top_k=7, seed=4)
+    for position in range(50):
+        target, _ = logits_pair(position)
+        assert RatioRule(sampling).direct(target, position) == DirectRule(sampling).direct(target, position)
+
+
+def test_a_run_is_judged_up_to_its_first_rejection() -> None:
+    rule = make_rule("coupled", Sampling())
+    logits = torch.eye(4)
+    assert rule.judge(logits, [0, 1, 2, 3], [None] * 4, 0) == Judgement(4, None)
+    assert rule.judge(logits, [0, 1, 0, 3], [None] * 4, 0) == Judgement(2, 2)
+
+
+def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
+    """(how often the draft's token is accepted, total variation distance) on one pair of distributions."""
+    sampling = Sampling(1.0, seed=1)
+    ours = make_rule(rule, sampling)
+    target, draft = logits_pair(3)
+    accepted = 0
+    for position in range(draws):
+        token, row = ours.draft(draft, position)
+        accepted += ours.judge(target[None], [token], [row], position).accepted
+    distance = float((torch.softmax(target, -1) - torch.softmax(draft, -1)).abs().sum()) / 2
+    return accepted / draws, distance
+
+
+def test_acceptance_rates_are_the_papers() -> None:
+    """ratio: 1 - TV. coupled: at least (1 - TV) / (1 + TV), and never more than ratio."""
+    (ratio, distance), (coupled, _) = acceptance("ratio"), acceptance("coupled")
+    error = 3 / 4000**0.5
+    assert distance > 0.15, "the pair is too much alike to show anything"
+    assert ratio == pytest.approx(1 - distance, abs=error)
+    assert (1 - distance) / (1 + distance) - error < coupled < 1 - distance + error
+
+
+def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: the draft draws with a key of its own. The text stays right, so only acceptance can tell."""
+
+    def own(self: DirectRule, logits: torch.Tensor, position: int) -> tuple[int, None]:
+        return self.direct(logits, position + 1_000_000), None
+
+    monkeypatch.setattr(DirectRule, "draft", own)
+    rate, distance = acceptance("coupled")
+    assert rate < (1 - distance) / (1 + distance) - 3 / 4000**0.5
+
+
+# ---- chi-square ----
+
+Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
+TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
+DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
+COIN_TARGET = torch.tensor([[0.5, 0.5]] * 2)
+COIN_DRAFT = torch.tensor([[0.9, 0.1]] * 2)
+FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)
+
+
+def generate(decoding: Decoding, seed: int, tokens: int, target: Table = TARGET, draft: Table = DRAFT) -> list[int]:
+    executors = paired_executors(
+        ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
+    )
+    submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed), decoding)
+    return simulate(submit, *executors, FOUR_TO_ONE).tokens
+
+
+def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> float:
+    """Chi-square of every token given the two before it; texts begin after the token `prompt`.
+
+    Cells are (position in the text if it is one of the first three, the two tokens before) and the next token.
+    """
+    counts: dict[Any, Counter[int]] = {}
+    for text in texts:
+        for i, token in enumerate(text):
+            known = [prompt, *text[:i]]
+            cell = (min(i, 3), *known[-2:])
+            counts.setdefault(cell, Counter())[token] += 1
+    statistic, freedom = 0.0, 0
+    for cell, seen in counts.items():
+        n = seen.total()
+        probs = [float(p) for p in target[cell[-1]]]
+        if n * min(probs) < 5:
+            continue
+        statistic += sum((seen[token] - n * p) ** 2 / (n * p) for token, p in enumerate(probs))
+        freedom += len(probs) - 1
+    assert freedom, "too few tokens to say anything"
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def one_long(decoding: Decoding, tokens: int = 1200) -> float:
+    return p_value([generate(decoding, seed, tokens // 3) for seed in range(3)])
+
+
+def many_short(decoding: Decoding, texts: int = 500) -> float:
+    return p_value([generate(decoding, seed, 3) for seed in range(texts)])
+
+
+DECODINGS = [
+    *(Decoding(m, "fixed", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 2, 4)),
+    *(Decoding(m, "stream", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 4)),
+    *(Decoding(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
+    Decoding("ar"),
+    *(Decoding(m, "stream", 2, "coupled") for m in ("pearl", "sd")),
+]
+
+
+def name(decoding: Decoding) -> str:
+    return f"{decoding.method}-{decoding.window}-{decoding.gamma}-{decoding.rule}"
+
+
+@pytest.mark.parametrize("decoding", DECODINGS, ids=name)
+def test_long_texts_have_the_targets_distribution(decoding: Decoding) -> None:
+    assert one_long(decoding) > NEVER
+
+
+@pytest.mark.parametrize("decoding", DECODINGS[6::3], ids=name)
+def test_the_first_tokens_have_the_targets_distribution(decoding: Decoding) -> None:
+    """Jointly: the prompt's own rows are judged in a way of their own."""
+    assert many_short(decoding) > NEVER
+
+
+PEARL = Decoding("pearl", "fixed", 4)
+
+
+def generous(u: float, target_prob: float, draft_prob: float) -> bool:
+    return lenient(u - 0.2, target_prob, draft_prob)
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_RULE)
+def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as under enumeration, in whole runs. (u = 0 is rare, so here acceptance is lenient by 0.2.)"""
+    planted = PLANTED_IN_RULE | {"accepts": generous}
+    monkeypatch.setattr(verification, bug, planted[bug])
+    assert one_long(PEARL, 3000) < NEVER
+
+
+@pytest.mark.parametrize("twin", [Purpose.DRAFT, Purpose.ACCEPT])
+def test_chi_square_notices_a_correction_that_shares_its_draw(twin: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: CORRECTION has the key of the draw that led to the rejection."""
+
+    def key(self: RatioRule, position: int, purpose: Purpose) -> int:
+        return draw_key(self.sampling, position, twin if purpose is Purpose.CORRECTION else purpose)
+
+    monkeypatch.setattr(RatioRule, "_key", key)
+    target = torch.tensor([[16, 24, 24]] * 3) / 64
+    draft = torch.tensor([[32, 16, 16]] * 3) / 64
+    texts = [generate(PEARL, seed, 600, target, draft) for seed in range(3)]
+    assert p_value(texts, target) < NEVER
+
+
+def test_chi_square_notices_a_first_token_that_nobody_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: the draft's own first token, sampled at its prefill, is committed as it is."""
+    judge = RatioRule.judge
+
+    def trusting(self: RatioRule, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
+        return Judgement(len(tokens), None) if start == 1 else judge(self, logits, tokens, rows, start)
+
+    assert many_short(PEARL) > NEVER
+    monkeypatch.setattr(RatioRule, "judge", trusting)
+    assert many_short(PEARL) < NEVER
+
+
+class ReusedDraw(RatioRule):
+    """Official PEARL's bug: after a token accepted in pre-verify, the next position is judged by the same u."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        super().__init__(sampling)
+        self._accepted_alone = -1
+
+    def judge(self, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
+        self._shared = start if self._accepted_alone == start - 1 else -1
+        judgement = super().judge(logits, tokens, rows, start)
+        self._accepted_alone = start if len(tokens) == judgement.accepted == 1 else -1
+        return judgement
+
+    def _key(self, position: int, purpose: Purpose) -> int:
+        if purpose is Purpose.ACCEPT and position == self._shared:
+            position -= 1
+        return super()._key(position, purpose)
+
+
+def coin_texts() -> list[list[int]]:
+    return [generate(PEARL, seed, 1500, COIN_TARGET, COIN_DRAFT) for seed in range(4)]
+
+
+def share_of_zeros(texts: list[list[int]]) -> float:
+    tokens = [token for text in texts for token in text]
+    return tokens.count(0) / len(tokens)
+
+
+def test_no_random_number_serves_two_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Official PEARL reuses one after a pre-verify acceptance: token 0 comes with frequency .568 for .500."""
+    texts = coin_texts()
+    assert share_of_zeros(texts) == pytest.approx(0.5, abs=0.015)
+    assert p_value(texts, COIN_TARGET) > NEVER
+    monkeypatch.setitem(verification.RULES, "ratio", ReusedDraw)
+    texts = coin_texts()
+    assert share_of_zeros(texts) == pytest.approx(0.568, abs=0.015)
+    assert p_value(texts, COIN_TARGET) < NEVER

@@ -1,0 +1,181 @@
+"""The closed forms of the paper under the virtual clock, and the window that the measured speeds make best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from pearl.protocol.events import Forward, Judge, Judged, Phase
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.window import MAX_WINDOW, METHODS, Speeds, Window
+from pearl.simulate import CoinDraft, CoinTarget, Outcome, Timing, simulate
+
+TOKENS = 12_000  # enough for 1 %
+FEWER = 4_000  # enough for 2 %
+SEEDS = range(3)
+
+
+class WatchedCoin(CoinTarget):
+    """Remembers each step after the prefill: [phase, tokens committed]."""
+
+    def __init__(self, acceptance: float, seed: int) -> None:
+        super().__init__(acceptance, seed)
+        self.steps: list[tuple[Phase, int]] = []
+
+    def execute(self, command: object):  # type: ignore[no-untyped-def]
+        event = super().execute(command)
+        match command, event:
+            case Forward(phase=phase), _:
+                self.steps.append((phase, 0))
+            case Judge(), Judged(accepted, token):
+                phase, before = self.steps[-1]
+                self.steps[-1] = (phase, before + accepted + (token is not None))
+        return event
+
+
+def run(acceptance: float, c: int, method: str, seed: int, tokens: int) -> tuple[Outcome, list[tuple[Phase, int]]]:
+    """A long text with forwards of 1 (draft) and c (target) seconds."""
+    submit = Submit(1, (0,), 1 + tokens, Sampling(), Decoding(method, "fixed", c))
+    target = WatchedCoin(acceptance, seed)
+    return simulate(submit, target, CoinDraft(), Timing(1.0, lambda _: float(c))), target.steps[1:]
+
+
+@cache
+def long_run(
+    acceptance: float, c: int, method: str = "pearl", tokens: int = TOKENS
+) -> tuple[list[Outcome], list[tuple[Phase, int]]]:
+    runs = [run(acceptance, c, method, seed, tokens) for seed in SEEDS]
+    return [outcome for outcome, _ in runs], [step for _, steps in runs for step in steps]
+
+
+def geometric(a: float, n: int) -> float:
+    """1 + a + ... + a**(n-1)"""
+    return (1 - a**n) / (1 - a)
+
+
+@pytest.mark.parametrize(("a", "c", "stated"), [(0.8, 5, 2.28), (0.9, 5, 3.13)])
+def test_fixed_window_has_the_papers_yield(a: float, c: int, stated: float) -> None:
+    """Of each phase, of the way from phase to phase, and so of a target step."""
+    outcomes, steps = long_run(a, c)
+    yields = {phase: [n for p, n in steps if p is phase] for phase in Phase}
+    mean = {phase: sum(ns) / len(ns) for phase, ns in yields.items() if ns}
+    moves = Counter((p, q) for (p, _), (q, _) in pairwise(steps))
+    pre_to_post = moves[Phase.PRE_VERIFY, Phase.POST_VERIFY] / len(yields[Phase.PRE_VERIFY])
+    per_step = len(SEEDS) * TOKENS / sum(outcome.target_steps for outcome in outcomes)
+    post = a / (1 + a - a**c)  # the stationary share of post-verify steps
+    post_to_post = moves[Phase.POST_VERIFY, Phase.POST_VERIFY] / len(yields[Phase.POST_VERIFY])
+    assert set(yields[Phase.PRE_VERIFY]) == {1}
+    assert mean[Phase.POST_VERIFY] == pytest.approx(geometric(a, c), rel=0.015)
+    assert pre_to_post == pytest.approx(a, rel=0.01)
+    assert post_to_post == pytest.approx(a**c, rel=0.03)
+    assert per_step == pytest.approx(1 - post + post * geometric(a, c), rel=0.01)
+    assert per_step == pytest.approx(stated, rel=0.01)
+
+
+@pytest.mark.parametrize(("a", "c"), [(0.8, 5), (0.9, 5)])
+def test_at_the_speed_ratio_nobody_waits(a: float, c: int) -> None:
+    """With t_target = c t_draft one step follows the other: the time is the number of target steps."""
+    for outcome in long_run(a, c)[0]:
+        prefill = c
+        assert outcome.seconds == pytest.approx(prefill + c * outcome.target_steps, abs=2 * c)
+
+
+@pytest.mark.parametrize(("a", "gamma"), [(0.8, 4), (0.6, 1)])
+def test_sd_has_leviathans_yield(a: float, gamma: int) -> None:
+    """(1 - a**(gamma+1)) / (1 - a) tokens a step, its bonus token included (Leviathan et al. 2023, equation 1)."""
+    outcomes, _ = long_run(a, gamma, "sd", FEWER)
+    per_step = len(SEEDS) * FEWER / sum(outcome.target_steps for outcome in outcomes)
+    assert per_step == pytest.approx(geometric(a, gamma + 1), rel=0.02)
+
+
+@pytest.mark.parametrize(("a", "c"), [(0.8, 5), (0.9, 5)])
+def test_run_lengths_are_theorem_2s(a: float, c: int) -> None:
+    """Accepted a/(1-a) a run, committed 1/(1-a) with its correction."""
+    outcomes, _ = long_run(a, c)
+    runs: Counter[int] = Counter()
+    for outcome in outcomes:
+        runs.update(outcome.counts.runs)
+    accepted = sum(length * n for length, n in runs.items()) / runs.total()
+    print(
+        f"a = {a}: accepted {accepted:.2f} (theory {a / (1 - a):.2f}), committed {accepted + 1:.2f} ({1 / (1 - a):.2f})"
+    )
+    assert accepted == pytest.approx(a / (1 - a), rel=0.025)
+
+
+def speeds(ratio: float, acceptance: float, growth: float = 0.0) -> Speeds:
+    """t_draft 1, t_target(n) = ratio + growth * (n - 1)."""
+    known = Speeds(1.0, acceptance)
+    for fed in range(1, 40):
+        known.observe_target(fed, ratio + growth * (fed - 1))
+    return known
+
+
+@pytest.mark.parametrize("ratio", range(2, 13))
+def test_best_window_is_theorem_1s_ratio(ratio: int) -> None:
+    for acceptance in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
+        assert speeds(ratio, acceptance).best_window() == ratio
+
+
+@pytest.mark.parametrize(("a", "ratio"), [(0.8, 3)])
+def test_theorem_1_holds_under_the_virtual_clock(a: float, ratio: int) -> None:
+    """Not only in the formula: no other fixed window is faster."""
+
+    def rate(c: int) -> float:
+        submit = Submit(1, (0,), 1 + FEWER, Sampling(), Decoding("pearl", "fixed", c))
+        return FEWER / simulate(submit, CoinTarget(a), CoinDraft(), Timing(1.0, lambda _: float(ratio))).seconds
+
+    rates = {c: rate(c) for c in range(1, ratio + 4)}
+    assert max(rates, key=rates.__getitem__) == ratio
+
+
+def test_a_target_that_slows_with_what_it_is_fed_makes_the_window_smaller() -> None:
+    """So steep that feeding more than half the ratio costs more than it yields."""
+    assert speeds(8, 0.8).best_window() == 8
+    assert 1 <= speeds(8, 0.8, growth=3.0).best_window() < 8
+
+
+def test_best_window_is_bounded_and_has_a_default() -> None:
+    assert Speeds().best_window() == 4
+    assert Speeds(1.0).best_window() == 4
+    assert speeds(1000, 0.9).best_window() <= MAX_WINDOW
+    assert speeds(0.2, 0.9).best_window() == 1
+
+
+def test_target_times_are_interpolated_not_extrapolated() -> None:
+    known = Speeds()
+    assert known.t_target(3) == 0
+    known.observe_target(2, 1.0)
+    known.observe_target(6, 3.0)
+    assert [known.t_target(n) for n in (1, 2, 3, 4, 6, 9)] == [1.0, 1.0, 1.5, 2.0, 3.0, 3.0]
+
+
+def test_speeds_follow_what_is_measured() -> None:
+    """A hiccup fades, a lasting change arrives, and no time at all is no measurement."""
+    known = Speeds()
+    for _ in range(50):
+        known.observe_draft(1.0)
+        known.observe_target(1, 3.0)
+    assert known.ratio == pytest.approx(3)
+    known.observe_draft(0.0)
+    known.observe_draft(2.0)
+    assert 1.0 < known.t_draft < 1.2
+    for _ in range(60):
+        known.observe_draft(2.0)
+    assert known.t_draft == pytest.approx(2.0, rel=0.01)
+    for _ in range(400):
+        known.observe_judgement(accepted=1, judged=2)
+    assert known.acceptance == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "stream"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_draft_may_always_draft_what_the_target_waits_for(method: str, policy: str) -> None:
+    """`needed` counts the last committed token, which is there already."""
+    for c in range(1, 20):
+        for fresh in (True, False):
+            window = Window.after(METHODS[method], policy, c, 100, fresh)
+            assert window.needed >= 1
+            assert window.draft_until >= 100 + window.needed - 1
