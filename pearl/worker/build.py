@@ -37,12 +37,12 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = _place(config.target_device, "target")
-        _pin(config.target_device, "target")
+        make_channel = _channel(config, settings, 0, device)
+        _pin(config.target_device, "target")  # from here on the draft's cores are none that we may use
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
         runner = _runner(config, "target", device, progress)
-        make_channel = _channel(config, settings, 0, device)
         TargetWorker(
             endpoint,
             TargetExecutor(runner, partial(_text_stream, tokenizer)),
@@ -60,12 +60,12 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
     endpoint = ZmqConnection(settings["address"])
     try:
         device = _place(config.draft_device, "draft")
+        make_channel = _channel(config, settings, 1, device)
         _pin(config.draft_device, "draft")
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
         runner = _runner(config, "draft", device, progress)
-        make_channel = _channel(config, settings, 1, device)
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
