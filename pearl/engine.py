@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pearl import errors
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
@@ -175,7 +176,8 @@ class Engine:
         self.config = EngineConfig(**{**known, **{k: v for k, v in given.items() if v is not None}})
         self._lock = threading.RLock()  # around the socket and the streams
         self._requests = count(1)
-        self._streams: dict[int, Stream] = {}
+        # Weak, so that a stream which its user has dropped is collected, and so cancelled.
+        self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._outbox: deque[Message] = deque()
         self._closed = False
         self._heard = time.monotonic()
