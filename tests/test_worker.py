@@ -9,14 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pearl.errors import ModelError, PearlError, RequestError
+from pearl.errors import ModelError, RequestError
 from pearl.metrics import Statistics
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
@@ -601,7 +601,7 @@ def test_unfit_draft_is_refused_and_a_fit_one_then_admitted(
         1.0,
     )
     worker._hello = replace(worker._hello, version=version)
-    with pytest.raises(ModelError, match="does not fit|version"):
+    with pytest.raises(ModelError, match=r"does not fit|version"):
         worker.run()
     pair.draft()
     assert pair.front().ask(submission(30)).tokens == simulated(submission(30))

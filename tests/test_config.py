@@ -1,0 +1,174 @@
+"""Settings: what is refused, and how it is told; and that every configuration in the repository is one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pearl.config import (
+    SECTIONS,
+    UNSUPPORTED,
+    DecodingConfig,
+    Device,
+    EngineConfig,
+    SamplingParams,
+    load_settings,
+    read_file,
+)
+from pearl.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CORE = min(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("auto", Device("auto")),
+        ("cpu", Device("cpu")),
+        (f"cpu:{CORE}", Device("cpu", cores=(CORE,))),
+        (f"cpu:{CORE},{CORE}", Device("cpu", cores=(CORE,))),
+        ("cuda", Device("cuda", gpus=(0,))),
+        ("cuda:1", Device("cuda", gpus=(1,))),
+        ("cuda:0-2", Device("cuda", gpus=(0, 1, 2))),
+        ("cuda:3,1", Device("cuda", gpus=(3, 1))),
+    ],
+)
+def test_device_names(name: str, device: Device) -> None:
+    assert Device.parse(name) == device
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "gpu",
+        "cpu:",
+        "cpu:x",
+        "cpu:1-",
+        "cpu:2-1",
+        "cpu:-1",
+        "cuda:",
+        "cuda:a",
+        "cuda:1-0",
+        "auto:0",
+        "CUDA",
+        "cpu:1.5",
+    ],
+)
+def test_bad_device_names_are_refused_with_the_good_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=r"use auto, cpu, cpu:0"):
+        Device.parse(name)
+
+
+def test_core_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"target_device.*CPU cores \[100000\] are not there"):
+        EngineConfig(target_device="cpu:100000")
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        (DecodingConfig, {"method": "lookahead"}, "method"),
+        (DecodingConfig, {"gamma": 0}, "gamma"),
+        (DecodingConfig, {"gamma": 1025}, "gamma"),
+        (DecodingConfig, {"window": "auto"}, "window"),
+        (SamplingParams, {"temperature": -0.1}, "temperature"),
+        (SamplingParams, {"temperature": float("nan")}, "temperature"),
+        (SamplingParams, {"temperature": float("inf")}, "temperature"),
+        (SamplingParams, {"top_p": 0}, "top_p"),
+        (SamplingParams, {"top_p": 1.01}, "top_p"),
+        (SamplingParams, {"top_k": -1}, "top_k"),
+        (SamplingParams, {"seed": -1}, "seed"),
+        (SamplingParams, {"seed": 2**64}, "seed"),
+        (SamplingParams, {"max_tokens": 0}, "max_tokens"),
+        (SamplingParams, {"stop": ["a", ""]}, "stop string must not be empty"),
+        (SamplingParams, {"stop": ""}, "stop string must not be empty"),
+        (EngineConfig, {"max_context": 1}, "max_context"),
+        (EngineConfig, {"draft_timeout": 0}, "draft_timeout"),
+        (EngineConfig, {"draft_restarts": -1}, "draft_restarts"),
+        (EngineConfig, {"target_dtype": "int4"}, "target_dtype"),
+        (EngineConfig, {"control": "udp"}, "control"),
+        (EngineConfig, {"temperature": 1.0}, "unknown setting 'temperature'"),
+    ],
+)
+def test_bad_values_are_refused_by_name(section: type, values: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        section(**values)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_known_elsewhere_is_refused_with_its_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not supported: "):
+        SamplingParams(**{name: 2})  # type: ignore[arg-type]
+
+
+def test_no_setting_is_in_two_sections_or_unsupported() -> None:
+    """A file is flat and a flag has one meaning."""
+    names = [name for section in SECTIONS for name in section.model_fields]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(UNSUPPORTED)
+
+
+def test_one_stop_or_several() -> None:
+    assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_seeds_are_drawn_only_where_none_was_given() -> None:
+    assert SamplingParams(seed=0).with_seed().seed == 0
+    drawn = {SamplingParams().with_seed().seed for _ in range(4)}
+    assert None not in drawn
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("- a\n- b\n", "must hold a mapping of settings, not a list"),
+        ("just text", "not a str"),
+        ("a: [1", "is not YAML"),
+        ("a: b: c", "is not YAML"),
+        ("temprature: 1.0\n", "unknown setting 'temprature'; allowed are .*temperature"),
+        ("logprobs: 3\n", "logprobs is not supported"),
+        ("gamma: three\n", "gamma: .*got 'three'"),
+        ("!!python/object/apply:os.system [true]", "is not YAML"),
+    ],
+)
+def test_bad_files_are_refused_and_named(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_settings(path, {})
+    assert str(path) in str(caught.value)
+
+
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_file(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        read_file(tmp_path / "binary.yaml")
+
+
+def test_overrides_win_over_the_file_and_an_empty_file_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("gamma: 3\ntemperature: 0.5\n")
+    settings = load_settings(path, {"gamma": 5})
+    assert (settings.decoding.gamma, settings.sampling.temperature) == (5, 0.5)
+    path.write_text("")
+    assert load_settings(path, {}) == load_settings(None, {})
+
+
+def test_there_are_configurations() -> None:
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_in_the_repository_loads(path: Path) -> None:
+    settings = load_settings(path, {})
+    assert read_file(path).keys() <= {name for s in SECTIONS for name in s.model_fields}
+    assert settings.engine.has_draft

@@ -1,0 +1,412 @@
+"""The engine on real processes: toy models for what any model does, tiny Hugging Face models for the rest.
+
+How it starts, dies and cleans up is in test_processes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from pearl.config import DecodingConfig, SamplingParams
+from pearl.engine import Engine, Result
+from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.simulate import Timing, paired_executors, simulate
+from tests.conftest import TOY, greedy_text
+from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
+
+METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
+PROMPT = [1, 2, 5]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+WARM = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
+BOUND = 60.0  # seconds
+
+
+def one(engine: Engine, params: SamplingParams = GREEDY, prompt: object = PROMPT, **options: object) -> Result:
+    (result,) = engine.generate([prompt], params, **options)  # type: ignore[list-item]
+    return result
+
+
+def consistent(result: Result, engine: Engine) -> None:
+    s = result.statistics
+    assert len(result.tokens) == len(result.provenance) == s.num_generated_tokens == sum(s.provenance.values())
+    assert {p.value: result.provenance.count(p) for p in set(result.provenance)} == s.provenance
+    assert s.num_judged_draft_tokens == s.provenance.get("accepted", 0) + s.provenance.get("corrected", 0)
+    assert s.num_prompt_tokens == len(result.prompt_tokens)
+    assert engine.tokenizer.decode(result.tokens).startswith(result.text)
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+@pytest.mark.parametrize("gamma", [None, 1, 3])
+def test_greedy_text_is_the_targets_own(toy: Engine, method: str, window: str, gamma: int | None) -> None:
+    """Invariant 3; a window of 1 is where others crash."""
+    result = one(toy, decoding=DecodingConfig(method=method, window=window, gamma=gamma))  # type: ignore[arg-type]
+    assert result.tokens == greedy_text(PROMPT, 60)
+    assert result.text == toy.tokenizer.decode(result.tokens)
+    assert result.finish_reason == "length"
+    assert (method == "ar") == (result.provenance == [Provenance.DIRECT] * 60)
+    consistent(result, toy)
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+def test_sampled_text_is_a_function_of_seed_and_sample(toy: Engine, rule: str) -> None:
+    texts = {}
+    for window in ("stream", "fixed"):
+        for seed, sample in ((11, 0), (11, 1), (12, 0)):
+            params = WARM.model_copy(update={"seed": seed, "sample": sample})
+            result = one(toy, params, decoding=DecodingConfig(window=window, rule=rule))  # type: ignore[arg-type]
+            assert result.seed == seed
+            consistent(result, toy)
+            assert texts.setdefault((seed, sample), result.tokens) == result.tokens
+    assert len({tuple(text) for text in texts.values()}) == 3
+
+
+def test_processes_leave_no_trace_in_the_text(toy: Engine) -> None:
+    """The text of two real processes is that of the virtual clock."""
+    submit = Submit(1, tuple(PROMPT), 63, Sampling(1.0, seed=11), Decoding())
+    assert one(toy, WARM).tokens == _simulated(submit, 32, 0.5)
+
+
+def _simulated(submit: Submit, vocab: int, alpha: float) -> list[int]:
+    runners = (ToyRunner(vocab, distribution) for distribution in alpha_pair(vocab, alpha))
+    return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
+
+
+@pytest.mark.parametrize("tensors", ["gloo", "frames"])
+def test_ratio_rule_over_the_tensor_channel_of_two_processes(tensors: str) -> None:
+    """Dense distributions over gloo, and as frames over tcp, leave no trace in the text either."""
+    spec = "toy:vocab=512,alpha=0.7"
+    params = WARM.model_copy(update={"max_tokens": 150})
+    with Engine(spec, spec, tensors=tensors, control="tcp") as engine:
+        assert (engine._directory / "group").exists() == (tensors == "gloo")
+        result = one(engine, params)
+    submit = Submit(1, tuple(PROMPT), 153, Sampling(1.0, seed=11), Decoding())
+    assert result.tokens == _simulated(submit, 512, 0.7)
+    assert result.statistics.num_accepted_draft_tokens > 0
+    assert not result.statistics.draft_lost
+
+
+def test_unset_seed_is_drawn_and_reported(toy: Engine) -> None:
+    drawn = [one(toy, WARM.model_copy(update={"seed": None})) for _ in range(2)]
+    assert drawn[0].seed != drawn[1].seed
+    assert drawn[0].tokens != drawn[1].tokens
+    assert one(toy, WARM.model_copy(update={"seed": drawn[0].seed})).tokens == drawn[0].tokens
+
+
+def test_prompts_come_as_text_tokens_and_lists(toy: Engine) -> None:
+    text = toy.tokenizer.decode(PROMPT)
+    results = toy.generate([text, PROMPT, tuple(PROMPT)], GREEDY)
+    assert [r.prompt_tokens for r in results] == [PROMPT] * 3
+    assert len({r.text for r in results}) == 1
+    assert [r.text for r in toy.generate(text, GREEDY)] == [results[0].text]
+    assert [r.text for r in toy.generate(PROMPT, GREEDY)] == [results[0].text]
+    assert toy.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([{"role": "user", "content": "hello"}], "no chat template"),
+        ("", "the prompt is empty"),
+        ([1, -1], "a prompt is text"),
+        ([1, True], "a prompt is text"),
+        ([1.5], "a prompt is text"),
+        ([1, 32], "token id 32"),
+        ([1] * 512, "the context holds 512"),
+        ([1] * 460, "460 tokens . 60 to generate, the context holds 512"),
+    ],
+)
+def test_impossible_prompts_are_refused_and_the_engine_unharmed(toy: Engine, prompt: object, said: str) -> None:
+    with pytest.raises(RequestError, match=said), toy.stream(prompt, GREEDY) as stream:  # type: ignore[arg-type]
+        next(stream)
+    assert one(toy).tokens == greedy_text(PROMPT, 60)
+
+
+def test_text_may_fill_the_context_to_its_last_token(toy: Engine) -> None:
+    prompt = [1] * 450
+    for max_tokens in (62, None):
+        result = one(toy, GREEDY.model_copy(update={"max_tokens": max_tokens}), prompt)
+        assert (len(result.tokens), result.finish_reason) == (62, "length")
+        assert result.tokens == greedy_text(prompt, 62)
+
+
+def test_prompt_that_goes_on_from_the_last_text_is_found_in_the_cache(toy: Engine) -> None:
+    text = one(toy).tokens
+    result = one(toy, GREEDY, [*PROMPT, *text[:50], 9])
+    assert result.statistics.num_cached_tokens == 53
+    assert result.tokens == greedy_text([*PROMPT, *text[:50], 9], 60)
+
+
+# ---- where a text ends ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens_is_exact(toy: Engine, method: str, max_tokens: int) -> None:
+    """A window must not run past the limit, nor be counted."""
+    result = one(toy, GREEDY.model_copy(update={"max_tokens": max_tokens}), method=method)
+    assert result.tokens == greedy_text(PROMPT, max_tokens)
+    consistent(result, toy)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_text_ends_at_the_first_eos(toy: Engine, method: str) -> None:
+    prompt, text = _prompt_that_meets(3)
+    params = SamplingParams(temperature=0, max_tokens=60)
+    result = one(toy, params, prompt, method=method, decoding=None)
+    assert result.tokens == text[: text.index(3) + 1]
+    assert result.finish_reason == "eos"
+    consistent(result, toy)
+    ignoring = one(toy, GREEDY, prompt, method=method)
+    assert ignoring.tokens == text
+
+
+def _prompt_that_meets(token: int) -> tuple[list[int], list[int]]:
+    """A prompt after which the greedy text holds `token`, not at once."""
+    for first in range(32):
+        text = greedy_text([first, 4], 60)
+        if token in text[4:] and token not in text[:4]:
+            return [first, 4], text
+    raise AssertionError("no such prompt")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_text_ends_before_a_stop_string(toy: Engine, method: str) -> None:
+    whole = toy.tokenizer.decode(greedy_text(PROMPT, 60))
+    stop = whole[20:23]
+    params = GREEDY.model_copy(update={"stop": ("@@", stop)})
+    result = one(toy, params, method=method)
+    assert result.text == whole[: whole.index(stop)]
+    assert result.finish_reason == "stop"
+    assert len(result.tokens) == whole.index(stop) + len(stop), "to the token that completes it, and no further"
+    consistent(result, toy)
+
+
+def test_pieces_joined_are_the_text(toy: Engine) -> None:
+    with toy.stream(PROMPT, GREEDY) as stream:
+        pieces = list(stream)
+    assert "".join(map(str, pieces)) == stream.result.text
+    assert [t for piece in pieces for t in piece.tokens] == stream.result.tokens
+    assert not any(piece.preview for piece in pieces), "nobody asked for a preview"
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_preview_comes_on_request_and_is_no_part_of_the_text(toy: Engine) -> None:
+    with toy.stream(PROMPT, GREEDY, preview=True) as stream:
+        pieces = list(stream)
+    assert any(piece.preview for piece in pieces)
+    assert all(not piece.text and not piece.tokens for piece in pieces if piece.preview)
+    assert stream.result.tokens == greedy_text(PROMPT, 60)
+
+
+# ---- streams left, side by side, and in threads ----
+
+LONG = GREEDY.model_copy(update={"max_tokens": 500})
+
+
+def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None:
+    with toy.stream(PROMPT, LONG) as stream:
+        next(stream)
+    assert stream.result.finish_reason == "cancelled"
+    assert list(stream) == []
+    for _ in toy.stream(PROMPT, LONG):
+        break  # nobody holds it any more
+    stream = toy.stream(PROMPT, LONG)
+    next(stream)
+    del stream
+    assert one(toy).tokens == greedy_text(PROMPT, 60)
+    assert not toy._streams, "a stream that is over must not be kept"
+
+
+def test_exception_while_streaming_frees_the_engine(toy: Engine) -> None:
+    with pytest.raises(ZeroDivisionError), toy.stream(PROMPT, LONG) as stream:
+        for _ in stream:
+            raise ZeroDivisionError
+    assert one(toy).tokens == greedy_text(PROMPT, 60)
+
+
+def test_two_streams_interleaved_in_one_thread(toy: Engine) -> None:
+    """The second waits its turn; whoever reads, reads for both."""
+    with toy.stream(PROMPT, GREEDY) as a, toy.stream([7, 7], GREEDY) as b:
+        last = list(b)[-1]
+        assert last.text == ""
+        assert len(list(a)) > 1
+    assert a.result.tokens == greedy_text(PROMPT, 60)
+    assert b.result.tokens == greedy_text([7, 7], 60)
+
+
+def test_engine_is_used_from_several_threads(toy: Engine) -> None:
+    results: dict[int, list[int]] = {}
+
+    def run(first: int) -> None:
+        results[first] = one(toy, prompt=[first, 9]).tokens
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND)
+        assert not thread.is_alive()
+    assert results == {first: greedy_text([first, 9], 60) for first in range(6)}
+
+
+# ---- engines without a draft, closed engines ----
+
+
+def test_engine_without_a_draft_serves_ar_only_and_closes_for_good() -> None:
+    engine = Engine(TOY, "none")
+    with engine:
+        assert engine.welcome.draft_context == 0
+        assert one(engine, method="ar").tokens == greedy_text(PROMPT, 60)
+        with pytest.raises(ConfigError, match="needs a draft model"):
+            one(engine)
+        stream = engine.stream(PROMPT, LONG, method="ar")
+        next(stream)
+    with pytest.raises(EngineClosed):
+        list(stream)
+    with pytest.raises(EngineClosed):
+        engine.stream(PROMPT)
+    engine.close()  # a second time does nothing
+
+
+def test_unknown_setting_starts_nothing() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'taget'"):
+        Engine(TOY, TOY, taget="x")
+
+
+# ---- real models ----
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Engine]:
+    """A tiny Llama with a disturbed copy of itself as draft; float32."""
+    with Engine(str(tiny_model(chat=True)), str(tiny_model(noise=0.3)), startup_timeout=200) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reference() -> transformers.PreTrainedModel:
+    torch.set_num_threads(1)
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model(chat=True), dtype=torch.float32)
+
+
+def transformers_greedy(model: transformers.PreTrainedModel, prompt: list[int], length: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
+    return out[0, len(prompt) :].tolist()
+
+
+STORY = "the cat and the dog in the end"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+def test_greedy_text_is_that_of_transformers(
+    tiny: Engine, reference: transformers.PreTrainedModel, method: str, window: str
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100)
+    result = one(tiny, params, STORY, decoding=DecodingConfig(method=method, window=window))  # type: ignore[arg-type]
+    assert result.prompt_tokens == tiny.tokenizer.encode(STORY)
+    wanted = transformers_greedy(reference, result.prompt_tokens, 100)
+    assert result.tokens == wanted
+    assert result.text == tiny.tokenizer.decode(wanted)
+    consistent(result, tiny)
+    if method != "ar":
+        assert {"accepted", "corrected"} <= result.statistics.provenance.keys(), "the pair must disagree sometimes"
+
+
+def test_chat_messages_take_the_template(tiny: Engine, reference: transformers.PreTrainedModel) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    result = one(tiny, params, [[{"role": "user", "content": "hi"}]][0])
+    assert "<|start|>assistant" in reference_tokenizer().decode(result.prompt_tokens)
+    assert result.tokens == transformers_greedy(reference, result.prompt_tokens, 30)
+    assert one(tiny, params, "hi", raw=False).tokens == result.tokens
+    assert one(tiny, params, "hi").prompt_tokens == tiny.tokenizer.encode("hi")
+
+
+def reference_tokenizer() -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(tiny_model(chat=True))
+
+
+def test_stop_strings_on_real_tokens(tiny: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    whole = one(tiny, params, STORY)
+    stop = whole.text[10:14]
+    cut = one(tiny, params.model_copy(update={"stop": (stop,)}), STORY)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_seeded_text_of_real_models_repeats(tiny: Engine) -> None:
+    params = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=5, max_tokens=60, ignore_eos=True)
+    coupled = [one(tiny, params, STORY, decoding=DecodingConfig(method=m, rule="coupled")).tokens for m in METHODS]  # type: ignore[arg-type]
+    assert all(text == coupled[0] for text in coupled)
+    ratio = [one(tiny, params, STORY, decoding=DecodingConfig(window=w)).tokens for w in ("stream", "fixed")]  # type: ignore[arg-type]
+    assert ratio[0] == ratio[1] != coupled[0]
+
+
+def _draft_of_odd_size(directory: Path) -> Path:
+    """Five ids more than the target, and room for 40 tokens only."""
+    shutil.copytree(tiny_model(noise=0.3, vocab_size=VOCAB_SIZE + 5), directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 40}))
+    return directory
+
+
+def test_draft_may_have_padding_ids_and_a_smaller_context(
+    tmp_path: Path, reference: transformers.PreTrainedModel
+) -> None:
+    """Beyond its context the target goes on alone, to the same text."""
+    with Engine(str(tiny_model(chat=True)), str(_draft_of_odd_size(tmp_path / "draft"))) as engine:
+        assert engine.welcome.draft_context == 40
+        result = one(engine, SamplingParams(temperature=0, max_tokens=100), STORY)
+        sampled = one(engine, SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True), STORY)
+    assert result.tokens == transformers_greedy(reference, result.prompt_tokens, 100)
+    beyond = 40 - len(result.prompt_tokens)
+    assert Provenance.CORRECTED in result.provenance[:beyond]
+    assert set(result.provenance[beyond:]) == {Provenance.DIRECT}
+    assert max(sampled.tokens) < VOCAB_SIZE
+    assert not result.statistics.draft_lost
+
+
+def test_draft_of_another_vocabulary_is_refused_naming_the_token(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_model(noise=0.3), draft)
+    path = draft / "tokenizer.json"
+    swapped = json.loads(path.read_text())
+    vocab = swapped["model"]["vocab"]
+    by_id = {id: piece for piece, id in vocab.items()}
+    vocab[by_id[50]], vocab[by_id[51]] = 51, 50
+    path.write_text(json.dumps(swapped))
+    with pytest.raises(ModelError, match="token 50 is ") as caught:
+        Engine(str(tiny_model(chat=True)), str(draft))
+    assert re.search(r"different vocabularies", str(caught.value))
+
+
+def test_text_of_a_real_model_ends_at_its_eos(tiny: Engine, reference: transformers.PreTrainedModel) -> None:
+    """Sampled, for the greedy texts of tiny models rarely end."""
+    params = SamplingParams(temperature=1.5, max_tokens=200)
+    for seed in range(40):
+        result = one(tiny, params.model_copy(update={"seed": seed}), STORY, method="ar")
+        if result.finish_reason == "eos":
+            break
+    assert result.tokens[-1] == EOS_ID
+    assert EOS_ID not in result.tokens[:-1]
+    coupled = DecodingConfig(rule="coupled")
+    assert one(tiny, params.model_copy(update={"seed": seed}), STORY, decoding=coupled).tokens == result.tokens

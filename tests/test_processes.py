@@ -1,0 +1,292 @@
+"""What only processes can show: how an engine starts, fails and ends, and that it leaves nothing behind.
+
+Fronts that are to die run as scripts of their own, with a temporary directory of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pearl.config import SamplingParams
+from pearl.engine import Engine
+from pearl.errors import ModelError, PearlError, TargetLost
+from tests.conftest import TOY, greedy_text
+
+BOUND = 60.0  # seconds; far more than anything here takes
+PROMPT = [1, 2, 5]
+LONG_TOY = "toy:vocab=32,alpha=0.5"  # room for a million tokens
+ENDLESS = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
+PACED = {"target_pace": 0.02, "draft_pace": 0.01}  # slow enough to be hit in the middle of a text
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    """A zombie that nobody in this container collects is gone too."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where engines of this test put their directories; at the end there must be none."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    yield tmp_path
+    eventually(lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}")
+
+
+# ---- nothing is left behind ----
+
+SCRIPT = """
+import json
+from pearl.config import SamplingParams
+from pearl.engine import Engine
+endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
+engine = Engine({spec!r}, {spec!r})
+print(json.dumps([str(engine._directory), engine._target.pid, engine._draft.worker.pid]), flush=True)
+{body}
+"""
+STREAM = """
+with engine:
+    for piece in engine.stream([1, 2, 5], endless):
+        print(flush=True)
+"""
+
+
+def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A front in a process of its own: it, its engine's directory and its workers' process ids."""
+    script = SCRIPT.format(spec=LONG_TOY, body=body)
+    pipe = subprocess.PIPE
+    front = subprocess.Popen([sys.executable, "-c", script], stdout=pipe, stderr=pipe, text=True)
+    assert front.stdout is not None
+    directory, *workers = json.loads(front.stdout.readline())
+    assert Path(directory).is_dir()
+    assert not any(map(gone, workers))
+    return front, Path(directory), workers
+
+
+def check_nothing_left(front: subprocess.Popen[str], directory: Path, workers: list[int]) -> str:
+    """Returns what it said on stderr."""
+    _, said = front.communicate(timeout=BOUND)
+    eventually(lambda: all(map(gone, workers)), "the workers are gone")
+    eventually(lambda: not directory.exists(), "the directory is gone")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ("engine.close()", 0, ""),
+        ("pass", 0, ""),  # forgotten
+        ("with engine: raise ValueError('mine')", 1, "ValueError: mine"),
+        ("with engine:\n  s = engine.stream([1], endless)\n  next(s)\n  raise SystemExit(7)", 7, ""),
+        ("import os\nos._exit(5)", 5, ""),
+    ],
+    ids=["closed", "forgotten", "exception", "in mid-text", "without a word"],
+)
+def test_nothing_is_left_after_a_front_that_ends(temporary: Path, body: str, code: int, says: str) -> None:
+    front, directory, workers = start_front(body)
+    said = check_nothing_left(front, directory, workers)
+    assert front.returncode == code, said
+    assert says in said
+    assert says or not said, "and it ends quietly"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_front_that_is_ended(temporary: Path, number: signal.Signals) -> None:
+    """In the middle of a text that would take hours."""
+    front, directory, workers = start_front(STREAM)
+    assert front.stdout is not None
+    front.stdout.readline()
+    front.send_signal(number)
+    said = check_nothing_left(front, directory, workers)
+    assert front.returncode == -number
+    assert said.count("KeyboardInterrupt") == (number == signal.SIGINT)
+
+
+def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: Path) -> None:
+    script = SCRIPT.format(spec=LONG_TOY, body="")
+    front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
+    eventually(lambda: bool(psutil.Process(front.pid).children()), "a worker has been started")
+    workers = [child.pid for child in psutil.Process(front.pid).children()]
+    front.kill()
+    front.wait()
+    eventually(lambda: all(map(gone, workers)), "the workers are gone")
+
+
+# ---- failing to start ----
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.mark.parametrize(
+    ("role", "spec", "said"),
+    [
+        ("target", "/nowhere/model", "/nowhere/model"),
+        ("draft", "/nowhere/model", "/nowhere/model"),
+        ("target", "toy:alpha=2", "alpha between 0 and 1"),
+        ("draft", "toy:beta=1", "unknown key 'beta'"),
+    ],
+)
+def test_model_that_cannot_be_loaded_is_told_with_its_cause(temporary: Path, role: str, spec: str, said: str) -> None:
+    before = children()
+    with pytest.raises(ModelError, match=said) as caught:
+        Engine(**{"target": TOY, "draft": TOY, role: spec})  # type: ignore[arg-type]
+    assert str(caught.value).count(said) == 1
+    assert caught.value.exit_code == 3
+    assert children() <= before
+
+
+def test_vocabularies_of_two_sizes_are_no_pair_unless_one_is_padding(temporary: Path) -> None:
+    """Ids of one alone are padding, so this pair is served; the draft's own must never come out."""
+    with Engine("toy:vocab=32,alpha=0.5", "toy:vocab=64,alpha=0.5") as engine:
+        (result,) = engine.generate(PROMPT, greedy(60))
+    assert result.tokens == greedy_text(PROMPT, 60)
+
+
+def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed for lack of memory, say: there is nothing but its exit code."""
+    from pearl import processes
+
+    class Doomed(processes.Worker):
+        def __init__(self, role: str, *args: object, **options: object) -> None:
+            super().__init__(role, *args, **options)  # type: ignore[arg-type]
+            if role == "target":
+                self._process.kill()
+
+    monkeypatch.setattr("pearl.engine.Worker", Doomed)
+    before = children()
+    with pytest.raises(PearlError, match="target worker was killed by signal 9; .* lack of memory"):
+        Engine(TOY, TOY)
+    assert children() <= before
+
+
+def test_start_has_a_bound(temporary: Path) -> None:
+    before = children()
+    with pytest.raises(PearlError, match="startup_timeout"):
+        Engine(TOY, TOY, startup_timeout=0.01)
+    assert children() <= before
+
+
+# ---- workers that die, in mid-text ----
+
+
+def test_text_survives_the_draft_and_speculation_resumes(temporary: Path) -> None:
+    """Killed in mid-text: the same text, said in the statistics; then it is started again by itself."""
+    with Engine(TOY, TOY, **PACED) as engine:
+        assert engine._draft is not None
+        first = engine._draft.worker.pid
+        with engine.stream(PROMPT, greedy(120)) as stream:
+            next(stream)
+            os.kill(first, signal.SIGKILL)
+            for _ in stream:
+                pass
+        assert stream.result.tokens == greedy_text(PROMPT, 120)
+        assert stream.result.statistics.draft_lost
+        assert stream.result.statistics.provenance["direct"] > 0
+
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            (result,) = engine.generate(PROMPT, greedy(40))
+            assert result.tokens == greedy_text(PROMPT, 40)
+            if result.statistics.num_accepted_draft_tokens:
+                break
+        assert result.statistics.num_accepted_draft_tokens
+        assert engine._draft.worker.pid != first
+        (result,) = engine.generate(PROMPT, SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True))
+        assert not result.statistics.draft_lost
+
+
+def test_text_survives_a_draft_that_is_stopped_and_takes_it_back(temporary: Path) -> None:
+    """SIGSTOP: alive for the kernel and for ZeroMQ, whose sockets still take everything."""
+    with Engine(TOY, TOY, draft_timeout=0.5, **PACED) as engine:
+        assert engine._draft is not None
+        draft = engine._draft.worker.pid
+        with engine.stream(PROMPT, greedy(120)) as stream:
+            next(stream)
+            os.kill(draft, signal.SIGSTOP)
+            for _ in stream:
+                pass
+        assert stream.result.tokens == greedy_text(PROMPT, 120)
+        assert stream.result.statistics.draft_lost
+        os.kill(draft, signal.SIGCONT)
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            (result,) = engine.generate(PROMPT, greedy(40))
+            if result.statistics.num_accepted_draft_tokens:
+                break
+        assert result.statistics.num_accepted_draft_tokens
+        os.kill(draft, signal.SIGSTOP)  # and one that is stopped does not keep the engine from closing
+
+
+def test_draft_that_keeps_dying_is_given_up(temporary: Path) -> None:
+    with Engine(TOY, TOY, draft_restarts=0) as engine:
+        assert engine._draft is not None
+        os.kill(engine._draft.worker.pid, signal.SIGKILL)
+        results = engine.generate([PROMPT, PROMPT], greedy(60))
+    assert [r.tokens for r in results] == [greedy_text(PROMPT, 60)] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_target_is_a_named_error_in_bounded_time(temporary: Path, number: signal.Signals) -> None:
+    with Engine(LONG_TOY, LONG_TOY, target_timeout=3.0) as engine:
+        assert engine._target is not None
+        assert engine._draft is not None
+        workers = [engine._target.pid, engine._draft.worker.pid]
+        with engine.stream(PROMPT, ENDLESS) as stream:
+            next(stream)
+            os.kill(engine._target.pid, number)
+            with pytest.raises(TargetLost, match="Make a new engine"):
+                for _ in stream:
+                    pass
+        with pytest.raises(PearlError):
+            engine.generate(PROMPT, greedy(5))
+    assert all(map(gone, workers))
+
+
+# ---- side by side ----
+
+
+def test_two_engines_side_by_side(temporary: Path) -> None:
+    """No fixed name or port: neither hears of the other, and the second outlives the first."""
+    with Engine(TOY, TOY, control="tcp") as one:
+        with Engine(TOY, TOY) as other:
+            assert [e.generate(PROMPT, greedy(40))[0].tokens for e in (one, other)] == [greedy_text(PROMPT, 40)] * 2
+        assert one.generate(PROMPT, greedy(40))[0].tokens == greedy_text(PROMPT, 40)
+
+
+def test_device_names_pin_the_workers(temporary: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    first, last = cores[0], cores[-1]
+    with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
+        assert engine._target is not None
+        assert engine._draft is not None
+        pinned = [psutil.Process(w.pid).cpu_affinity() for w in (engine._target, engine._draft.worker)]
+        threads = psutil.Process(engine._target.pid).environ()["OMP_NUM_THREADS"]
+    assert pinned == [[last], [first]]
+    assert threads == "1"
