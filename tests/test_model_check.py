@@ -130,17 +130,8 @@ def subsets(positions: Iterable[int]) -> list[tuple[int, ...]]:
     return list(chain.from_iterable(combinations(items, n) for n in range(len(items) + 1)))
 
 
-FED_BUG = "a verdict whose token the draft has drafted and fed already leaves nothing unfed: it drafts on no tokens"
-RESYNC_BUG = "a Resync that a rejection has overtaken is dropped, and the draft, LOST, never asks again: a deadlock"
 WINDOWS = [("fixed", 1), ("fixed", 2), ("stream", 1), ("stream", 2)]
-PAIRS = [
-    pytest.param(method, window, gamma, marks=pytest.mark.xfail(strict=True, reason=FED_BUG))
-    if (method, gamma) == ("sd", 2)
-    else (method, window, gamma)
-    for method in METHODS
-    for window, gamma in WINDOWS
-    if method != "ar"
-]
+PAIRS = [(method, window, gamma) for method in METHODS for window, gamma in WINDOWS if method != "ar"]
 
 
 @pytest.mark.parametrize(("method", "window", "gamma"), PAIRS)
@@ -150,12 +141,7 @@ def test_every_interleaving_ends_with_the_right_text(method: str, window: str, g
         assert explore(method, window, gamma, wrong) > 0
 
 
-FAULTS = [
-    ("kill",),
-    pytest.param(("kill", "join"), marks=pytest.mark.xfail(strict=True, reason=FED_BUG)),
-    ("repeat tokens",),
-    ("repeat verdict",),
-]
+FAULTS = [("kill",), ("kill", "join"), ("repeat tokens",), ("repeat verdict",)]
 
 
 @pytest.mark.parametrize("faults", FAULTS, ids=str)
@@ -166,14 +152,7 @@ def test_every_interleaving_survives_a_fault_at_any_time(window: str, faults: tu
         assert explore("pearl", window, 2, wrong, TEXT[:-1], faults) > 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "window"),
-    [
-        ((), "fixed"),
-        ((), "stream"),
-        pytest.param((3,), "stream", marks=pytest.mark.xfail(strict=True, reason=RESYNC_BUG)),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "window"), [((), "fixed"), ((), "stream"), ((3,), "stream")])
 def test_every_interleaving_survives_a_divergence_at_any_time(wrong: tuple[int, ...], window: str) -> None:
     """A verdict whose digest does not match: the draft asks for the whole prefix, once and successfully."""
     assert explore("pearl", window, 2, wrong, TEXT[:-1], ("garble verdict",)) > 0

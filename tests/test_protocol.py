@@ -52,7 +52,7 @@ from tests.protocol_pair import (
     submission,
     until,
 )
-from tests.test_model_check import FED_BUG, RESYNC_BUG, freeze
+from tests.test_model_check import freeze
 
 
 def finish(pair: Pair, text: tuple[int, ...] = TEXT, seed: int = 0) -> None:
@@ -122,7 +122,6 @@ def test_a_gap_resynchronises_with_the_whole_prefix() -> None:
     finish(pair)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a gap discards tokens under judgement")
 def test_a_gap_during_a_judgement_waits_for_it() -> None:
     """As the draft's going and coming do: the verdict being computed stands."""
     pair = until(make_pair(), lambda p: p.coordinator.state is target_side.State.JUDGING)
@@ -188,7 +187,6 @@ def test_a_verdict_with_a_gap_brings_the_whole_prefix() -> None:
     assert pair.results[1].counts.resyncs >= 1
 
 
-@pytest.mark.xfail(strict=True, reason=RESYNC_BUG)
 def test_a_resync_that_a_rejection_has_overtaken_is_answered() -> None:
     """The draft is lost in epoch 0; before its Resync arrives a rejection begins epoch 1. Someone has to speak."""
     machine = draft_in(draft_side.State.WAITING)
@@ -211,11 +209,6 @@ def test_digests_tell_prefixes_apart() -> None:
 
 # ---- a draft that goes and comes (invariant 9), a request that is cancelled ----
 
-SURVIVORS = [
-    pytest.param(method, marks=pytest.mark.xfail(strict=True, reason=FED_BUG)) if method == "sd" else method
-    for method in METHODS
-]
-
 
 def moves_of(method: str, window: str, seed: int) -> int:
     pair = make_pair(method, (4, 9, 10), window=window)
@@ -228,7 +221,7 @@ def moves_of(method: str, window: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize("window", ["fixed", "stream"])
-@pytest.mark.parametrize("method", SURVIVORS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_draft_may_die_at_any_point(method: str, window: str) -> None:
     runs = [(seed, point) for seed in range(2) for point in range(1, moves_of(method, window, seed), 3)]
     for seed, point in runs:
@@ -240,7 +233,6 @@ def test_a_draft_may_die_at_any_point(method: str, window: str) -> None:
         finish(pair, seed=seed)
 
 
-@pytest.mark.xfail(strict=True, reason=FED_BUG)
 def test_a_draft_may_return_at_any_point() -> None:
     """It is given the whole prefix; tokens of its former life, or of another request, change nothing."""
     for method in ("pearl", "pearl-no-post-verify"):
@@ -295,7 +287,6 @@ def test_a_request_may_be_cancelled_at_any_point(method: str) -> None:
         assert tuple(pair.results[2].tokens) == TEXT[len(PROMPT) :]
 
 
-@pytest.mark.xfail(strict=True, reason="tokens dropped after a Cancel make the next look like a gap: Begin after Begin")
 def test_a_cancelled_request_is_not_resynchronised() -> None:
     """While its last forward runs, the draft is left alone."""
     pair = until(make_pair(window="stream", gamma=8), lambda p: p.coordinator.state is target_side.State.POST_VERIFY)

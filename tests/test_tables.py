@@ -141,7 +141,6 @@ def reached() -> Reached:
     draft: set[tuple[object, type, object]] = set()
     watch(patch, target_side, target)
     watch(patch, draft_side, draft)
-    patch.setattr("tests.protocol_pair.Cache.feed", lambda cache, start, tokens: cache.tokens.extend(tokens))  # FED_BUG
     for side in (target_side, draft_side):
         patch.setattr(side, "PREFILL_CHUNK", 1)
     for seed in range(1500):
@@ -164,19 +163,7 @@ def test_every_state_and_event_of_the_tables_is_reached(reached: Reached) -> Non
         assert {(a, kind) for a, kind, _ in entries(side)} <= {(a, kind) for a, kind, _ in made}
 
 
-DEAD_ARROWS = {
-    (target_side.State.SAMPLING, Sampled, target_side.State.POST_VERIFY),  # a token of the target's own leaves 1 unfed
-    (target_side.State.GATHERING, DraftTokens, target_side.State.PRE_VERIFY),  # a draft token makes it 2
-    (draft_side.State.LOST, Finish, draft_side.State.IDLE),  # it stays LOST until the next Begin
-}
-
-
 def test_every_entry_of_the_tables_is_reached(reached: Reached) -> None:
+    """The README's diagram is drawn from the tables: an arrow that is never taken misleads."""
     for side, made in zip((target_side, draft_side), reached, strict=True):
-        assert entries(side) - made - DEAD_ARROWS == set()
-
-
-@pytest.mark.xfail(strict=True, reason="the tables list three transitions that cannot happen")
-def test_no_arrow_of_the_table_is_dead(reached: Reached) -> None:
-    """The README's diagram is drawn from the table: an arrow that is never taken misleads."""
-    assert not DEAD_ARROWS & ((entries(target_side) | entries(draft_side)) - reached[0] - reached[1])
+        assert entries(side) - made == set()

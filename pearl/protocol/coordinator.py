@@ -71,7 +71,7 @@ _RUNNING = {
     Phase.POST_VERIFY: State.POST_VERIFY,
 }
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
-_DECIDED = frozenset({State.PRE_VERIFY, State.POST_VERIFY, State.GATHERING, State.IDLE})
+_DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.IDLE})
 
 # state -> event -> the states that may follow. What is not listed is illegal. The README's diagram is drawn from this.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
@@ -79,7 +79,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.PREFILL: {Forwarded: _FED | {State.PREFILL}},
     State.PRE_VERIFY: {Forwarded: _FED},
     State.POST_VERIFY: {Forwarded: _FED},
-    State.JUDGING: {Judged: _DECIDED | {State.JUDGING, State.SAMPLING, State.HELD}},
+    State.JUDGING: {Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD}},
     State.SAMPLING: {Sampled: _DECIDED},
     State.HELD: {
         DraftTokens: frozenset({State.JUDGING}),
@@ -87,7 +87,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Cancel: frozenset({State.IDLE}),
     },
     State.GATHERING: {
-        DraftTokens: frozenset({State.PRE_VERIFY, State.POST_VERIFY}),
+        DraftTokens: frozenset({State.POST_VERIFY}),
         DraftGone: frozenset({State.PRE_VERIFY}),
         Cancel: frozenset({State.IDLE}),
     },
@@ -220,7 +220,8 @@ class Coordinator:
 
     def _draft_tokens(self, message: DraftTokens, do: Callable[[object], None]) -> None:
         known = len(self.sequence.tokens)
-        if self.request is None or message.request != self.request.request or message.epoch < self.epoch:
+        stale = self.request is None or message.request != self.request.request or message.epoch < self.epoch
+        if stale or self._ending:
             self.counts.stale += 1
             return
         if message.epoch > self.epoch or message.start + len(message.tokens) > self._draft_until:
@@ -232,8 +233,11 @@ class Coordinator:
         if message.start < known:
             self.counts.duplicate += 1
         elif message.start > known:
-            self._resynchronise(do)
-        elif not self._ending:
+            if self.state is State.JUDGING:
+                self._deferred.append(message)
+            else:
+                self._resynchronise(do)
+        else:
             self.sequence.extend(message.tokens)
             self._rows.extend(message.rows.data or [None] * len(message.tokens))
             self.counts.drafted += len(message.tokens)
@@ -255,9 +259,12 @@ class Coordinator:
             self._decide(do)
 
     def _resync(self, message: Resync, do: Callable[[object], None]) -> None:
-        if self.request is None or message.request != self.request.request or message.epoch != self.epoch:
+        stale = self.request is None or message.request != self.request.request or message.epoch < self.epoch
+        if stale or self._ending:
             self.counts.stale += 1
             return
+        if message.epoch > self.epoch:
+            raise RemoteProtocolError(f"draft asks to resynchronise epoch {message.epoch}; it is epoch {self.epoch}")
         self._resynchronise(do)
 
     # ---- what to do next ----
@@ -269,7 +276,7 @@ class Coordinator:
             self._finish(do)
             return
         if seq.fed >= seq.committed:  # there is a row for the position after the prefix
-            run = min(len(seq.tokens), seq.fed + 1) - seq.committed
+            run = min(len(seq.pending), self._judgeable)
             if run:
                 self.state = State.JUDGING
                 do(Judge(seq.committed, tuple(seq.pending[:run]), tuple(self._rows[:run])))
@@ -302,10 +309,17 @@ class Coordinator:
         return self._method.drafts and self.sequence.committed < self.draft_context
 
     @property
+    def _judgeable(self) -> int:
+        """Positions after the prefix whose row is to be judged: all there are, but for a bonus row.
+
+        That one is drawn from even where a draft token has come for it: which it is must not depend on timing.
+        """
+        rows = self.sequence.fed + 1 - self.sequence.committed
+        return rows - 1 if self._method.bonus and (rows > 1 or not self._fresh) else rows
+
+    @property
     def _row_is_direct(self) -> bool:
-        if not self._drafting:
-            return True
-        return self._method.bonus and (not self._method.pre_verify or not self._fresh)
+        return not self._drafting or (self._method.bonus and not self._fresh)
 
     @property
     def _needed(self) -> int:
@@ -368,7 +382,8 @@ class Coordinator:
         else:
             self._discard_pending()
             self.sequence.correct(token)
-            self.counts.runs[self.counts.run] = self.counts.runs.get(self.counts.run, 0) + 1
+            if provenance is not Provenance.DIRECT:
+                self.counts.runs[self.counts.run] = self.counts.runs.get(self.counts.run, 0) + 1
             self.counts.run = 0
         self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
         self._provenance.append(provenance)

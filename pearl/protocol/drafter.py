@@ -97,6 +97,9 @@ class Drafter:
     def _verdict(self, verdict: Verdict, do: Callable[[object], None]) -> None:
         seq = self.sequence
         old = self.begun is None or verdict.request != self.begun.request or verdict.epoch < self.epoch
+        if self._lost and not old and verdict.epoch > self.epoch:  # our Resync was overtaken by a rejection
+            self._lose(verdict, do)
+            return
         if old or self._lost or verdict.start < seq.committed:
             self.counts.stale += 1
             return
@@ -110,6 +113,7 @@ class Drafter:
         if self.begun is None or finish.request != self.begun.request:
             return
         self.begun = None
+        self._lost = False
         self._overtaken = True
         self.sequence.drop_pending()
         self._go_on(do)
@@ -146,6 +150,8 @@ class Drafter:
 
     def _forward(self, do: Callable[[object], None]) -> None:
         seq = self.sequence
+        # The last token is fed again where it was fed before a verdict made it final: its row is gone.
+        seq.fed = min(seq.fed, len(seq.tokens) - 1)
         if seq.cached > seq.fed:
             do(Rollback(seq.fed))
         start = seq.fed
