@@ -25,13 +25,12 @@ class RowPacker:
         self._outbox: list[torch.Tensor] = []
 
     def pack(self, probs: torch.Tensor) -> Rows:
-        possible = int(torch.count_nonzero(probs))
-        if possible < max(_SMALL, probs.numel() // _SPARSE_SHARE):
-            weights = probs.cpu().numpy()
+        weights = probs.cpu().numpy()
+        if np.count_nonzero(weights) < max(_SMALL, len(weights) // _SPARSE_SHARE):
             ids = np.flatnonzero(weights > 0)
             return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
         if self._channel is None:
-            return Rows(RowKind.FRAMES, (probs.cpu().numpy().tobytes(),))
+            return Rows(RowKind.FRAMES, (weights.tobytes(),))
         self._outbox.append(probs)
         return Rows(RowKind.CHANNEL)
 
