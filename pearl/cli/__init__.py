@@ -21,7 +21,7 @@ cli.add_command(generate)
 
 
 def main() -> None:
-    """Entry point: an error on purpose is one line and its exit code; Ctrl-C is 130."""
+    """Entry point: an error on purpose is one line and its exit code; Ctrl-C is 130. click makes a broken pipe a quiet 1."""
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -33,7 +33,4 @@ def main() -> None:
     except PearlError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has had enough, and the interpreter need not complain about it
-        code = 0
     sys.exit(code if isinstance(code, int) else 0)
