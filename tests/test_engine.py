@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.engine import Engine, Result
+from pearl.engine import Engine, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
@@ -234,9 +234,13 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
 
 
 def test_exception_while_streaming_frees_the_engine(toy: Engine) -> None:
-    with pytest.raises(ZeroDivisionError), toy.stream(PROMPT, LONG) as stream:
-        for _ in stream:
+    def fail(stream: Stream) -> None:
+        with stream:
+            next(stream)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail(toy.stream(PROMPT, LONG))
     assert one(toy).tokens == greedy_text(PROMPT, 60)
 
 

@@ -181,7 +181,7 @@ def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: py
 
     monkeypatch.setattr("pearl.engine.Worker", Doomed)
     before = children()
-    with pytest.raises(PearlError, match="target worker was killed by signal 9; .* lack of memory"):
+    with pytest.raises(PearlError, match=r"target worker was killed by signal 9; .* lack of memory"):
         Engine(TOY, TOY)
     assert children() <= before
 
@@ -222,6 +222,7 @@ def test_text_survives_the_draft_and_speculation_resumes(temporary: Path) -> Non
         assert not result.statistics.draft_lost
 
 
+@pytest.mark.slow
 def test_text_survives_a_draft_that_is_stopped_and_takes_it_back(temporary: Path) -> None:
     """SIGSTOP: alive for the kernel and for ZeroMQ, whose sockets still take everything."""
     with Engine(TOY, TOY, draft_timeout=0.5, **PACED) as engine:
@@ -252,7 +253,7 @@ def test_draft_that_keeps_dying_is_given_up(temporary: Path) -> None:
     assert [r.tokens for r in results] == [greedy_text(PROMPT, 60)] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_lost_target_is_a_named_error_in_bounded_time(temporary: Path, number: signal.Signals) -> None:
     with Engine(LONG_TOY, LONG_TOY, target_timeout=3.0) as engine:
         assert engine._target is not None

@@ -1,0 +1,227 @@
+"""The command line: what goes to which stream, which exit code, and that every setting is a flag."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from pearl.cli import cli
+from pearl.cli.generate import printable
+from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
+from tests.conftest import TOY, greedy_text
+
+BOUND = 120.0  # seconds
+PAIR = ["--target", TOY, "--draft", TOY]
+SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
+# Text of the prompt "123" as the toy tokenizer writes it.
+CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
+WANTED = "".join(CHARACTERS[t] for t in greedy_text([1, 2, 3], 30))
+
+
+def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pearl", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=BOUND, check=False)
+
+
+def refused(*arguments: str, code: int = 2, stdin: str = "") -> str:
+    """What it said; nothing may have been printed on stdout, nor a traceback."""
+    run = pearl("generate", *arguments, stdin=stdin)
+    assert run.returncode == code, run.stderr
+    assert run.stdout == ""
+    assert "Traceback" not in run.stderr
+    return " ".join(run.stderr.split())
+
+
+# ---- texts ----
+
+
+def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
+    run = pearl("generate", *SHORT, "123")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == WANTED + "\n"
+    for row in ("method", "30 tokens", "acceptance", "target steps", "t_target(n)", "seed"):
+        assert row in run.stderr
+
+
+def test_prompt_comes_from_stdin() -> None:
+    run = pearl("generate", *SHORT, "-", stdin="123")
+    assert run.stdout == WANTED + "\n"
+
+
+def test_json_is_one_document_that_adds_up() -> None:
+    run = pearl("generate", *SHORT, "--json", "--window", "fixed", "--gamma", "3", "123")
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert document["text"] == WANTED
+    assert document["tokens"] == greedy_text([1, 2, 3], 30)
+    assert document["prompt_tokens"] == [1, 2, 3]
+    assert document["finish_reason"] == "length"
+    statistics = document["statistics"]
+    assert statistics["num_generated_tokens"] == 30 == len(document["provenance"])
+    assert statistics["provenance"] == {p: document["provenance"].count(p) for p in set(document["provenance"])}
+    assert document["settings"]["decoding"]["gamma"] == 3
+    assert isinstance(document["seed"], int)
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"target: {TOY}\ndraft: {TOY}\nmax_tokens: 5\ntemperature: 0\nignore_eos: true\nstop: ['@']\n")
+    run = pearl("generate", "--config", str(path), "--max-tokens", "7", "--json", "123")
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert document["text"] == WANTED[:7]
+    assert document["settings"]["sampling"]["stop"] == ["@"]
+    assert "loading" not in run.stdout
+
+
+def test_method_ar_needs_no_draft() -> None:
+    run = pearl("generate", *SHORT, "--draft", "none", "--method", "ar", "123")
+    assert run.stdout == WANTED + "\n"
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temprature", "1", "x"], "No such option"),
+        (["--gamma", "three", "x"], "three"),
+        (["--gamma", "0", "x"], "gamma"),
+        (["--top-p", "1.5", "x"], "top_p"),
+        (["--method", "magic", "x"], "pearl-no-pre-verify"),
+        (["--target-device", "gpu", "x"], "use auto, cpu"),
+        (["--stop", "", "x"], "must not be empty"),
+        (["--config", "/nowhere.yaml", "x"], "/nowhere.yaml"),
+        (["x", "y"], "unexpected extra argument"),
+        ([], "no prompt"),
+        (["-"], "no prompt"),
+    ],
+)
+def test_mistakes_are_refused_with_what_to_do(arguments: list[str], said: str) -> None:
+    assert said.lower() in refused(*PAIR, *arguments).lower()
+
+
+@pytest.mark.parametrize("name", ["n", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_unsupported_options_are_refused_by_name(name: str) -> None:
+    assert name in UNSUPPORTED
+    flag = "--" + name.replace("_", "-")
+    assert f"{flag} is not supported: " in refused(*PAIR, flag, "2", "x")
+
+
+def test_unknown_key_in_a_file_is_refused_with_the_known(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("temprature: 1\n")
+    said = refused("--config", str(path), "x")
+    assert "unknown setting 'temprature'" in said
+    assert str(path) in said
+    assert all(name in said for section in SECTIONS for name in section.model_fields)
+
+
+def test_model_that_is_not_there_is_told_once_and_exits_with_3() -> None:
+    said = refused("--target", "/nowhere/model", "--draft", TOY, "x", code=3)
+    assert said.count("/nowhere/model") == 1 + said.count("loading /nowhere/model")
+    assert "error: " in said
+
+
+def test_prompt_too_long_is_told_before_any_work() -> None:
+    said = refused(*PAIR, "--max-tokens", "600", "123", code=2)
+    assert "the context holds 512" in said
+
+
+# ---- flags and settings ----
+
+
+def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
+    fields = {name for section in SECTIONS for name in section.model_fields}
+    command = cli.commands["generate"]
+    flags = {p.name for p in command.params if isinstance(p, click.Option) and not p.hidden}
+    assert flags - fields == {"raw", "as_json", "config"}
+    assert fields <= flags
+    hidden = {p.name for p in command.params if isinstance(p, click.Option) and p.hidden}
+    assert hidden == set(UNSUPPORTED)
+
+
+def test_help_tells_defaults() -> None:
+    run = pearl("generate", "--help")
+    assert run.returncode == 0
+    assert "--draft-timeout" in run.stdout
+    assert str(EngineConfig().draft_timeout) in run.stdout
+    assert pearl("--version").stdout.startswith("pearl, version ")
+
+
+# ---- terminals and pipes ----
+
+
+def test_control_characters_are_stripped() -> None:
+    """A model must not steer the user's terminal: colours, titles, cursor, or 8-bit controls."""
+    assert (
+        printable("a\x1b[31mb\x07\x08\r\x7f\x9b1mc\n\td\u00e9\u4e2d\U0001f600")
+        == "a[31mb1mc\n\td\u00e9\u4e2d\U0001f600"
+    )
+
+
+def _on_a_terminal(*arguments: str) -> tuple[int, bytes]:
+    """Exit code and what a terminal was given on stdout."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "pearl", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=follower, stderr=subprocess.DEVNULL)
+    os.close(follower)
+    said = b""
+    while True:
+        try:
+            part = os.read(leader, 4096)
+        except OSError:  # the terminal's last user is gone
+            break
+        if not part:
+            break
+        said += part
+    os.close(leader)
+    return process.wait(BOUND), said
+
+
+def test_terminal_gets_the_text_as_it_comes() -> None:
+    code, said = _on_a_terminal("generate", *SHORT, "123")
+    assert code == 0
+    assert said.decode().replace("\r\n", "\n") == WANTED + "\n"
+
+
+def test_broken_pipe_is_quiet(tmp_path: Path) -> None:
+    """`pearl generate ... | head -c1`: the reader has had enough."""
+    spec = "toy:vocab=32,alpha=0.5"
+    command = [sys.executable, "-m", "pearl", "generate", "--target", spec, "--draft", spec, "--max-tokens", "500000"]
+    with (tmp_path / "stderr").open("w+") as stderr:
+        process = subprocess.Popen([*command, "1"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(BOUND) == 1
+        stderr.seek(0)
+        said = stderr.read()
+    assert "Traceback" not in said
+    assert "Exception" not in said
+    assert "Error" not in said
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
+    spec = "toy:vocab=32,alpha=0.5"
+    command = [sys.executable, "-m", "pearl", "generate", "--target", spec, "--draft", spec, "--max-tokens", "500000"]
+    process = subprocess.Popen([*command, "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=BOUND)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "interrupted" in said
+    assert time.monotonic() - began < BOUND
