@@ -27,6 +27,8 @@ from pydantic import (
 
 from pearl.errors import ConfigError
 
+LEAST_TEMPERATURE = 1e-4
+
 Seconds = Annotated[float, Field(gt=0)]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -110,6 +112,13 @@ class SamplingParams(_Settings):
     max_tokens: int | None = Field(None, ge=1, description="Most tokens to generate; default: up to the context.")
     stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_tiny(cls, value: float | None) -> float | None:
+        if value and value < LEAST_TEMPERATURE:  # logits / value would overflow, and every probability be NaN
+            raise ValueError(f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -78,6 +78,7 @@ def test_core_that_is_not_there_is_refused() -> None:
         (SamplingParams, {"temperature": -0.1}, "temperature"),
         (SamplingParams, {"temperature": float("nan")}, "temperature"),
         (SamplingParams, {"temperature": float("inf")}, "temperature"),
+        (SamplingParams, {"temperature": 1e-40}, "0 is greedy"),  # logits overflowed and took the target with them
         (SamplingParams, {"top_p": 0}, "top_p"),
         (SamplingParams, {"top_p": 1.01}, "top_p"),
         (SamplingParams, {"top_k": -1}, "top_k"),
