@@ -21,7 +21,7 @@ cli.add_command(generate)
 
 
 def main() -> None:
-    """Entry point: an error on purpose is one line and its exit code; Ctrl-C is 130; a broken pipe is quiet (click: 1)."""
+    """Entry point: an error on purpose is one line and its exit code; Ctrl-C is 130, a broken pipe click's own 1."""
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
