@@ -6,6 +6,7 @@ token reads the socket, for all who wait.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -20,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from pearl import errors
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.errors import ConfigError, EngineClosed, RequestError, StartError, TargetLost, TransportError
+from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
 from pearl.processes import DraftKeeper, Worker
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 Progress = Callable[[str], None]
 
+_LAST_WORDS_SECONDS = 5.0  # for the status line of a worker that is going down
 _READ_SECONDS = 0.1  # longest turn at the socket, so that a dead worker is noticed
 
 
@@ -203,6 +205,7 @@ class Engine:
         self.tokenizer, self.defaults = self._load_tokenizer(progress)
         self._wait_until_ready(deadline)
         self._endpoint = ZmqConnection(self._target.address)
+        self._heard = time.monotonic()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
         while self._welcome is None:
             self._read()
@@ -227,13 +230,29 @@ class Engine:
         assert self._target is not None
         while not self._target.reached("ready"):
             if self._draft and not self._draft.worker.alive:
-                self._draft.worker.wait_for("gone", time.monotonic() + 5)
-                raise self._draft.worker.fate()
+                raise self._start_failure(self._draft.worker)
             try:
                 self._target.wait_for("ready", min(deadline, time.monotonic() + 0.2))
             except StartError:
                 if not self._target.alive or time.monotonic() > deadline:
                     raise
+
+    def _start_failure(self, draft: Worker) -> PearlError:
+        """Whose failure it was: a draft also ends because the target it talks to has failed."""
+        assert self._target is not None
+        draft.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
+        fate = draft.fate()
+        if isinstance(fate, TransportError):
+            with contextlib.suppress(StartError):
+                self._target.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
+                return self._target.fate()
+        return fate
+
+    def __del__(self) -> None:
+        with contextlib.suppress(
+            Exception
+        ):  # a last resort, for an engine dropped unclosed: its interpreter may be ending
+            self.close()
 
     def close(self) -> None:
         """Ends the workers and removes what they left; a second time does nothing."""
@@ -412,8 +431,14 @@ class Engine:
     def _target_alive(self) -> bool:
         return self._target is None or self._target.alive
 
-    def _target_fate(self) -> str:
-        return str(self._target.fate()) if self._target else "the target is gone"
+    def _target_fate(self, otherwise: str = "the target is gone") -> str:
+        """Why it is gone, in its own words where it has left any."""
+        if self._target is None:
+            return otherwise
+        with contextlib.suppress(StartError):
+            self._target.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
+            return str(self._target.fate())
+        return otherwise
 
     def _forget(self, request: int) -> None:
         self._streams.pop(request, None)
@@ -424,7 +449,7 @@ class Engine:
             return
         try:
             self._post(Cancel(request))
-        except TransportError:
+        except TargetLost:
             log.debug("could not cancel request %d: the target is gone", request)
 
     def _post(self, message: Message) -> None:
@@ -441,8 +466,11 @@ class Engine:
 
     def _flush(self) -> None:
         assert self._endpoint is not None
-        while self._outbox:
-            self._endpoint.send(self._outbox.popleft())
+        try:
+            while self._outbox:
+                self._endpoint.send(self._outbox.popleft())
+        except TransportError as error:
+            raise TargetLost(f"{self._target_fate(str(error))}; the text ends here. Make a new engine") from None
 
 
 def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -146,7 +147,7 @@ class Worker:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             log.warning("%s worker does not end by itself: killing it", self.role)
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session: with what it has started itself
             self._process.wait()
         self._reader.join(1.0)
         if self._process.stdout is not None:
@@ -204,7 +205,7 @@ def _environment(device: str) -> dict[str, str]:
     if place.cores:
         extra |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(place.cores)))
     if len(place.gpus) > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = visible.split(",") if visible else [str(i) for i in range(max(place.gpus) + 1)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(i) for i in range(max(place.gpus) + 1)] if visible is None else visible.split(",")
         extra["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in place.gpus if i < len(names))
     return {**os.environ, **extra}

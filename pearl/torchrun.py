@@ -111,5 +111,5 @@ def _closed(store: TorchrunStore) -> bool:
     try:
         store.get(_CLOSED, _POLL_SECONDS)
     except TransportError:
-        return False
+        return store.gone
     return True

@@ -110,7 +110,8 @@ class HFRunner:
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # This stream only: rows on their way to the other worker are not the forward's business.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _check(self, tokens: Sequence[int], end: int) -> None:
         if end > self.context:

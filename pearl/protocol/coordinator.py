@@ -49,7 +49,7 @@ from pearl.protocol.messages import (
     Verdict,
 )
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import METHODS, Speeds, Window
+from pearl.protocol.window import METHODS, Method, Speeds, Window
 
 PREFILL_CHUNK = 512  # tokens of a long prompt fed at once: between two chunks messages are looked at
 
@@ -95,7 +95,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
 # Legal in every state, and by themselves they change none: the world outside does not wait for our forwards.
 ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
 # A verdict being computed stands: what would discard the tokens under judgement waits until it is out.
-_AFTER_JUDGING = (DraftGone, DraftJoined, Resync)
+_AFTER_JUDGING = (DraftGone, DraftJoined)
 
 
 @dataclass
@@ -265,7 +265,10 @@ class Coordinator:
             return
         if message.epoch > self.epoch:
             raise RemoteProtocolError(f"draft asks to resynchronise epoch {message.epoch}; it is epoch {self.epoch}")
-        self._resynchronise(do)
+        if self.state is State.JUDGING:
+            self._deferred.append(message)
+        else:
+            self._resynchronise(do)
 
     # ---- what to do next ----
 
@@ -296,7 +299,7 @@ class Coordinator:
             do(Wait(Cause.WINDOW))
 
     @property
-    def _method(self) -> Any:
+    def _method(self) -> Method:
         assert self.request is not None
         return METHODS[self.request.decoding.method]
 

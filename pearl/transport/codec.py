@@ -283,7 +283,7 @@ _SAMPLING = _nested(
         top_p=_real(0.0, 1.0, above=True),
         min_p=_real(0.0, 1.0),
         seed=_WORD,
-        sample=_WORD,
+        sample=_COUNT,
     )
 )
 _DECODING = _nested(

@@ -216,6 +216,7 @@ class TorchrunStore:
         except RuntimeError as error:
             raise TransportError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
         self._store = dist.PrefixStore(f"pearl/{run}/{restart}", store)
+        self.gone = False  # whether torchrun has ended under us
 
     def set(self, key: str, value: str) -> None:
         try:
@@ -236,4 +237,5 @@ class TorchrunStore:
                 time.sleep(_STORE_POLL)
             return self._store.get(key).decode()
         except RuntimeError as error:
+            self.gone = True
             raise TransportError(f"torchrun's store is gone, {key!r} was not read: {error}") from error

@@ -38,7 +38,7 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
     try:
         device = _place(config.target_device, "target")
         make_channel = _channel(config, settings, 0, device)
-        _pin(config.target_device, "target")  # from here on the draft's cores are none that we may use
+        _pin(config, "target")  # from here on the draft's cores are none that we may use
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
@@ -61,7 +61,7 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
     try:
         device = _place(config.draft_device, "draft")
         make_channel = _channel(config, settings, 1, device)
-        _pin(config.draft_device, "draft")
+        _pin(config, "draft")
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
@@ -124,10 +124,16 @@ def _place(name: str, role: str) -> torch.device:
     if device.kind == "cpu" or (device.kind == "auto" and not gpus):
         return torch.device("cpu")
     if device.kind == "auto":
-        return torch.device("cuda", min(role == "draft", gpus - 1))
+        return _cuda(min(int(role == "draft"), gpus - 1))
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         raise ModelError(f"device {name} is not there: torch sees {gpus} GPUs")
+    return _cuda(index)
+
+
+def _cuda(index: int) -> torch.device:
+    """Made the current device too: pinned memory would otherwise open a context on the first GPU, the other's."""
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
@@ -141,16 +147,16 @@ def _on_two_gpus(config: EngineConfig) -> bool:
     return not set(target.gpus) & set(draft.gpus)
 
 
-def _pin(name: str, role: str) -> None:
-    """Pins this process to the cores of a device name; `auto` gives each role its half of them.
+def _pin(config: EngineConfig, role: str) -> None:
+    """Pins this process to the cores of its device; `auto` gives each role its half of them.
 
     Threads that run already (the sockets' I/O thread) stay unpinned.
     """
-    device = Device.parse(name)
+    device = Device.parse(config.target_device if role == "target" else config.draft_device)
     if device.kind == "cuda" or (device.kind == "auto" and torch.cuda.is_available()):
         return
     usable = sorted(os.sched_getaffinity(0))
-    half = (len(usable) + 1) // 2
+    half = (len(usable) + 1) // 2 if config.has_draft else len(usable)
     cores = device.cores
     if device.kind == "auto":
         cores = tuple(usable[:half] if role == "target" else usable[half:] or usable)

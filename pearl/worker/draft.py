@@ -32,6 +32,7 @@ from pearl.worker.rows import RowPacker
 
 log = logging.getLogger(__name__)
 
+_LONG = 8  # tokens: a forward of more is announced, for it may take longer than silence is suffered
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
@@ -121,6 +122,8 @@ class DraftWorker:
             case Wait():
                 pass
             case _:
+                if isinstance(command, Draft) and len(command.tokens) > _LONG:
+                    self._endpoint.send(Heartbeat(self._steps, "prefill", len(command.tokens)))
                 event = self._executor.execute(command)
                 if isinstance(command, Draft):
                     self._steps += 1

@@ -145,7 +145,9 @@ class DraftExecutor:
         assert self.runner.length == command.start, (self.runner.length, command)
         assert self._rule is not None
         began = time.perf_counter()
-        logits = self.runner.forward(command.tokens, int(command.sample))
+        # An id that only the target has stands for something this model cannot know; only acceptance suffers.
+        tokens = [token if token < self.runner.vocab_size else 0 for token in command.tokens]
+        logits = self.runner.forward(tokens, int(command.sample))
         self.runner.synchronize()
         seconds = time.perf_counter() - began
         if not command.sample:

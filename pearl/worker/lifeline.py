@@ -1,14 +1,17 @@
 """A worker's tie to whoever launched it: settings come in, status goes out, and the worker dies with its launcher.
 
 The launcher holds the other end of the worker's stdin for as long as it lives, so end-of-file means that it is gone,
-however it went.  PR_SET_PDEATHSIG would follow the creating *thread*, and a plain poll of the parent's id is late.
+however it went; the parent's id is looked at too, for a child that the launcher has forked may hold that end as well.
+(PR_SET_PDEATHSIG would follow the creating *thread*.)
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -24,6 +27,7 @@ class Lifeline:
     def __init__(self) -> None:
         self.settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
         self.closed = threading.Event()
+        self._launcher = os.getppid()
         self._ended = threading.Event()
         self._status = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # whatever a library prints must not end up among our status lines
@@ -33,11 +37,13 @@ class Lifeline:
         threading.Thread(target=self._watch, args=(directory,), daemon=True, name="lifeline").start()
 
     def _watch(self, directory: Path) -> None:
-        while os.read(0, 1024):
+        while os.getppid() == self._launcher and not (select.select([0], [], [], 1.0)[0] and not os.read(0, 1024)):
             pass
         self.closed.set()
-        self._ended.wait(_GRACE_SECONDS)
+        ended = self._ended.wait(_GRACE_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
+        if not ended:  # it may be waiting for a process of its own: a download, a conversion
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(0)
 
     def tell(self, state: str, **details: Any) -> None:

@@ -59,13 +59,13 @@ def fits(rows: Rows, vocab_size: int) -> bool:
     for row in rows.data:
         if isinstance(row, tuple):
             ids, probs = np.frombuffer(row[0], np.int32), np.frombuffer(row[1], np.float32)
-            if not ids.size or ids.min() < 0 or ids.max() >= vocab_size or not _are_probabilities(probs):
+            if not ids.size or ids.min() < 0 or ids.max() >= vocab_size or not are_probabilities(probs):
                 return False
-        elif len(row) != 4 * vocab_size or not _are_probabilities(np.frombuffer(row, np.float32)):
+        elif len(row) != 4 * vocab_size or not are_probabilities(np.frombuffer(row, np.float32)):
             return False
     return True
 
 
-def _are_probabilities(values: Any) -> bool:
+def are_probabilities(values: Any) -> bool:
     """A NaN fails every comparison, and is the minimum of what it is in."""
     return bool(values.min() >= 0 and values.max() <= 1.001)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
+from pearl.config import LEAST_TEMPERATURE
 from pearl.errors import DraftLost, ProtocolError, RemoteProtocolError, RequestError, TransportError
 from pearl.metrics import Stopwatch, fold
 from pearl.protocol.coordinator import Coordinator, State
@@ -41,11 +42,12 @@ from pearl.protocol.window import METHODS
 from pearl.transport.base import Endpoint, Peer, TensorChannel
 from pearl.worker.calibrate import calibrate_target
 from pearl.worker.execute import TargetExecutor
-from pearl.worker.rows import fits
+from pearl.worker.rows import are_probabilities, fits
 
 log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
+_SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _RETURNS = 3  # how often a draft that fell silent may come back: one that is always too slow must not stall every text
@@ -92,6 +94,7 @@ class TargetWorker:
         self._is_ready = False
         self._draft: Peer | None = None
         self._draft_context = 0
+        self._draft_allowance = 0.0  # seconds of silence granted for work that it has announced
         self._silent_draft: Peer | None = None  # lost for its silence only
         self._returns = 0
         self._draft_heard = self._draft_probed = self._fronts_told = 0.0
@@ -116,7 +119,7 @@ class TargetWorker:
     def _receive(self, timeout: float) -> None:
         for peer, message in self._endpoint.receive(timeout):
             if peer == self._draft:
-                self._draft_heard = time.monotonic()
+                self._draft_heard, self._draft_allowance = time.monotonic(), 0.0
             try:
                 self._on_message(peer, message)
             except (ProtocolError, TransportError, DraftLost) as error:
@@ -160,6 +163,7 @@ class TargetWorker:
     def _on_fault(self, peer: Peer, error: Exception) -> None:
         if peer == self._draft:
             self._lose_draft(str(error))
+            self._tell(peer, Error(-1, "DraftLost", str(error)))  # it ends, and its launcher starts a sound one
             return
         log.warning("dropped a message: %s", error)
         self._tell(peer, Error(-1, type(error).__name__, str(error)))
@@ -217,6 +221,10 @@ class TargetWorker:
             return "the prompt is empty: give at least one token"
         if submit.decoding.method not in METHODS:
             return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
+        if "" in submit.stops:
+            return "a stop string must not be empty"
+        if 0 < submit.sampling.temperature < LEAST_TEMPERATURE:
+            return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
         if max(submit.prompt) >= s.vocab_size:
             return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {s.vocab_size - 1}"
         if submit.limit > s.context or submit.limit <= len(submit.prompt):
@@ -262,7 +270,11 @@ class TargetWorker:
             self._handle(DraftJoined(self._draft_context))
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """The first one after joining carries the draft's calibration and makes us ready."""
+        """The first one after joining carries the draft's calibration and makes us ready.
+
+        One that announces long work is allowed a multiple of what that many tokens take one by one.
+        """
+        self._draft_allowance = heartbeat.tokens * _SLACK * self._coordinator.speeds.t_draft
         if not self._is_ready:
             self._coordinator.speeds.observe_draft(heartbeat.seconds)
             self._handle(DraftJoined(self._draft_context))
@@ -293,6 +305,8 @@ class TargetWorker:
         if self._channel is None:
             raise RemoteProtocolError("draft announced rows on a channel that is not open")
         rows = self._channel.receive(len(message.tokens))
+        if not are_probabilities(rows):
+            raise RemoteProtocolError("draft sent what is no distribution")
         return replace(message, rows=Rows(RowKind.CHANNEL, tuple(rows)))
 
     def _lose_draft(self, why: str) -> None:
@@ -310,12 +324,14 @@ class TargetWorker:
             self._probe_draft(now)
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
-            for peer in [*self._fronts]:
+            for peer in {
+                owner for owner, _ in self._requests.values()
+            }:  # one that waits for nothing may not be reading
                 self._tell(peer, Heartbeat(self._work, self._coordinator.state.value, 0))
 
     def _probe_draft(self, now: float) -> None:
         assert self._draft is not None
-        if now - self._draft_heard > self._settings.draft_timeout:
+        if now - self._draft_heard > self._settings.draft_timeout + self._draft_allowance:
             self._silent_draft = self._draft
             self._lose_draft(f"silent for {now - self._draft_heard:.1f} s")
         elif now - self._draft_probed > _PROBE_SECONDS:
@@ -357,7 +373,8 @@ class TargetWorker:
 
     def _compute(self, command: object, now: float) -> None:
         if isinstance(command, Open):
-            self._watch = Stopwatch(begun=now)
+            alone = self._settings.expects_draft and self._draft is None
+            self._watch = Stopwatch(begun=now, draft_lost=alone)
         event = self._executor.execute(command)
         self._watch.busy += time.monotonic() - now
         if isinstance(command, Forward):
