@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import sys
 import threading
 import time
 from collections import deque
@@ -249,10 +250,14 @@ class Engine:
         return fate
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # a last resort, for an engine dropped unclosed: its interpreter may be ending
-            self.close()
+        """A last resort, for an engine dropped unclosed.
+
+        Not where the interpreter is ending: its threads are frozen, locks in hand, and cannot be waited for. There the
+        workers end by themselves, for their stdin closes.
+        """
+        if not sys.is_finalizing():
+            with contextlib.suppress(Exception):
+                self.close()
 
     def close(self) -> None:
         """Ends the workers and removes what they left; a second time does nothing."""

@@ -101,11 +101,12 @@ def check_nothing_left(front: subprocess.Popen[str], directory: Path, workers: l
     [
         ("engine.close()", 0, ""),
         ("pass", 0, ""),  # forgotten
+        ("del engine", 0, ""),
         ("with engine: raise ValueError('mine')", 1, "ValueError: mine"),
         ("with engine:\n  s = engine.stream([1], endless)\n  next(s)\n  raise SystemExit(7)", 7, ""),
         ("import os\nos._exit(5)", 5, ""),
     ],
-    ids=["closed", "forgotten", "exception", "in mid-text", "without a word"],
+    ids=["closed", "forgotten", "dropped", "exception", "in mid-text", "without a word"],
 )
 def test_nothing_is_left_after_a_front_that_ends(temporary: Path, body: str, code: int, says: str) -> None:
     front, directory, workers = start_front(body)

@@ -34,7 +34,8 @@ class Lifeline:
 
     def watch(self, directory: Path) -> None:
         """Starts watching; when the launcher goes, `directory` (sockets) is removed with it."""
-        threading.Thread(target=self._watch, args=(directory,), daemon=True, name="lifeline").start()
+        self._watcher = threading.Thread(target=self._watch, args=(directory,), daemon=True, name="lifeline")
+        self._watcher.start()
 
     def _watch(self, directory: Path) -> None:
         while os.getppid() == self._launcher and not (select.select([0], [], [], 1.0)[0] and not os.read(0, 1024)):
@@ -57,5 +58,11 @@ class Lifeline:
         return lambda message: self.tell("loading", message=message)
 
     def end(self) -> None:
-        """The loop has ended by itself: the watcher need not wait any longer."""
+        """The loop has ended by itself: the watcher need not wait any longer.
+
+        Where the launcher is gone it is the watcher that ends the process; were the main thread to end it first, the
+        directory might be left, for its sibling may be in the same hurry.
+        """
         self._ended.set()
+        if self.closed.is_set():
+            self._watcher.join(_GRACE_SECONDS)
