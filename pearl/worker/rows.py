@@ -26,7 +26,7 @@ class RowPacker:
 
     def pack(self, probs: torch.Tensor) -> Rows:
         weights = probs.cpu().numpy()
-        if np.count_nonzero(weights) < max(_SMALL, len(weights) // _SPARSE_SHARE):
+        if len(weights) < _SMALL or np.count_nonzero(weights) < max(_SMALL, len(weights) // _SPARSE_SHARE):
             ids = np.flatnonzero(weights > 0)
             return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
         if self._channel is None:
