@@ -42,9 +42,7 @@ class RunnerContract:
         assert isinstance(runner.device, torch.device)
 
     @pytest.mark.parametrize("pieces", [(1,) * 12, (5, 7), (1, 3, 8), (8, 1, 3), (2, 2, 1, 1, 6)])
-    def test_pieces_equal_the_whole(
-        self, runner: ModelRunner, whole: torch.Tensor, pieces: tuple[int, ...]
-    ) -> None:
+    def test_pieces_equal_the_whole(self, runner: ModelRunner, whole: torch.Tensor, pieces: tuple[int, ...]) -> None:
         """A causal mask aligned to the upper left shows in pieces of two or more after a filled cache."""
         fed, found = 0, []
         for piece in pieces:
@@ -54,9 +52,7 @@ class RunnerContract:
         close(torch.cat(found), whole)
 
     @pytest.mark.parametrize("keep", [0, 1, 5, 11, 12])
-    def test_after_a_rollback_as_from_scratch(
-        self, runner: ModelRunner, whole: torch.Tensor, keep: int
-    ) -> None:
+    def test_after_a_rollback_as_from_scratch(self, runner: ModelRunner, whole: torch.Tensor, keep: int) -> None:
         """Other tokens stood after `keep`; none of them may be seen any more."""
         runner.forward(some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
         runner.rollback(keep)

@@ -112,9 +112,7 @@ assert sorted(path.name for path in made.iterdir()) == ["first", "second"], "saw
 
 def builder(*arguments: str) -> subprocess.Popen[str]:
     root = Path(embedded.__file__).parents[2]
-    return subprocess.Popen(
-        [sys.executable, "-c", BUILDER, *arguments], stderr=subprocess.PIPE, text=True, cwd=root
-    )
+    return subprocess.Popen([sys.executable, "-c", BUILDER, *arguments], stderr=subprocess.PIPE, text=True, cwd=root)
 
 
 def test_only_one_of_several_processes_builds(cache: Path, tmp_path: Path) -> None:

@@ -31,9 +31,7 @@ def byte_level() -> HFTokenizer:
     names = list(SPECIAL.values())
     backend.train_from_iterator(
         CORPUS * 3,
-        trainers.BpeTrainer(
-            vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False),
     )
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
 
@@ -121,7 +119,7 @@ class TestDetokenizer:
         run = bytes_of(tokenizer, "你".encode())
         spoilt = [*run, *bytes_of(tokenizer, b"\xff")]
         assert pieces_of(tokenizer, [0], spoilt) == ["", "", "", "", "����"]
-        assert pieces_of(tokenizer, [0], [*run, *ids_of(tokenizer, "cat")])== ["", "", "", "你 cat", ""]
+        assert pieces_of(tokenizer, [0], [*run, *ids_of(tokenizer, "cat")]) == ["", "", "", "你 cat", ""]
 
     def test_a_prompt_that_ends_amid_a_character(self) -> None:
         """What the prompt showed as U+FFFD is no part of the character that the answer completes."""
@@ -265,8 +263,7 @@ class TestTextStream:
         tokenizer = data.draw(st.sampled_from([byte_level(), byte_fallback()]))
         prompt = tokenizer.encode("the cat")
         answer = data.draw(
-            st.text("a😀你 \nthe", max_size=12).map(lambda text: ids_of(tokenizer, text))
-            | tokens(tokenizer, PATIENCE)
+            st.text("a😀你 \nthe", max_size=12).map(lambda text: ids_of(tokenizer, text)) | tokens(tokenizer, PATIENCE)
         )
         text = beyond(tokenizer, prompt, answer)
         places = st.tuples(st.integers(0, len(text)), st.integers(1, 4))

@@ -82,9 +82,7 @@ def tiny_model(
 
 def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transformers.PreTrainedModel:
     family, sizes = _KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab_size, num_hidden_layers=layers, **sizes
-    )
+    config = getattr(transformers, f"{family}Config")(vocab_size=vocab_size, num_hidden_layers=layers, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)
