@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers' threads are enough
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
