@@ -43,7 +43,7 @@ words = st.integers(0, 2**64 - 1)
 tokens = st.lists(positions, max_size=5).map(tuple)
 seconds = st.floats(0, allow_infinity=False, allow_nan=False)
 names = st.text(max_size=16)
-samplings = st.builds(m.Sampling, seconds, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, words)
+samplings = st.builds(m.Sampling, seconds, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts)
 decodings = st.builds(
     m.Decoding,
     st.sampled_from(sorted(METHODS)),
