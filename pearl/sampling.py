@@ -8,6 +8,7 @@ counter-based generator in integer arithmetic, so the same bits on every device.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from enum import IntEnum
 from hashlib import blake2b
 
@@ -78,8 +79,8 @@ def pick(probs: torch.Tensor, key: int) -> int:
 
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
-    cumulative = probs.cpu().numpy().cumsum(dtype=np.float64)
-    index = int(cumulative.searchsorted(uniform(key) * cumulative[-1], side="right"))
+    cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
+    index = bisect_right(cumulative, uniform(key) * float(cumulative[-1]))
     if index == len(cumulative):  # the product has been rounded up to the total
         index = int(torch.nonzero(probs)[-1])
     return index
@@ -89,22 +90,23 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The distribution that is sampled from: after temperature, top-k, top-p and min-p, in this order, as transformers.
 
     Args:
-        logits: [vocab], any float dtype.
+        logits: [..., vocab], any float dtype; each row for itself.
         sampling: temperature > 0 (greedy has no distribution to speak of: use `greedy`).
 
     Returns:
-        [vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
+        [..., vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
     """
     scores = logits.float()
     if sampling.temperature != 1:
         scores = scores / sampling.temperature
-    if 0 < sampling.top_k < scores.numel():
-        scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[-1], -torch.inf)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
-        scores = _keep_nucleus(scores, sampling.top_p)
+        rows = [_keep_nucleus(row, sampling.top_p) for row in scores.flatten(0, -2)] if scores.dim() > 1 else []
+        scores = torch.stack(rows).view_as(scores) if rows else _keep_nucleus(scores, sampling.top_p)
     if sampling.min_p > 0:
         probs = torch.softmax(scores, -1)
-        scores = scores.masked_fill(probs < sampling.min_p * probs.max(), -torch.inf)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return torch.softmax(scores, -1)
 
 

@@ -102,7 +102,7 @@ def paired_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExe
 
 
 def _hand_over(probs: torch.Tensor) -> Rows:
-    return Rows(RowKind.CHANNEL, (probs,))  # type: ignore[arg-type]  # opaque to all but the executor
+    return Rows(RowKind.CHANNEL, (probs,))
 
 
 def simulate(

@@ -39,10 +39,14 @@ class Rule(Protocol):
         self,
         logits: torch.Tensor,
         tokens: Sequence[int],
-        rows: Sequence[torch.Tensor | None],
+        rows: Sequence[torch.Tensor],
         start: int,
     ) -> Judgement:
-        """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab]."""
+        """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab].
+
+        Args:
+            rows: where `needs_rows`, the draft's distribution [vocab] for each token, on any device.
+        """
         ...
 
     def direct(self, logits: torch.Tensor, position: int) -> int:
@@ -64,6 +68,14 @@ def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Ten
     return rest if bool(rest.any()) else target_probs
 
 
+def _chosen(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[float]:
+    """rows[i][tokens[i]]. A look at a number is dear: on a GPU all take one, on the host numpy's are the cheap ones."""
+    if rows[0].is_cuda:
+        ids = torch.tensor(tokens, device=rows[0].device).unsqueeze(1)
+        return torch.stack([*rows]).gather(1, ids).squeeze(1).tolist()
+    return [float(row.numpy()[token]) for row, token in zip(rows, tokens, strict=True)]
+
+
 class RatioRule:
     """Accept with probability min(1, target/draft), else correct from the residual. Acceptance rate 1 - TV."""
 
@@ -80,15 +92,14 @@ class RatioRule:
         self,
         logits: torch.Tensor,
         tokens: Sequence[int],
-        rows: Sequence[torch.Tensor | None],
+        rows: Sequence[torch.Tensor],
         start: int,
     ) -> Judgement:
-        for i, (token, draft_probs) in enumerate(zip(tokens, rows, strict=True)):
-            assert draft_probs is not None
-            target_probs = probabilities(logits[i], self.sampling)
-            u = uniform(self._key(start + i, Purpose.ACCEPT))
-            if not accepts(u, float(target_probs[token]), float(draft_probs[token])):
-                rest = residual(target_probs, draft_probs)
+        target = probabilities(logits, self.sampling).unbind()
+        chances = zip(_chosen(target, tokens), _chosen(rows, tokens), strict=True)
+        for i, (target_prob, draft_prob) in enumerate(chances):
+            if not accepts(uniform(self._key(start + i, Purpose.ACCEPT)), target_prob, draft_prob):
+                rest = residual(target[i], rows[i].to(logits.device))
                 return Judgement(i, pick(rest, self._key(start + i, Purpose.CORRECTION)))
         return Judgement(len(tokens), None)
 
@@ -118,7 +129,7 @@ class DirectRule:
         self,
         logits: torch.Tensor,
         tokens: Sequence[int],
-        rows: Sequence[torch.Tensor | None],
+        rows: Sequence[torch.Tensor],
         start: int,
     ) -> Judgement:
         for i, token in enumerate(tokens):

@@ -26,6 +26,7 @@ from pearl.protocol.messages import DraftTokens, Finish, Message, Ping, RowKind,
 from pearl.transport import zeromq
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME
+from pearl.transport.mailbox import Mailbox
 from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address, check_bind, private_directory
 
@@ -91,7 +92,7 @@ def send_raw(address: str, frames: Sequence[bytes]) -> None:
         stranger.setsockopt(zmq.LINGER, int(WAIT * 1000))
 
 
-def collect(end: Endpoint, count: int) -> list[tuple[Peer, Message | RemoteProtocolError]]:
+def collect(end: Endpoint | Mailbox, count: int) -> list[tuple[Peer, Message | RemoteProtocolError]]:
     """The next `count` messages, or fewer once `WAIT` is over."""
     got: list[tuple[Peer, Message | RemoteProtocolError]] = []
     deadline = time.monotonic() + WAIT
@@ -206,6 +207,36 @@ class TestEndpoints:
         with pytest.raises(TransportError, match="full"):
             send_many(200_000, lambda: link.listener.send(message, peer))
 
+    def test_wake_ends_a_wait_now_or_later(self, link: Link) -> None:
+        for early in (True, False):
+            timer = threading.Timer(0.0 if early else 0.2, link.listener.wake)
+            timer.start()
+            if early:
+                timer.join()
+            started = time.monotonic()
+            link.listener.wait(10 * WAIT)
+            assert time.monotonic() - started < WAIT
+        assert link.listener.receive(0) == []
+
+    def test_one_thread_waits_while_another_sends(self, link: Link) -> None:
+        """What arrives while the socket is sending is told of once, to the sender: it must reach who waits."""
+        connection = link.connect()
+        connection.send(Ping(0))
+        ((peer, _),) = collect(link.listener, 1)
+        got: list[Message | Exception] = []
+
+        def read() -> None:
+            while len(got) < 2000:
+                got.extend(message for _, message in connection.receive(WAIT))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        for number in range(2000):
+            link.listener.send(Finish(number), peer)
+            connection.send(Ping(number))
+        reader.join(2 * WAIT)
+        assert got == [Finish(number) for number in range(2000)]
+
     def test_receive_without_waiting_returns_at_once(self, link: Link) -> None:
         """It is asked between any two forwards: 200 times a second's timeout would show."""
         connection = link.connect()
@@ -259,6 +290,81 @@ class TestEndpoints:
             connection.send(Ping(1))
         with pytest.raises(TransportError, match="closed"):
             connection.receive(0)
+
+
+class TestMailbox:
+    def test_posts_and_sends_keep_their_order(self, link: Link) -> None:
+        with Mailbox(link.connect()) as mail:
+            for number in range(500):
+                (mail.send if number % 7 == 0 else mail.post)(Ping(number))
+            assert [message for _, message in collect(link.listener, 500)] == [Ping(number) for number in range(500)]
+
+    def test_what_is_queued_leaves_before_it_closes(self, link: Link) -> None:
+        connection = link.connect()
+        with Mailbox(connection) as mail:
+            for number in range(100):
+                mail.post(Ping(number))
+        assert len(collect(link.listener, 100)) == 100
+        connection.send(Ping(1))  # the endpoint itself is still open
+        assert len(collect(link.listener, 1)) == 1
+
+    def test_receives_while_its_owner_is_busy_and_when_it_waits(self, link: Link) -> None:
+        connection = link.connect()
+        with Mailbox(link.listener) as mail:
+            for number in range(3):
+                connection.send(Ping(number))
+            time.sleep(0.1)  # a forward
+            got = collect(mail, 3)
+            assert [message for _, message in got] == [Ping(0), Ping(1), Ping(2)]
+            timer = threading.Timer(0.2, connection.send, [Ping(3)])
+            timer.start()
+            assert [message for _, message in mail.receive(WAIT)] == [Ping(3)]
+            mail.post(Finish(4), got[0][0])
+            assert [message for _, message in collect(connection, 1)] == [Finish(4)]
+            assert mail.receive(0) == []
+
+    def test_what_cannot_be_sent_comes_back_as_that_peers_error(self, link: Link) -> None:
+        with Mailbox(link.listener) as mail:
+            mail.post(Finish(1), b"nobody")
+            ((peer, error),) = collect(mail, 1)
+            assert peer == b"nobody"
+            assert isinstance(error, TransportError)
+            mail.send(Finish(1))  # a listener must name the peer
+            ((_, error),) = collect(mail, 1)
+            assert isinstance(error, LocalProtocolError if isinstance(link.listener, ZmqListener) else TransportError)
+
+    def test_messages_pass_through_both_hooks(self, link: Link) -> None:
+        def incoming(message: Message) -> Message:
+            if message == Ping(2):
+                raise RemoteProtocolError("not two")
+            return Ping(-message.sent)  # type: ignore[union-attr]
+
+        with (
+            Mailbox(link.connect(), outgoing=lambda message: Ping(message.sent + 1)) as out,  # type: ignore[union-attr]
+            Mailbox(link.listener, incoming=incoming) as into,
+        ):
+            for number in range(3):
+                out.post(Ping(number))
+            one, two, three = (message for _, message in collect(into, 3))
+            assert (one, three) == (Ping(-1), Ping(-3))
+            assert isinstance(two, RemoteProtocolError)
+
+    def test_a_thread_that_failed_tells_its_owner(self, link: Link) -> None:
+        def incoming(message: Message) -> Message:
+            raise ZeroDivisionError
+
+        link.connect().send(Ping(1))
+        with Mailbox(link.listener, incoming=incoming) as mail, pytest.raises(ZeroDivisionError):
+            collect(mail, 1)
+
+    def test_a_flood_waits_outside(self, link: Link) -> None:
+        connection = link.connect()
+        with Mailbox(link.listener) as mail:
+            for number in range(3 * MAX_BATCH):
+                connection.send(Ping(number))
+            time.sleep(0.3)
+            assert mail._inbox.qsize() <= 2 * MAX_BATCH
+            assert [message for _, message in collect(mail, 3 * MAX_BATCH)] == [*map(Ping, range(3 * MAX_BATCH))]
 
 
 class TestZeroMQ:

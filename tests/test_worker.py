@@ -50,7 +50,7 @@ from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
-from pearl.worker.rows import RowPacker
+from pearl.worker.rows import RowPacker, inline
 from pearl.worker.target import TargetSettings, TargetWorker
 
 BOUND = 30.0  # seconds that anything here may take; far more than it does
@@ -198,7 +198,7 @@ class Loops:
         return model
 
     def _noted(self, rows: Rows) -> Rows:
-        self.kinds.add(rows.kind)
+        self.kinds.add(inline(DraftTokens(0, 0, 0, (0,), rows=rows)).rows.kind)  # type: ignore[attr-defined]
         return rows
 
     def front(self) -> Front:

@@ -1,7 +1,8 @@
 """Pacing: a runner whose every forward lasts a given time from call to return.
 
 Emulates a model of known speed.  Only the time between call and return is filled: whatever the runtime spends between
-forwards stays visible, which is what makes the emulation an honest measure of the runtime.
+forwards stays visible, which is what makes the emulation an honest measure of the runtime.  The core stays awake, as
+with a model that computes on it, or one that is waited for on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 
 from pearl.models.runner import ModelRunner
 
-_SPIN_SECONDS = 0.0005  # sleep overshoots by up to this much; the rest is spun away
+_NAP_SECONDS = 1e-5  # short ones: a core that slept through a forward would be slow after it, unlike one that works
+_SPIN_SECONDS = 2e-4  # a nap overshoots by up to this much; the rest is spun away
 
 
 class PacedRunner:
@@ -36,7 +38,7 @@ class PacedRunner:
         self._runner.synchronize()
         while (left := end - time.perf_counter()) > 0:
             if left > _SPIN_SECONDS:
-                time.sleep(left - _SPIN_SECONDS)
+                time.sleep(_NAP_SECONDS)
         return logits
 
     def rollback(self, length: int) -> None:

@@ -52,6 +52,7 @@ from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Method, Speeds, Window
 
 PREFILL_CHUNK = 512  # tokens of a long prompt fed at once: between two chunks messages are looked at
+_GRANTS_A_CHOICE = 8  # speeds change slowly, and to choose c takes as long as all else that follows a judgement
 
 
 class State(Enum):
@@ -139,6 +140,7 @@ class Coordinator:
         self._ending: FinishReason | None = None
         self._told_draft = 0  # prefix length that the draft knows of
         self._draft_until = 0
+        self._grants = 0
         self._delivered = 0  # prefix length that the front knows of
         self._provenance: list[Provenance] = []  # of the tokens not delivered yet
 
@@ -339,13 +341,15 @@ class Coordinator:
         return Window.after(self._method, policy, self.window, self.sequence.committed, fresh=self._fresh)
 
     def _grant(self) -> int:
-        """Chooses c anew and returns how far the draft may now draft; never less than before in the same epoch.
+        """Now and then chooses c anew; returns how far the draft may draft, never less than before in the same epoch.
 
         c changes only here, together with what the draft is told: were it to grow in between, the target would wait
         for tokens that the draft was never allowed to draft.
         """
         assert self.request is not None
-        self.window = self.request.decoding.gamma or self.speeds.best_window()
+        if self._grants % _GRANTS_A_CHOICE == 0:
+            self.window = self.request.decoding.gamma or self.speeds.best_window()
+        self._grants += 1
         until = min(self._window.draft_until, self.request.limit, self.draft_context)
         self._draft_until = max(self._draft_until, until)
         return self._draft_until

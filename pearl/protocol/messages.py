@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 PROTOCOL_VERSION = 1
 
@@ -46,10 +47,13 @@ class RowKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Draft distributions of a run of tokens. `data` holds one entry a token; empty for NONE and CHANNEL."""
+    """Draft distributions of a run of tokens. `data` holds one entry a token; empty for NONE and CHANNEL.
+
+    On the wire an entry is bytes, or (ids, probs) for SPARSE; within a worker it is a tensor. Nobody here looks.
+    """
 
     kind: RowKind = RowKind.NONE
-    data: tuple[bytes | tuple[bytes, bytes], ...] = ()
+    data: tuple[Any, ...] = ()
 
 
 NO_ROWS = Rows()

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from pearl.errors import LocalProtocolError, RemoteProtocolError
+from pearl.errors import LocalProtocolError, ProtocolError, TransportError
 from pearl.protocol.messages import Message
 
 if TYPE_CHECKING:
     import torch  # the front speaks to its engine without it: importing it takes seconds
 
 Peer = bytes
-Received = tuple[Peer, Message | RemoteProtocolError]
+Fault = ProtocolError | TransportError
+Received = tuple[Peer, Message | Fault]
 
 SOLE_PEER: Peer = b""  # how a connection, which has one peer only, names it in what it received
 MAX_BATCH = 1000  # messages that one `receive` hands out: a flood must not starve the loop that asked
 
 
 class Endpoint(Protocol):
-    """One end of the control channel, for one thread. Ordered per peer; nothing comes twice."""
+    """One end of the control channel. Ordered per peer; nothing comes twice.
+
+    Any thread may send and receive, but only one at a time may wait.
+    """
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         """Queues `message`; never blocks. A listener needs `peer`, a connection takes None.
@@ -38,6 +42,14 @@ class Endpoint(Protocol):
         0: does not wait. Malformed input stands in the list as the error that it caused; nothing is raised,
         and a vanished peer is silent: `send` tells.
         """
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Returns when something has come, `wake` was called, or `timeout` seconds are over; at times for nothing."""
+        ...
+
+    def wake(self) -> None:
+        """Whoever waits, or else the next one that would, returns at once."""
         ...
 
     def close(self) -> None:

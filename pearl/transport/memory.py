@@ -29,7 +29,7 @@ class _Pipe(Generic[_Item]):
     def __init__(self) -> None:
         self._items: deque[_Item] = deque()
         self._changed = Condition()
-        self._closed = False
+        self._closed = self._woken = False
 
     def put(self, item: _Item) -> None:
         """Never blocks. Raises `TransportError` where the reader has closed the pipe or it is full."""
@@ -44,10 +44,24 @@ class _Pipe(Generic[_Item]):
     def take(self, least: int, most: int, timeout: float) -> list[_Item]:
         """Up to `most` items, once `least` are there or `timeout` seconds have passed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) >= least, timeout)
+            self._wait(least, timeout)
             if self._closed:
                 raise TransportError("this end was closed")
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
+
+    def wait(self, timeout: float) -> None:
+        with self._changed:
+            self._wait(1, timeout)
+
+    def _wait(self, least: int, timeout: float) -> None:
+        if timeout > 0:
+            self._changed.wait_for(lambda: self._closed or self._woken or len(self._items) >= least, timeout)
+            self._woken = False
+
+    def wake(self) -> None:
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -79,6 +93,12 @@ class MemoryEndpoint:
 
     def receive(self, timeout: float) -> list[Received]:
         return [(peer, received(frames)) for peer, frames in self.inbox.take(1, MAX_BATCH, timeout)]
+
+    def wait(self, timeout: float) -> None:
+        self.inbox.wait(timeout)
+
+    def wake(self) -> None:
+        self.inbox.wake()
 
     def close(self) -> None:
         self._closed = True

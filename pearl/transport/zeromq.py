@@ -10,10 +10,14 @@ prefer ipc.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import select
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -27,6 +31,9 @@ from pearl.transport.codec import MAX_FRAME, encode, received
 
 _QUEUE = 1 << 16  # messages that may wait on either side: more than a text has, so that a front may be slow
 _MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
+_write = ctypes.PyDLL(None).write
+# As enums they cost twice the time.
+_EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _LOOPBACK = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):(\*|\d{1,5})")
 
 
@@ -85,8 +92,7 @@ def _runtime_directory() -> Path:
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Without waiting, and cheaper than a poller: this is asked between any two forwards."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 class _Socket:
@@ -100,27 +106,78 @@ class _Socket:
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # a frame; who sends a longer one is disconnected
+        self._wakeup, self._waker = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(self._waker, False)
+        self._woken = False
+        self._more = False  # something is known to be there to be read
+        self._lock = threading.Lock()  # the socket itself is for one thread at a time
+        self._glance, self._poll = select.poll(), select.poll()  # one who waits in a poll keeps it from others
+        for poll in (self._glance, self._poll):
+            poll.register(self._wakeup, select.POLLIN)
+            poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
 
     def _send(self, frames: Sequence[bytes]) -> None:
-        if self._closed:
-            raise TransportError("this end of the control channel was closed")
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            raise TransportError("the peer's queue is full: it has stopped receiving") from None
-        except zmq.ZMQError as error:
-            raise TransportError(f"the peer is gone ({error.strerror})") from None
+        with self._lock:
+            self._check_open()
+            try:
+                for frame in frames[:-1]:
+                    self._socket.send(frame, _NOBLOCK | _SNDMORE)
+                self._socket.send(frames[-1], _NOBLOCK)
+            except zmq.Again:
+                raise TransportError("the peer's queue is full: it has stopped receiving") from None
+            except zmq.ZMQError as error:
+                raise TransportError(f"the peer is gone ({error.strerror})") from None
+            finally:
+                self._pass_on()
 
     def _receive(self, timeout: float) -> list[list[bytes]]:
         """Frames of what has arrived; waits for the first only."""
+        messages, deadline, woken = self._take(), time.monotonic() + timeout, False
+        while not messages and not woken and (left := deadline - time.monotonic()) > 0:
+            woken = self._wait(left)
+            messages = self._take()
+        return messages
+
+    def _take(self) -> list[list[bytes]]:
+        messages: list[list[bytes]] = []
+        with self._lock:
+            self._check_open()
+            if not self._more and not self._glance.poll(0):  # a fifth of the time, and between two forwards the rule
+                return messages
+            while len(messages) < MAX_BATCH and _readable(self._socket):
+                messages.append(self._socket.recv_multipart(_NOBLOCK))
+            self._pass_on()
+        return messages
+
+    def _check_open(self) -> None:
         if self._closed:
             raise TransportError("this end of the control channel was closed")
-        if timeout > 0 and not _readable(self._socket):
-            self._socket.poll(ceil(timeout * 1000))
-        messages: list[list[bytes]] = []
-        while len(messages) < MAX_BATCH and _readable(self._socket):
-            messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
-        return messages
+
+    def _pass_on(self) -> None:
+        """Remembers, and tells who waits, that more can be read: the file descriptor says so once, and has told us."""
+        self._more = _readable(self._socket)
+        if self._more:
+            self._rouse()
+
+    def wait(self, timeout: float) -> None:
+        self._wait(timeout)
+
+    def _wait(self, timeout: float) -> bool:
+        """Whether `wake` was called. The file descriptor may also tell of what is no message."""
+        if any(ready == self._wakeup for ready, _ in self._poll.poll(ceil(timeout * 1000))):
+            os.read(self._wakeup, _QUEUE)
+        woken, self._woken = self._woken, False
+        return woken
+
+    def wake(self) -> None:
+        self._woken = True
+        self._rouse()
+
+    def _rouse(self) -> None:
+        # `os.write` would let go of the interpreter, and the thread that it wakes take it at once: so the waker goes on
+        # first with what it is doing. To a pipe that is full this writes nothing, and there is no need to.
+        _write(self._waker, b"!", 1)
 
     def close(self, flush: float = 0.0) -> None:
         """Ends the connection. What is queued has `flush` seconds to leave; 0: it is dropped."""
@@ -128,6 +185,8 @@ class _Socket:
             self._closed = True
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # bounded: waits for that linger only
+            os.close(self._wakeup)
+            os.close(self._waker)
 
 
 class ZmqListener(_Socket):
@@ -185,7 +244,7 @@ class ZmqConnection(_Socket):
             raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        if not self._closed:
+        with self._lock:
             self._watch()
         self._send(encode(message))
 
@@ -193,7 +252,7 @@ class ZmqConnection(_Socket):
         return [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
 
     def _watch(self) -> None:
-        self._lost = self._lost or _readable(self._monitor)
+        self._lost = self._lost or (not self._closed and _readable(self._monitor))
         if self._lost:
             raise TransportError(f"the peer at {self.address} is gone")
 

@@ -43,14 +43,16 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
         tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
         runner = _runner(config, "target", device, progress)
-        TargetWorker(
+        worker = TargetWorker(
             endpoint,
             TargetExecutor(runner, partial(_text_stream, tokenizer)),
             TargetSettings(runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft),
             ready=partial(lifeline.tell, "ready"),
             stopping=lifeline.closed.is_set,
             channel=partial(make_channel, runner.vocab_size) if make_channel else None,
-        ).run()
+        )
+        with torch.inference_mode():
+            worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
 
@@ -71,14 +73,16 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
             packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
             return DraftExecutor(runner, welcome.vocab_size, packer.pack), packer
 
-        DraftWorker(
+        worker = DraftWorker(
             endpoint,
             Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
             welcomed,
             ready=partial(lifeline.tell, "ready"),
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
-        ).run()
+        )
+        with torch.inference_mode():
+            worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
 

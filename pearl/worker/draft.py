@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from pearl.errors import ModelError, RemoteProtocolError
+from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TransportError
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Draft, Send, Wait
 from pearl.protocol.messages import (
@@ -25,10 +25,11 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
-from pearl.transport.base import Endpoint
+from pearl.transport.base import Endpoint, Fault
+from pearl.transport.mailbox import Mailbox
 from pearl.worker.calibrate import calibrate_draft
 from pearl.worker.execute import DraftExecutor
-from pearl.worker.rows import RowPacker
+from pearl.worker.rows import RowPacker, inline
 
 log = logging.getLogger(__name__)
 
@@ -68,29 +69,30 @@ class DraftWorker:
 
     def run(self) -> None:
         """The loop. Raises `ModelError` where the target refuses this draft."""
-        self._endpoint.send(self._hello)
-        while not self._stopping():
-            if self._todo:
-                self._carry_out(self._todo.popleft())
-            else:
-                self._receive(_IDLE_SECONDS)
-            self._heartbeat()
+        with Mailbox(self._endpoint, outgoing=inline) as self._mail:
+            self._mail.send(self._hello)
+            while not self._stopping():
+                if self._todo:
+                    self._carry_out(self._todo.popleft())
+                else:
+                    self._receive(_IDLE_SECONDS)
+                self._heartbeat()
 
     def _receive(self, timeout: float) -> None:
-        for _, message in self._endpoint.receive(timeout):
+        for _, message in self._mail.receive(timeout):
             self._on_message(message)
 
-    def _on_message(self, message: Message | RemoteProtocolError) -> None:
+    def _on_message(self, message: Message | Fault) -> None:
         match message:
             case Begin() | Verdict() | Finish():
                 self._todo.extend(self._drafter.handle(message))
             case Ping(sent):
-                self._endpoint.send(Pong(sent, time.monotonic_ns()))
+                self._mail.post(Pong(sent, time.monotonic_ns()))
             case Welcome():
                 self._meet(message)
             case Error(_, _, text):
                 raise ModelError(text)
-            case RemoteProtocolError():
+            case ProtocolError() | TransportError():
                 raise message
             case _:
                 raise RemoteProtocolError(f"draft does not expect {type(message).__name__} from the target")
@@ -101,7 +103,7 @@ class DraftWorker:
         self._executor, self._packer = self._welcomed(welcome)
         # a target that knows our speed has met a draft before, and may be waiting for us
         seconds = welcome.t_draft or calibrate_draft(self._executor.runner)
-        self._endpoint.send(Heartbeat(0, "calibrated", 1, seconds))
+        self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
     def _heartbeat(self) -> None:
@@ -109,21 +111,23 @@ class DraftWorker:
         now = time.monotonic()
         if self._executor is not None and now - self._beat > self._heartbeat_seconds:
             self._beat = now
-            self._endpoint.send(Heartbeat(self._steps, self._drafter.state.value, 0))
+            self._mail.post(Heartbeat(self._steps, self._drafter.state.value, 0))
 
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
         assert self._packer is not None
         match command:
             case Send(message):
-                self._endpoint.send(message)
                 if isinstance(message, DraftTokens):
+                    self._mail.post(message)  # most of it is done while the next forward runs
                     self._packer.flush(announced=True)
+                else:
+                    self._mail.send(message)
             case Wait():
                 pass
             case _:
                 if isinstance(command, Draft) and len(command.tokens) > _LONG:
-                    self._endpoint.send(Heartbeat(self._steps, "prefill", len(command.tokens)))
+                    self._mail.send(Heartbeat(self._steps, "prefill", len(command.tokens)))
                 event = self._executor.execute(command)
                 if isinstance(command, Draft):
                     self._steps += 1

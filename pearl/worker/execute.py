@@ -25,7 +25,6 @@ from pearl.protocol.events import (
 from pearl.protocol.messages import NO_ROWS, Rows
 from pearl.text import TextStream
 from pearl.verification import Rule, make_rule
-from pearl.worker.rows import unpack
 
 Event = Forwarded | Judged | Sampled | Drafted
 
@@ -91,8 +90,7 @@ class TargetExecutor:
         assert self._rule is not None
         row = command.start - self._first
         logits = self._logits[row : row + len(command.tokens)]
-        rows = [None if row is None else unpack(row, logits.shape[1], logits.device) for row in command.rows]
-        verdict = self._rule.judge(logits, command.tokens, rows, command.start)
+        verdict = self._rule.judge(logits, command.tokens, command.rows, command.start)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
@@ -158,6 +156,8 @@ class DraftExecutor:
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         missing = self._vocab_size - logits.numel()
-        if missing <= 0:
+        if missing == 0:
+            return logits
+        if missing < 0:
             return logits[: self._vocab_size]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

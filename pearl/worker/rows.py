@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from pearl.protocol.messages import RowKind, Rows
+from pearl.errors import RemoteProtocolError
+from pearl.protocol.messages import DraftTokens, Message, RowKind, Rows
 from pearl.transport.base import TensorChannel
 
 _SPARSE_SHARE = 8  # a row with fewer than vocab / 8 possible tokens travels as (ids, probs): exact and small
 _SMALL = 128  # so does one with fewer than this, whatever the vocabulary: a message of one frame is cheaper than of two
+_IDS = np.arange(_SMALL, dtype=np.int32).tobytes()
 
 
 class RowPacker:
@@ -25,14 +28,11 @@ class RowPacker:
         self._outbox: list[torch.Tensor] = []
 
     def pack(self, probs: torch.Tensor) -> Rows:
-        weights = probs.cpu().numpy()
-        if len(weights) < _SMALL or np.count_nonzero(weights) < max(_SMALL, len(weights) // _SPARSE_SHARE):
-            ids = np.flatnonzero(weights > 0)
-            return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
-        if self._channel is None:
-            return Rows(RowKind.FRAMES, (weights.tobytes(),))
-        self._outbox.append(probs)
-        return Rows(RowKind.CHANNEL)
+        """For a channel row its announcement; else a row still in memory, for `inline`."""
+        if self._channel is not None and not is_sparse(probs):
+            self._outbox.append(probs)
+            return Rows(RowKind.CHANNEL)
+        return Rows(RowKind.FRAMES, (probs.cpu(),))
 
     def flush(self, announced: bool) -> None:
         """Sends the rows of the message that has just gone out, or forgets them where none went out."""
@@ -42,28 +42,43 @@ class RowPacker:
                 self._channel.send(row)
 
 
-def unpack(row: Any, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """One entry of `Rows.data` -> [vocab_size], float32, on `device`."""
-    if isinstance(row, torch.Tensor):
-        return row.to(device)
+def is_sparse(probs: torch.Tensor) -> bool:
+    size = probs.numel()
+    return size < _SMALL or int(torch.count_nonzero(probs)) < max(_SMALL, size // _SPARSE_SHARE)
+
+
+def inline(message: Message) -> Message:
+    """The message as it travels: a distribution that it holds in memory becomes bytes."""
+    if not isinstance(message, DraftTokens) or message.rows.kind is not RowKind.FRAMES:
+        return message
+    (probs,) = message.rows.data
+    weights = probs.numpy()
+    if len(weights) < _SMALL:
+        rows = Rows(RowKind.SPARSE, ((_IDS[: 4 * len(weights)], weights.tobytes()),))
+    elif is_sparse(probs):
+        ids = np.flatnonzero(weights > 0)
+        rows = Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
+    else:
+        rows = Rows(RowKind.FRAMES, (weights.tobytes(),))
+    return replace(message, rows=rows)
+
+
+def unpack(row: Any, vocab_size: int) -> torch.Tensor:
+    """What a peer sent inline, one entry of `Rows.data` -> [vocab_size], float32.
+
+    Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
+    """
     if isinstance(row, tuple):
-        ids, probs = (
-            torch.frombuffer(bytearray(b), dtype=t) for b, t in zip(row, (torch.int32, torch.float32), strict=True)
-        )
-        return torch.zeros(vocab_size).index_copy_(0, ids.long(), probs).to(device)
-    return torch.frombuffer(bytearray(row), dtype=torch.float32).to(device)
-
-
-def fits(rows: Rows, vocab_size: int) -> bool:
-    """Whether what a peer sent inline are distributions over this vocabulary. A broken draft model says NaN."""
-    for row in rows.data:
-        if isinstance(row, tuple):
-            ids, probs = np.frombuffer(row[0], np.int32), np.frombuffer(row[1], np.float32)
-            if not ids.size or ids.min() < 0 or ids.max() >= vocab_size or not are_probabilities(probs):
-                return False
-        elif len(row) != 4 * vocab_size or not are_probabilities(np.frombuffer(row, np.float32)):
-            return False
-    return True
+        ids, weights = np.frombuffer(row[0], np.int32), np.frombuffer(row[1], np.float32)
+        sound = ids.size and ids.min() >= 0 and ids.max() < vocab_size
+    else:
+        ids, weights = None, np.frombuffer(row, np.float32)
+        sound = weights.size == vocab_size
+    if not sound or not are_probabilities(weights):
+        raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
+    probs = np.zeros(vocab_size, np.float32)
+    probs[slice(None) if ids is None else ids] = weights
+    return torch.from_numpy(probs)
 
 
 def are_probabilities(values: Any) -> bool:

@@ -39,10 +39,11 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.window import METHODS
-from pearl.transport.base import Endpoint, Peer, TensorChannel
+from pearl.transport.base import Endpoint, Fault, Peer, TensorChannel
+from pearl.transport.mailbox import Mailbox
 from pearl.worker.calibrate import calibrate_target
 from pearl.worker.execute import TargetExecutor
-from pearl.worker.rows import are_probabilities, fits
+from pearl.worker.rows import are_probabilities, unpack
 
 log = logging.getLogger(__name__)
 
@@ -102,22 +103,35 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        if not self._settings.expects_draft:
-            self._become_ready()
-        while not self._stopping():
-            if self._todo:
-                self._carry_out(self._todo.popleft())
-            else:
-                self._receive(self._patience())
-                self._look_after_peers()
+        with Mailbox(self._endpoint, incoming=self._examined) as self._mail:
+            if not self._settings.expects_draft:
+                self._become_ready()
+            while not self._stopping():
+                if self._todo:
+                    self._carry_out(self._todo.popleft())
+                else:
+                    self._receive(self._patience())
+                    self._look_after_peers()
 
     # ---- messages ----
 
     def _patience(self) -> float:
         return _PROBE_SECONDS if self._waiting and self._coordinator.state is not State.IDLE else _IDLE_SECONDS
 
+    def _examined(self, message: Message) -> Message:
+        """In the mailbox's thread: what can be told of a draft's message by itself. Rows become tensors.
+
+        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them.
+        """
+        if not isinstance(message, DraftTokens):
+            return message
+        vocab, rows = self._settings.vocab_size, message.rows
+        if message.tokens and max(message.tokens) >= vocab:
+            raise RemoteProtocolError(f"draft sent token {max(message.tokens)}, the target has ids up to {vocab - 1}")
+        return replace(message, rows=Rows(rows.kind, tuple(unpack(row, vocab) for row in rows.data)))
+
     def _receive(self, timeout: float) -> None:
-        for peer, message in self._endpoint.receive(timeout):
+        for peer, message in self._mail.receive(timeout):
             if peer == self._draft:
                 self._draft_heard, self._draft_allowance = time.monotonic(), 0.0
             try:
@@ -126,18 +140,18 @@ class TargetWorker:
                 self._on_fault(peer, error)
             except RequestError as error:
                 assert isinstance(message, Submit)
-                self._tell(peer, Error(message.request, type(error).__name__, str(error)))
+                self._mail.post(Error(message.request, type(error).__name__, str(error)), peer)
 
-    def _on_message(self, peer: Peer, message: Message | RemoteProtocolError) -> None:
+    def _on_message(self, peer: Peer, message: Message | Fault) -> None:
         match message:
-            case RemoteProtocolError():
+            case ProtocolError() | TransportError():
                 raise message
             case Hello(role=Role.DRAFT):
                 self._meet_draft(peer, message)
             case Hello():
                 self._meet_front(peer, message)
             case Ping(sent):
-                self._tell(peer, Pong(sent, time.monotonic_ns()))
+                self._mail.post(Pong(sent, time.monotonic_ns()), peer)
             case Pong():
                 pass
             case Submit() if peer in self._fronts:
@@ -145,7 +159,6 @@ class TargetWorker:
             case Cancel(request) if peer in self._fronts:
                 self._cancel(peer, request)
             case DraftTokens() if peer == self._draft:
-                self._check_draft_tokens(message)
                 self._handle(self._with_rows(message))
             case Resync() if peer == self._draft:
                 self._handle(message)
@@ -163,19 +176,12 @@ class TargetWorker:
     def _on_fault(self, peer: Peer, error: Exception) -> None:
         if peer == self._draft:
             self._lose_draft(str(error))
-            self._tell(peer, Error(-1, "DraftLost", str(error)))  # it ends, and its launcher starts a sound one
-            return
-        log.warning("dropped a message: %s", error)
-        self._tell(peer, Error(-1, type(error).__name__, str(error)))
-
-    def _tell(self, peer: Peer, message: Message) -> bool:
-        """Sends to a front; one that is gone takes its requests with it."""
-        try:
-            self._endpoint.send(message, peer)
-        except TransportError:
+            self._mail.post(Error(-1, "DraftLost", str(error)), peer)  # it ends, and its launcher starts a sound one
+        elif isinstance(error, TransportError):
             self._lose_front(peer)
-            return False
-        return True
+        else:
+            log.warning("dropped a message: %s", error)
+            self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
 
     # ---- fronts ----
 
@@ -191,7 +197,7 @@ class TargetWorker:
     def _welcome(self, peer: Peer) -> None:
         machine, speeds = self._coordinator, self._coordinator.speeds
         window = speeds.best_window() if machine.draft_context else 0
-        self._tell(peer, self._introduction(speeds.t_draft, speeds.measured, window))
+        self._mail.post(self._introduction(speeds.t_draft, speeds.measured, window), peer)
 
     def _introduction(self, t_draft: float, t_target: tuple[tuple[int, float], ...], window: int) -> Welcome:
         s = self._settings
@@ -200,6 +206,7 @@ class TargetWorker:
         )
 
     def _lose_front(self, peer: Peer) -> None:
+        """One that is gone takes its requests with it."""
         self._fronts.discard(peer)
         for number, (owner, _) in list(self._requests.items()):
             if owner == peer:
@@ -241,14 +248,14 @@ class TargetWorker:
     def _meet_draft(self, peer: Peer, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
-            self._tell(peer, Error(-1, "ModelError", f"this draft does not fit the target: {why}"))
+            self._mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
             return
         if self._draft is not None:
             self._lose_draft("another draft took its place")
         self._draft, self._draft_context = peer, hello.context
         self._silent_draft, self._returns = None, 0
         speeds = self._coordinator.speeds
-        self._endpoint.send(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
+        self._mail.post(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
         if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
             log.warning("a draft has joined")
             self._handle(DraftJoined(hello.context))
@@ -262,7 +269,7 @@ class TargetWorker:
         """It was suspended, or swapped out, and is back. A whole prefix (Begin) is all that it needs."""
         self._silent_draft = None
         if self._open_channel is not None:  # it would announce rows on a channel that is closed: let it start anew
-            self._tell(peer, Error(-1, "DraftLost", "silent for too long; the tensor channel is closed"))
+            self._mail.post(Error(-1, "DraftLost", "silent for too long; the tensor channel is closed"), peer)
         elif self._returns < _RETURNS:
             log.warning("the draft is back")
             self._returns += 1
@@ -287,19 +294,12 @@ class TargetWorker:
             self._welcome(peer)
         self._waiting_fronts.clear()
 
-    def _check_draft_tokens(self, message: DraftTokens) -> None:
-        """What the coordinator cannot see: whether these are tokens of the model, and the rows that it takes."""
-        vocab, request = self._settings.vocab_size, self._coordinator.request
-        if message.tokens and max(message.tokens) >= vocab:
-            raise RemoteProtocolError(f"draft sent token {max(message.tokens)}, the target has ids up to {vocab - 1}")
-        if not fits(message.rows, vocab):
-            raise RemoteProtocolError(f"draft sent what is no distribution over {vocab} tokens")
+    def _with_rows(self, message: DraftTokens) -> DraftTokens:
+        """Announced rows are received at once, stale ones included, so that the channel stays in step."""
+        request = self._coordinator.request
         current = request is not None and request.request == message.request
         if current and self._executor.needs_rows and message.rows.kind is RowKind.NONE:
             raise RemoteProtocolError("draft sent no distributions, and the ratio rule takes them")
-
-    def _with_rows(self, message: DraftTokens) -> DraftTokens:
-        """Announced rows are received at once, stale ones included, so that the channel stays in step."""
         if message.rows.kind is not RowKind.CHANNEL:
             return message
         if self._channel is None:
@@ -327,24 +327,20 @@ class TargetWorker:
             for peer in {
                 owner for owner, _ in self._requests.values()
             }:  # one that waits for nothing may not be reading
-                self._tell(peer, Heartbeat(self._work, self._coordinator.state.value, 0))
+                self._mail.post(Heartbeat(self._work, self._coordinator.state.value, 0), peer)
 
     def _probe_draft(self, now: float) -> None:
         assert self._draft is not None
         if now - self._draft_heard > self._settings.draft_timeout + self._draft_allowance:
             self._silent_draft = self._draft
             self._lose_draft(f"silent for {now - self._draft_heard:.1f} s")
-        elif now - self._draft_probed > _PROBE_SECONDS:
+        elif now - max(self._draft_probed, self._draft_heard) > _PROBE_SECONDS:
             self._draft_probed = now
-            self._send_draft(Ping(time.monotonic_ns()))
+            self._mail.post(Ping(time.monotonic_ns()), self._draft)
 
     def _send_draft(self, message: Message) -> None:
-        if self._draft is None:
-            return
-        try:
-            self._endpoint.send(message, self._draft)
-        except TransportError as error:
-            self._lose_draft(str(error))
+        if self._draft is not None:
+            self._mail.send(message, self._draft)
 
     # ---- commands ----
 
@@ -390,11 +386,11 @@ class TargetWorker:
             self._watch.committed(len(message.tokens), now)
         owner = self._requests.get(message.request)
         if owner is not None:
-            self._tell(owner[0], replace(message, request=owner[1]))
+            self._mail.post(replace(message, request=owner[1]), owner[0])
 
     def _end(self, end: End) -> None:
         owner = self._requests.pop(end.request, None)
         if owner is not None:
             speeds = self._coordinator.speeds
             statistics = fold(end.counts, self._watch, speeds, end.prompt_tokens, end.window)
-            self._tell(owner[0], Finished(owner[1], end.reason, statistics.to_json()))
+            self._mail.post(Finished(owner[1], end.reason, statistics.to_json()), owner[0])

@@ -1,0 +1,114 @@
+"""An endpoint with a thread that works for it while a worker computes.
+
+A forward leaves Python alone for most of its time, and that is when the thread runs: it sends what may wait a moment,
+and reads, decodes and checks what comes.  What is left to do between two forwards is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from pearl.errors import ProtocolError, TransportError
+from pearl.protocol.messages import Message
+from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Fault, Peer, Received
+
+_WAIT_SECONDS = 60.0  # of the thread, at most; it is woken for whatever there is to do
+_FULL_SECONDS = 0.01  # between two looks at an inbox that is full
+
+
+class Mailbox:
+    """Sends and receives through `endpoint`, for one loop. A context manager; the endpoint stays open after it.
+
+    Args:
+        outgoing: what a message goes through before it is sent.
+        incoming: what one that has come goes through; may raise `ProtocolError`, which then stands in its place.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        outgoing: Callable[[Message], Message] = lambda message: message,
+        incoming: Callable[[Message], Message] = lambda message: message,
+    ) -> None:
+        self._endpoint = endpoint
+        self._outgoing, self._incoming = outgoing, incoming
+        self._inbox: SimpleQueue[Received] = SimpleQueue()
+        self._outbox: deque[tuple[Message, Peer | None]] = deque()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()  # they keep the messages in order
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        """Sends `message` at once. Where it cannot be sent, `receive` gives the error as that peer's."""
+        self._outbox.append((message, peer))
+        self._flush()
+
+    def post(self, message: Message, peer: Peer | None = None) -> None:
+        """As `send`, but leaves the work to the thread; order is kept."""
+        self._outbox.append((message, peer))
+        self._endpoint.wake()
+
+    def receive(self, timeout: float) -> list[Received]:
+        """As an endpoint's. Raises what has ended the thread, should anything."""
+        self._collect()
+        got: list[Received] = []
+        if timeout > 0:
+            with contextlib.suppress(Empty):
+                got.append(self._inbox.get(timeout=timeout))
+        while len(got) < MAX_BATCH and not self._inbox.empty():
+            got.append(self._inbox.get_nowait())
+        if self._failure is not None:
+            raise self._failure
+        return got
+
+    def close(self) -> None:
+        """Sends what is queued and ends the thread."""
+        self._closed = True
+        self._endpoint.wake()
+        self._thread.join()
+        self._flush()
+
+    def __enter__(self) -> Mailbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._flush()
+                if self._inbox.qsize() < MAX_BATCH:
+                    self._collect()
+                    self._endpoint.wait(_WAIT_SECONDS)
+                else:  # a flood waits in the socket, whose queue has an end
+                    time.sleep(_FULL_SECONDS)
+        except BaseException as error:
+            self._failure = error
+
+    def _flush(self) -> None:
+        with self._sending:
+            while self._outbox:
+                message, peer = self._outbox.popleft()
+                try:
+                    self._endpoint.send(self._outgoing(message), peer)
+                except (TransportError, ProtocolError) as error:
+                    self._inbox.put((SOLE_PEER if peer is None else peer, error))
+
+    def _collect(self) -> None:
+        with self._receiving:
+            for peer, message in self._endpoint.receive(0):
+                self._inbox.put((peer, self._checked(message)))
+
+    def _checked(self, message: Message | Fault) -> Message | Fault:
+        try:
+            return message if isinstance(message, Exception) else self._incoming(message)
+        except ProtocolError as error:
+            return error
