@@ -111,12 +111,11 @@ def simulate(
     draft: Executor,
     timing: Timing,
     *,
-    context: int = 1 << 20,
     draft_context: int = 1 << 20,
     speeds: Speeds | None = None,
 ) -> Outcome:
     """Runs one request to its end in virtual time."""
-    return _Simulation(target, draft, timing, context, draft_context, speeds).run(submit)
+    return _Simulation(target, draft, timing, draft_context, speeds).run(submit)
 
 
 class _Simulation:
@@ -129,11 +128,10 @@ class _Simulation:
         target: Executor,
         draft: Executor,
         timing: Timing,
-        context: int,
         draft_context: int,
         speeds: Speeds | None,
     ) -> None:
-        self._coordinator = Coordinator(context, speeds or _known_speeds(timing))
+        self._coordinator = Coordinator(speeds or _known_speeds(timing))
         self._drafter = Drafter(draft_context)
         self._executors = (target, draft)
         self._timing = timing

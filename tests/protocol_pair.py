@@ -174,7 +174,7 @@ class Pair:
         draft_context: int | None = 1 << 20,
         speeds: Speeds | None = None,
     ) -> None:
-        self.coordinator = Coordinator(1 << 20, speeds)
+        self.coordinator = Coordinator(speeds)
         self.drafter: Drafter | None = None
         self.target = target
         self.draft: Executor | None = None

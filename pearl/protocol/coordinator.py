@@ -117,10 +117,9 @@ class Counts:
 
 
 class Coordinator:
-    """One target. `context`: tokens its cache holds. `speeds` outlives requests."""
+    """One target. `speeds` outlives requests."""
 
-    def __init__(self, context: int, speeds: Speeds | None = None) -> None:
-        self.context = context
+    def __init__(self, speeds: Speeds | None = None) -> None:
         self.speeds = speeds or Speeds()
         self.state = State.IDLE
         self.sequence = TokenSequence()

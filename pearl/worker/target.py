@@ -84,7 +84,7 @@ class TargetWorker:
         self._stopping = stopping
         self._open_channel = channel
         self._channel: TensorChannel | None = None
-        self._coordinator = Coordinator(settings.context)
+        self._coordinator = Coordinator()
         self._todo: deque[object] = deque()
         self._fronts: set[Peer] = set()
         self._waiting_fronts: list[Peer] = []  # said hello before we were ready
