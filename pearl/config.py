@@ -95,7 +95,7 @@ class DecodingConfig(_Settings):
     method: Literal["ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
         "pearl", description="ar: target alone; sd: draft and target in turn; pearl and its two ablations."
     )
-    window: Literal["stream", "fixed"] = Field("stream", description="stream: no barrier; fixed: the paper's windows.")
+    window: Literal["stream", "fixed"] = Field("stream", description="stream: no full windows; fixed: the paper's.")
     gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
     rule: Literal["ratio", "coupled"] = Field("ratio", description="Acceptance rule under sampling.")
 

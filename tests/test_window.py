@@ -179,3 +179,10 @@ def test_the_draft_may_always_draft_what_the_target_waits_for(method: str, polic
             window = Window.after(METHODS[method], policy, c, 100, fresh)
             assert window.needed >= 1
             assert window.draft_until >= 100 + window.needed - 1
+
+
+def test_stream_waits_for_a_token_that_is_due_but_never_after_a_rejection() -> None:
+    pearl = METHODS["pearl"]
+    assert Window.after(pearl, "stream", 5, 100, fresh=True) == Window(1, 110)
+    assert Window.after(pearl, "stream", 5, 100, fresh=False) == Window(4, 110)
+    assert Window.after(pearl, "stream", 1, 100, fresh=False) == Window(1, 102)
