@@ -204,3 +204,21 @@ def test_no_impossible_token_is_drawn_at_the_ends(draw: Draw, key: int) -> None:
     """u = 0 must pass over what has probability 0 at the head of the vocabulary, u near 1 stop before its tail."""
     probs = torch.tensor([0.0, 0.0, 0.1, 0.2, 0.7, 0.0])
     assert probs[draw(probs, key)] > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.7, top_k=5),
+        Sampling(1.3, top_p=0.6),
+        Sampling(1.0, min_p=0.1),
+        Sampling(0.9, 20, 0.8, 0.05),
+    ],
+)
+def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: Sampling) -> None:
+    """Else the text would depend on how many tokens a window happened to hold."""
+    logits = 3 * torch.randn(7, 600, generator=torch.Generator().manual_seed(3))
+    together = probabilities(logits, sampling)
+    assert all(torch.equal(together[i], probabilities(logits[i], sampling)) for i in range(7))
+    assert len({int((row > 0).sum()) for row in together}) > 1 or (sampling.top_p == 1 and sampling.min_p == 0)
