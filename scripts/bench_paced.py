@@ -4,12 +4,18 @@ The pair is emulated: toy models with exact distributions whose every forward la
 So whatever the runtime spends between forwards shows up as a loss.  Run and simulation share seed, models and
 decisions; each rate is committed tokens over the time from the start of the prefill to the last commit.
 
-    python scripts/bench_paced.py            # about seven minutes
+On a virtual machine others may take the cores away.  Linux counts that time as stolen: each run prints its share.  One
+that lost more than `--most-stolen` is repeated, for it measures the neighbours; the least disturbed attempt counts.
+
+    python scripts/bench_paced.py            # about eight minutes on a quiet machine
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import time
+from pathlib import Path
 from statistics import median
 
 import click
@@ -26,6 +32,14 @@ SPEC = "toy:vocab=32,alpha={alpha},seed=1"
 PROMPT = list(range(5))
 
 
+def stolen_seconds() -> float:
+    """Of all cores together, since the start of the machine; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+
+
 def simulated(decoding: DecodingConfig, spec: str, t_draft: float, t_target: float, seed: int, tokens: int) -> float:
     executors = paired_executors(load_toy(spec, "target", None), load_toy(spec, "draft", None))
     sampling = Sampling(temperature=1.0, seed=seed)
@@ -34,11 +48,14 @@ def simulated(decoding: DecodingConfig, spec: str, t_draft: float, t_target: flo
     return len(outcome.tokens) / outcome.seconds
 
 
-def measured(engine: Engine, decoding: DecodingConfig, seed: int, tokens: int) -> float:
+def measured(engine: Engine, decoding: DecodingConfig, seed: int, tokens: int) -> tuple[float, float]:
+    """Tokens a second, and the share of a core that was stolen meanwhile."""
+    stolen, began = stolen_seconds(), time.monotonic()
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens)
     result = engine.generate(PROMPT, params, decoding=decoding)[0]
     assert len(result.tokens) == tokens
-    return tokens / result.statistics.seconds
+    share = (stolen_seconds() - stolen) / (os.cpu_count() or 1) / (time.monotonic() - began)
+    return tokens / result.statistics.seconds, share
 
 
 @click.command()
@@ -48,9 +65,20 @@ def measured(engine: Engine, decoding: DecodingConfig, seed: int, tokens: int) -
 @click.option("--tokens", default=2000, help="Tokens a run.")
 @click.option("--repeats", default=5, help="Runs of pearl, stream; the median counts.")
 @click.option("--other-repeats", default=2, help="Runs of the cases beside it.")
-def main(t_draft: float, t_target: float, alpha: float, tokens: int, repeats: int, other_repeats: int) -> None:
+@click.option("--most-stolen", default=0.01, help="Share of the cores' time; a run that lost more is repeated.")
+@click.option("--attempts", default=4, help="Runs at most for each that counts.")
+def main(
+    t_draft: float,
+    t_target: float,
+    alpha: float,
+    tokens: int,
+    repeats: int,
+    other_repeats: int,
+    most_stolen: float,
+    attempts: int,
+) -> None:
     """Prints measured against simulated tokens a second, and pearl against sd at its best gamma."""
-    console, spec, c = Console(), SPEC.format(alpha=alpha), round(t_target / t_draft)
+    console, spec, c = Console(soft_wrap=True), SPEC.format(alpha=alpha), round(t_target / t_draft)
     best = max(range(1, 17), key=lambda g: (1 - alpha ** (g + 1)) / (1 - alpha) / (g * t_draft + t_target))
     cases = {
         "pearl, stream": DecodingConfig(method="pearl"),
@@ -62,11 +90,17 @@ def main(t_draft: float, t_target: float, alpha: float, tokens: int, repeats: in
     with Engine(spec, spec, target_pace=t_target, draft_pace=t_draft) as engine:
         for seed in range(repeats):
             for name, decoding in list(cases.items())[: None if seed < other_repeats else 1]:  # interleaved
-                rate = measured(engine, decoding, seed, tokens)
                 virtual = simulated(decoding, spec, t_draft, t_target, seed, tokens)
-                rates[name].append(rate)
-                ratios[name].append(rate / virtual)
-                console.print(f"run {seed}: {name}: {rate:.2f} of {virtual:.2f} tokens/s = {rate / virtual:.4f}")
+                runs: list[tuple[float, float]] = []  # stolen, rate
+                while len(runs) < attempts and (not runs or min(runs)[0] > most_stolen):
+                    rate, stolen = measured(engine, decoding, seed, tokens)
+                    runs.append((stolen, rate))
+                    console.print(
+                        f"run {seed}: {name}: {rate:.2f} of {virtual:.2f} tokens/s = {rate / virtual:.4f}, "
+                        f"{stolen:.2%} stolen" + (" (disturbed)" if stolen > most_stolen else "")
+                    )
+                rates[name].append(min(runs)[1])  # the least disturbed, not the fastest
+                ratios[name].append(min(runs)[1] / virtual)
     table = Table("case", "tokens/s", "of simulated: median", "least", "most")
     for name in cases:
         r = sorted(ratios[name])

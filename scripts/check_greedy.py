@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -52,7 +53,9 @@ def gap(prefix: list[int]) -> float:
 @click.argument("data", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--prompts", default=20, help="How many prompts of the file.")
 @click.option("--max-tokens", default=128, help="New tokens a prompt.")
-def main(data: Path, prompts: int, max_tokens: int) -> None:
+@click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)), help="Repeatable; else all.")
+@click.option("--window", "windows", multiple=True, type=click.Choice(WINDOWS), help="Repeatable; else both.")
+def main(data: Path, prompts: int, max_tokens: int, methods: Sequence[str], windows: Sequence[str]) -> None:
     """DATA: JSON lines with a field "prompt"."""
     texts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()[:prompts]]
     console.print(f"reference: transformers generate, {len(texts)} prompts, {max_tokens} tokens, float32 ...")
@@ -61,8 +64,8 @@ def main(data: Path, prompts: int, max_tokens: int) -> None:
     mismatches: list[str] = []
     given = (encoded, expected, max_tokens)
     with Engine(target_dtype="float32") as engine:
-        for method in METHODS:
-            for window in WINDOWS if method != "ar" else WINDOWS[:1]:
+        for method in methods or METHODS:
+            for window in (windows or WINDOWS) if method != "ar" else WINDOWS[:1]:
                 row = check(engine, DecodingConfig(method=method, window=window), *given, mismatches)
                 table.add_row(method, window if method != "ar" else "-", *row)
                 console.print(f"{method} {window}: {row[0]} equal in {row[3]} s")
