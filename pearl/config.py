@@ -76,6 +76,7 @@ class EngineConfig(_Settings):
     startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
     draft_restarts: int = Field(3, ge=0, description="How often a draft that died is started again.")
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
+    trace: str | None = Field(None, description="File to write a timeline of both workers to; see pearl trace --help.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")
 
     @field_validator("target_device", "draft_device")
@@ -83,6 +84,16 @@ class EngineConfig(_Settings):
     def _device(cls, value: str) -> str:
         Device.parse(value)
         return value
+
+    @field_validator("trace")
+    @classmethod
+    def _writable(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        path = Path(value).absolute()
+        if not value or path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError("not a file that can be written: name one in a directory that exists")
+        return str(path)
 
     @property
     def has_draft(self) -> bool:

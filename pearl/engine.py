@@ -16,13 +16,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from pearl import errors
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
+from pearl.errors import (
+    ConfigError,
+    EngineClosed,
+    PearlError,
+    RequestError,
+    StartError,
+    TargetLost,
+    TraceError,
+    TransportError,
+)
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
 from pearl.processes import DraftKeeper, Worker
@@ -44,6 +54,8 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.text import TextStream
+from pearl.trace.chrome import merge
+from pearl.trace.recorder import being_written
 from pearl.transport.zeromq import ZmqConnection, bind_address, private_directory
 
 log = logging.getLogger(__name__)
@@ -273,6 +285,18 @@ class Engine:
         for worker in workers:
             worker.end()
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self.config.trace:
+            self._write_trace(Path(self.config.trace))
+
+    def _write_trace(self, path: Path) -> None:
+        """Once the workers are gone. Whatever is wrong with it, the texts are not: it is said, not raised."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        try:
+            while being_written(path) and time.monotonic() < deadline:  # under torchrun the draft is another rank's
+                time.sleep(_READ_SECONDS)
+            merge(path)
+        except TraceError as error:
+            log.error("no trace: %s", error)
 
     def __enter__(self) -> Engine:
         return self

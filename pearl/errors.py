@@ -20,6 +20,12 @@ class ConfigError(PearlError):
     exit_code = 2
 
 
+class TraceError(PearlError):
+    """A trace cannot be written or read, or is none."""
+
+    exit_code = 2
+
+
 class RequestError(PearlError):
     """This request cannot be served (too long for the context, say); the engine is unharmed."""
 

@@ -20,6 +20,8 @@ from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabu
 from pearl.models.toy import load_toy
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.text import TextStream, Tokenizer
+from pearl.trace.recorder import Recorder, part_path, where_and_what
+from pearl.trace.tracer import Tracer
 from pearl.transport.base import TensorChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
@@ -33,16 +35,17 @@ _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
+    tracer = _tracer(config, settings)
     endpoint = ZmqListener(settings["address"])
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = _place(config.target_device, "target")
-        make_channel = _channel(config, settings, 0, device)
+        make_channel = _channel(config, settings, 0, device, tracer)
         _pin(config, "target")  # from here on the draft's cores are none that we may use
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
-        runner = _runner(config, "target", device, progress)
+        runner = _loaded(tracer, config, "target", device, progress)
         worker = TargetWorker(
             endpoint,
             TargetExecutor(runner, partial(_text_stream, tokenizer)),
@@ -50,24 +53,28 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
             ready=partial(lifeline.tell, "ready"),
             stopping=lifeline.closed.is_set,
             channel=partial(make_channel, runner.vocab_size) if make_channel else None,
+            tracer=tracer,
         )
         with torch.inference_mode():
             worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
+        if tracer:
+            tracer.recorder.close()
 
 
 def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
+    tracer = _tracer(config, settings)
     endpoint = ZmqConnection(settings["address"])
     try:
         device = _place(config.draft_device, "draft")
-        make_channel = _channel(config, settings, 1, device)
+        make_channel = _channel(config, settings, 1, device, tracer)
         _pin(config, "draft")
         progress = lifeline.progress()
         tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-        runner = _runner(config, "draft", device, progress)
+        runner = _loaded(tracer, config, "draft", device, progress)
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
@@ -80,11 +87,34 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
             ready=partial(lifeline.tell, "ready"),
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
+            tracer=tracer,
         )
         with torch.inference_mode():
             worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
+        if tracer:
+            tracer.recorder.close()
+
+
+def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer | None:
+    """This worker's, where there is to be a trace; its part stands beside the file that it will become."""
+    if config.trace is None:
+        return None
+    header = {"role": settings["role"], "run": settings["directory"], "config": config.model_dump(mode="json")}
+    path = part_path(Path(config.trace), settings["role"], os.getpid())
+    return Tracer(Recorder(path, header | where_and_what()))
+
+
+def _loaded(
+    tracer: Tracer | None, config: EngineConfig, role: str, device: torch.device, progress: Callable[[str], None]
+) -> ModelRunner:
+    if tracer is None:
+        return _runner(config, role, device, progress)
+    start = tracer.clock()
+    runner = _runner(config, role, device, progress)
+    tracer.note("busy", "load", start)
+    return tracer.runner(runner)
 
 
 def _text_stream(tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
@@ -170,7 +200,7 @@ def _pin(config: EngineConfig, role: str) -> None:
 
 
 def _channel(
-    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device
+    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device, tracer: Tracer | None
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     kind = settings.get("tensors") or config.tensors
@@ -182,6 +212,7 @@ def _channel(
 
     def make(vocab_size: int) -> TensorChannel:
         store = Path(settings["directory"]) / "group"
-        return ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, config.draft_timeout)
+        channel = ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, config.draft_timeout)
+        return tracer.channel(channel) if tracer else channel
 
     return make

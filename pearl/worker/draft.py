@@ -25,6 +25,7 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
+from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
 from pearl.transport.mailbox import Mailbox
 from pearl.worker.calibrate import calibrate_draft
@@ -52,6 +53,7 @@ class DraftWorker:
         ready: Callable[[], None],
         stopping: Callable[[], bool],
         heartbeat_seconds: float,
+        tracer: Tracer | None = None,
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
@@ -61,6 +63,8 @@ class DraftWorker:
         self._stopping = stopping
         self._heartbeat_seconds = heartbeat_seconds
         self._drafter = Drafter(hello.context)
+        self._tracer = tracer
+        self._decide = tracer.deciding(self._drafter) if tracer else self._drafter.handle
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._todo: deque[object] = deque()
@@ -69,7 +73,8 @@ class DraftWorker:
 
     def run(self) -> None:
         """The loop. Raises `ModelError` where the target refuses this draft."""
-        with Mailbox(self._endpoint, outgoing=inline) as self._mail:
+        mailbox = self._tracer.mailbox if self._tracer else Mailbox
+        with mailbox(self._endpoint, outgoing=inline) as self._mail:
             self._mail.send(self._hello)
             while not self._stopping():
                 if self._todo:
@@ -85,7 +90,7 @@ class DraftWorker:
     def _on_message(self, message: Message | Fault) -> None:
         match message:
             case Begin() | Verdict() | Finish():
-                self._todo.extend(self._drafter.handle(message))
+                self._todo.extend(self._decide(message))
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()))
             case Welcome():
@@ -101,6 +106,7 @@ class DraftWorker:
         if welcome.version != PROTOCOL_VERSION:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
+        self._execute = self._tracer.computing(self._executor.execute) if self._tracer else self._executor.execute
         # a target that knows our speed has met a draft before, and may be waiting for us
         seconds = welcome.t_draft or calibrate_draft(self._executor.runner)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
@@ -128,12 +134,12 @@ class DraftWorker:
             case _:
                 if isinstance(command, Draft) and len(command.tokens) > _LONG:
                     self._mail.send(Heartbeat(self._steps, "prefill", len(command.tokens)))
-                event = self._executor.execute(command)
+                event = self._execute(command)
                 if isinstance(command, Draft):
                     self._steps += 1
                     self._receive(0)  # a verdict that came meanwhile may have overtaken this token
                 if event is not None:
-                    commands = self._drafter.handle(event)
+                    commands = self._decide(event)
                     if not any(isinstance(c, Send) for c in commands):
                         self._packer.flush(announced=False)
                     self._todo.extend(commands)

@@ -39,6 +39,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.window import METHODS
+from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault, Peer, TensorChannel
 from pearl.transport.mailbox import Mailbox
 from pearl.worker.calibrate import calibrate_target
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 _PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
 _SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
+_CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _RETURNS = 3  # how often a draft that fell silent may come back: one that is always too slow must not stall every text
 
@@ -76,6 +78,7 @@ class TargetWorker:
         ready: Callable[[], None],
         stopping: Callable[[], bool],
         channel: Callable[[], TensorChannel] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._executor = executor
@@ -85,6 +88,9 @@ class TargetWorker:
         self._open_channel = channel
         self._channel: TensorChannel | None = None
         self._coordinator = Coordinator()
+        self._tracer = tracer
+        self._decide = tracer.deciding(self._coordinator) if tracer else self._coordinator.handle
+        self._execute = tracer.computing(executor.execute) if tracer else executor.execute
         self._todo: deque[object] = deque()
         self._fronts: set[Peer] = set()
         self._waiting_fronts: list[Peer] = []  # said hello before we were ready
@@ -103,7 +109,8 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        with Mailbox(self._endpoint, incoming=self._examined) as self._mail:
+        mailbox = self._tracer.mailbox if self._tracer else Mailbox
+        with mailbox(self._endpoint, incoming=self._examined) as self._mail:
             if not self._settings.expects_draft:
                 self._become_ready()
             while not self._stopping():
@@ -153,7 +160,8 @@ class TargetWorker:
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
             case Pong():
-                pass
+                if self._tracer:
+                    self._tracer.pong(message)
             case Submit() if peer in self._fronts:
                 self._submit(peer, message)
             case Cancel(request) if peer in self._fronts:
@@ -286,6 +294,9 @@ class TargetWorker:
             self._coordinator.speeds.observe_draft(heartbeat.seconds)
             self._handle(DraftJoined(self._draft_context))
             self._become_ready()
+            if self._tracer and self._draft is not None:
+                for _ in range(_CLOCK_PINGS):
+                    self._mail.post(Ping(time.monotonic_ns()), self._draft)
 
     def _become_ready(self) -> None:
         self._is_ready = True
@@ -345,7 +356,7 @@ class TargetWorker:
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
-        self._todo.extend(self._coordinator.handle(event))
+        self._todo.extend(self._decide(event))
 
     def _carry_out(self, command: object) -> None:
         now = time.monotonic()
@@ -371,7 +382,7 @@ class TargetWorker:
         if isinstance(command, Open):
             alone = self._settings.expects_draft and self._draft is None
             self._watch = Stopwatch(begun=now, draft_lost=alone)
-        event = self._executor.execute(command)
+        event = self._execute(command)
         self._watch.busy += time.monotonic() - now
         if isinstance(command, Forward):
             self._work += 1

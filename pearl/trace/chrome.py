@@ -1,0 +1,345 @@
+"""From the workers' parts to one Chrome Trace Event file, and the check of such a file.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as ui.perfetto.dev reads it
+(complete events "X" that nest within a track, flows "s" and "f" bound to slices, counters "C", metadata "M"), with the
+`distributedInfo` that Holistic Trace Analysis asks for.
+
+What only both workers together know is told here: which drafted token met which fate, and which part of a wait was the
+message's way and not its sender's work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pearl.errors import TraceError
+from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
+
+VERSION = 1  # of what stands under "pearl_trace" in the metadata
+_ACCEPTED, _REJECTED, _DISCARDED = "accepted", "rejected", "discarded"
+_COUNTERS = ("pending", "epoch", "window", "acceptance")
+
+Event = dict[str, Any]
+Token = tuple[int, int, int]  # request, epoch, position
+
+
+def merge(trace: Path) -> None:
+    """Makes the file `trace` of the parts that lie beside it, and removes them.
+
+    Of several runs' parts the latest run's are taken; those of others, which were cut off, are left alone.
+    Raises `TraceError` where there are none, or the file cannot be written.
+    """
+    parts = [Part(path) for path in part_paths(trace)]
+    targets = [part for part in parts if part.header["role"] == "target"]
+    if not targets:
+        raise TraceError(f"there is nothing to make {trace} of: no target has left a part {trace.name}.target-*.part")
+    last = max(targets, key=lambda part: int(part.header["opened"]))
+    parts = [part for part in parts if part.header["run"] == last.header["run"]]
+    write(trace, parts)
+    for part in parts:
+        part.path.unlink(missing_ok=True)
+
+
+def write(trace: Path, parts: list[Part]) -> None:
+    merged = _Merged(parts)
+    temporary = trace.with_name(f"{trace.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            head = json.dumps(merged.document(), ensure_ascii=False)
+            file.write(head[:-1] + ',\n"traceEvents": [')
+            for i, event in enumerate(merged.events()):
+                file.write((",\n" if i else "\n") + json.dumps(event, ensure_ascii=False))
+            file.write("\n]}\n")
+        temporary.replace(trace)
+    except OSError as error:
+        raise TraceError(f"cannot write the trace {trace}: {error.strerror}; its parts are left") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Merged:
+    """Reads the parts twice: for what each must know of the other, then event by event. What it keeps is a few numbers
+    for each token and message, so the file may be longer than memory."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self._parts = sorted(parts, key=lambda part: (part.header["role"] != "target", part.header["opened"]))
+        self._target = self._parts[0]
+        self._offsets = {part.path: self._offset(part) for part in self._parts}
+        self._base = min(int(part.header["opened"]) + self._offsets[part.path][0] for part in parts)
+        self._sent: dict[tuple[Any, ...], int] = {}  # message -> when its sender let go of it
+        self._judged: dict[Token, tuple[str, int]] = {}  # -> its fate, when
+        self._flows = 0
+        for part in self._parts:
+            self._look(part)
+
+    def _offset(self, part: Part) -> tuple[int, int]:
+        """(nanoseconds to add, uncertainty) to bring a part to the target's clock: 0, 0 for the same machine.
+
+        Else from the quickest of the target's clock pings, as NTP does: an answer was stamped halfway, give or take
+        half of the way there and back.
+        """
+        if part.header["boot"] == self._target.header["boot"]:
+            return 0, 0
+        trips = [
+            (record.end - record.args["sent"], (record.end + record.args["sent"]) // 2 - record.args["received"])
+            for record in self._target.records()
+            if record.kind == "clock"
+        ]
+        if not trips:
+            raise TraceError(f"{part.path}: from another machine, and no clock pings tell how far its clock is off")
+        there_and_back, offset = min(trips)
+        return offset, there_and_back // 2
+
+    def _records(self, part: Part) -> Iterator[Record]:
+        offset = self._offsets[part.path][0]
+        for record in part.records():
+            yield record._replace(start=record.start + offset, end=record.end + offset) if offset else record
+
+    def _look(self, part: Part) -> None:
+        """The first reading: what was sent when, and what was judged how."""
+        epochs: dict[tuple[int, int], int] = {}  # request, position -> epoch of the token that is pending there
+        request = -1
+        for record in self._records(part):
+            args = record.args
+            if record.name in ("send", "post"):
+                if args["message"][1] is not None:  # one that belongs to a request: no other of its kind is like it
+                    self._sent[tuple(args["message"])] = record.start
+            elif part is not self._target or "error" in args:
+                continue
+            elif record.name == "decide":
+                request = next((m["request"] for m in _sent(args) if m["type"] == "Begin"), request)
+                event = args["event"]
+                if event["type"] == "DraftTokens":
+                    for position in range(event["start"], event["start"] + len(event["tokens"])):
+                        key = event["request"], position
+                        epochs[key] = max(event["epoch"], epochs.get(key, -1))  # an older one is stale
+            elif record.name == "judge":
+                for i in range(args["accepted"] + (args["correction"] is not None)):
+                    position = args["start"] + i
+                    fate = _ACCEPTED if i < args["accepted"] else _REJECTED
+                    self._judged[request, epochs.get((request, position), -1), position] = fate, _middle(record)
+
+    def events(self) -> Iterator[Event]:
+        """The second reading."""
+        for number, part in enumerate(self._parts):
+            process = number + 1
+            yield _about("process_name", process, 0, name=f"{part.header['role']} (process {part.header['pid']})")
+            yield _about("process_labels", process, 0, labels=f"{part.header['host']}, {part.header['machine']}")
+            yield _about("process_sort_index", process, 0, sort_index=number)
+            for track, name in TRACKS.items():
+                yield _about("thread_name", process, track, name=name)
+                yield _about("thread_sort_index", process, track, sort_index=track)
+            yield from self._target_events() if part is self._target else self._draft_events(part, process)
+
+    def _target_events(self) -> Iterator[Event]:
+        counters: dict[str, Any] = {}
+        for record in self._records(self._target):
+            yield from self._slices(record, 1)
+            for name in _COUNTERS if record.name == "decide" else ():
+                value = record.args.get(name)
+                if value is not None and counters.get(name) != value:
+                    counters[name] = value
+                    yield {
+                        "ph": "C",
+                        "name": name,
+                        "pid": 1,
+                        "tid": 0,
+                        "ts": self._us(record.end),
+                        "args": {name: value},
+                    }
+
+    def _draft_events(self, part: Part, process: int) -> Iterator[Event]:
+        forward: Record | None = None  # held back until it is known what became of its token
+        for record in self._records(part):
+            if record.name in ("draft", "prefill"):
+                if forward is not None:
+                    yield from self._slices(forward, process)
+                forward = record
+                continue
+            if forward is not None and record.name == "decide" and record.args["event"]["type"] == "Drafted":
+                (token, *_) = [*_drafted(record.args), None]
+                if token is not None:
+                    fate, judged = self._judged.get(token, (_DISCARDED, 0))
+                    at = {"epoch": token[1], "position": token[2], "fate": fate}
+                    forward = forward._replace(args=forward.args | at)
+                    if judged:
+                        yield from self._flow("token", (process, forward.track, _middle(forward)), (1, LOOP, judged))
+                yield from self._slices(forward, process)
+                forward = None
+            yield from self._slices(record, process)
+            for message in record.args.get("messages", ()) if record.name == "read" else ():
+                if message[0] == "Verdict" and tuple(message) in self._sent:
+                    there = process, record.track, _middle(record)
+                    yield from self._flow("verdict", (1, LOOP, self._sent[tuple(message)]), there)
+        if forward is not None:
+            yield from self._slices(forward, process)
+
+    def _slices(self, record: Record, process: int) -> Iterator[Event]:
+        """One slice; two where the end of a wait was no longer for the sender but for the message."""
+        if record.kind == "clock":
+            return
+        sent = self._sent.get(tuple(record.args.get("by", ())), record.end) if record.kind == "wait" else record.end
+        middle = min(max(sent, record.start), record.end)
+        if record.start < middle or middle == record.end:
+            yield self._slice(record._replace(end=middle), process)
+        if middle < record.end:
+            yield self._slice(record._replace(start=middle, name=TRANSPORT), process)
+
+    def _slice(self, record: Record, process: int) -> Event:
+        wait = record.kind == "wait"
+        event = {
+            "ph": "X",
+            "name": f"wait: {record.name}" if wait else record.name,
+            "cat": record.kind,
+            "pid": process,
+            "tid": record.track,
+            "ts": self._us(record.start),
+            "dur": (record.end - record.start) / 1000,
+        }
+        args = {k: v for k, v in record.args.items() if not wait}
+        return event | {"args": args} if args else event
+
+    def _flow(self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]) -> Iterator[Event]:
+        """An arrow between two slices, each given as process, track and a time within it."""
+        self._flows += 1
+        for phase, (process, track, at) in (("s", start), ("f", end)):
+            event = {"ph": phase, "name": name, "cat": "flow", "id": self._flows, "pid": process, "tid": track}
+            yield event | {"ts": self._us(at)} | ({"bp": "e"} if phase == "f" else {})
+
+    def _us(self, ns: int) -> float:
+        return (ns - self._base) / 1000
+
+    def document(self) -> dict[str, Any]:
+        """All but the events."""
+        workers = []
+        for number, part in enumerate(self._parts):
+            offset, uncertainty = self._offsets[part.path]
+            header = {k: v for k, v in part.header.items() if k not in ("config", "versions", "run", "opened")}
+            workers.append(
+                {
+                    "process": number + 1,
+                    **header,
+                    "clock_offset_ns": offset,
+                    "clock_uncertainty_ns": uncertainty,
+                    "ended": bool(part.end),  # else it was killed: the last quarter of a second may be missing
+                    "recorder_seconds": part.end.get("spent", 0) / 1e9,
+                    "records": part.end.get("records", 0),
+                }
+            )
+        config = self._target.header["config"]
+        return {
+            "schemaVersion": 1,
+            "displayTimeUnit": "ms",
+            "distributedInfo": {"rank": 0, "world_size": 1, "backend": config["tensors"]},
+            "metadata": {
+                "pearl_trace": VERSION,
+                "clock": "monotonic",
+                "base_ns": self._base,
+                "config": config,
+                "versions": self._target.header["versions"],
+                "workers": workers,
+            },
+        }
+
+
+def _sent(decision: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The messages that a decision sends to the other worker."""
+    return (command["message"] for command in decision.get("commands", ()) if command["type"] == "Send")
+
+
+def _drafted(decision: dict[str, Any]) -> Iterator[Token]:
+    for message in _sent(decision):
+        if message["type"] == "DraftTokens":
+            yield message["request"], message["epoch"], message["start"]
+
+
+def _middle(record: Record) -> int:
+    return (record.start + record.end) // 2
+
+
+def _about(what: str, process: int, track: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "ts": 0, "args": args}
+
+
+_REQUIRED = {"X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args"), "M": ("name", "pid", "args")}
+_REQUIRED |= dict.fromkeys("sf", ("name", "pid", "tid", "ts", "id", "cat"))
+_SLACK_US = 0.002  # times are written to a thousandth
+
+
+def problems(document: Any) -> list[str]:
+    """What is wrong with a Chrome Trace Event document, as a viewer would see it; empty where it is sound.
+
+    Checks what the format asks of each event, that every track and process is named, that slices of a track nest, and
+    that every flow has one start and one end, each within a slice, the end not before the start.
+    """
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        return ["no object with a list traceEvents"]
+    found: list[str] = []
+    if "rank" not in (document.get("distributedInfo") or {}):
+        found.append("no distributedInfo with a rank")
+    slices: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
+    named: set[tuple[str, Any, Any]] = set()
+    flows: dict[Any, dict[str, list[Event]]] = {}
+    for i, event in enumerate(document["traceEvents"]):
+        wrong = _wrong(event)
+        if wrong:
+            found.append(f"event {i}: {wrong}")
+            continue
+        place = event["pid"], event.get("tid", 0)
+        match event["ph"]:
+            case "X":
+                slices.setdefault(place, []).append((event["ts"], -event["dur"]))
+            case "M":
+                named.add((event["name"], event["pid"], place[1] if event["name"].startswith("thread") else 0))
+            case "s" | "f":
+                flows.setdefault(event["id"], {"s": [], "f": []})[event["ph"]].append(event)
+    for (process, track), found_slices in slices.items():
+        if ("process_name", process, 0) not in named or ("thread_name", process, track) not in named:
+            found.append(f"process {process}, track {track}: without a name")
+        found_slices.sort()
+        found += (f"process {process}, track {track}: {p}" for p in _not_nested(found_slices))
+    for key, ends in flows.items():
+        if len(ends["s"]) != 1 or len(ends["f"]) != 1:
+            found.append(f"flow {key}: {len(ends['s'])} starts and {len(ends['f'])} ends")
+        elif ends["f"][0]["ts"] < ends["s"][0]["ts"] - _SLACK_US:
+            found.append(f"flow {key}: ends before it starts")
+        else:
+            found += (f"flow {key}: hangs in the air" for e in (*ends["s"], *ends["f"]) if not _held(e, slices))
+    return found
+
+
+def _wrong(event: Any) -> str | None:
+    if not isinstance(event, dict) or event.get("ph") not in _REQUIRED:
+        return f"no event of a kind that is known: {event!r:.80}"
+    missing = [name for name in _REQUIRED[event["ph"]] if name not in event]
+    if missing:
+        return f"{event['ph']} without {', '.join(missing)}"
+    times = [event[name] for name in ("ts", "dur") if name in event]
+    if not all(isinstance(t, int | float) and math.isfinite(t) and t >= 0 for t in times):
+        return f"times must be numbers from 0 up: {times}"
+    return None
+
+
+def _not_nested(slices: Iterable[tuple[float, float]]) -> Iterator[str]:
+    """slices: (start, -duration), sorted: what encloses comes before what it encloses."""
+    ends: list[float] = []
+    for start, negative in slices:
+        end = start - negative
+        while ends and ends[-1] <= start + _SLACK_US:
+            ends.pop()
+        if ends and end > ends[-1] + _SLACK_US:
+            yield f"slice {start:.3f} to {end:.3f} us overlaps one that ends at {ends[-1]:.3f}"
+        ends.append(end)
+
+
+def _held(event: Event, slices: dict[tuple[Any, Any], list[tuple[float, float]]]) -> bool:
+    inside = slices.get((event["pid"], event["tid"]), [])
+    at = bisect_right(inside, (event["ts"] + _SLACK_US, 1.0))
+    # the innermost begins last; the outermost, a whole request, may begin long before
+    return any(start - negative >= event["ts"] - _SLACK_US for start, negative in reversed(inside[:at]))

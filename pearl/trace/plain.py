@@ -1,0 +1,83 @@
+"""Events, commands and messages as lists and dicts, for a file, and back. Distributions are left out.
+
+Written by hand where it is written (in the loop of a worker, a few microseconds count), by pydantic where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pearl.errors import TraceError
+from pearl.protocol import coordinator, events, messages
+
+_SIMPLE = (int, float, str, type(None))
+
+
+def plain(value: object) -> Any:
+    """A dataclass becomes a dict with its class under "type"."""
+    kind: Any = type(value)
+    if kind in _SIMPLE or kind is bool:
+        return value
+    if kind is tuple or kind is list:
+        items: Any = value
+        return list(items) if not items or type(items[0]) is int else [plain(item) for item in items]
+    return _encoder(kind)(value)
+
+
+@cache
+def _encoder(kind: type) -> Callable[[Any], Any]:
+    if kind is messages.Rows:  # tensors or bytes: big, and decisions never look at them
+        return lambda rows: {"type": "Rows", "kind": rows.kind.value}
+    if kind is events.Judge:
+        return lambda judge: {"type": "Judge", "start": judge.start, "tokens": list(judge.tokens)}
+    if issubclass(kind, Enum):
+        return lambda member: member.value
+    if kind is bytes:
+        return lambda value: value.hex()
+    if kind is dict:
+        return lambda value: {str(plain(k)): plain(v) for k, v in value.items()}
+    assert is_dataclass(kind), kind
+    names, name = [f.name for f in fields(kind)], kind.__name__
+
+    def encode(value: Any) -> dict[str, Any]:
+        return {"type": name, **{n: plain(getattr(value, n)) for n in names}}
+
+    return encode
+
+
+def from_plain(value: Any) -> Any:
+    """The event or message that `plain` was given, less its distributions. Raises `TraceError`."""
+    try:
+        kind = _KINDS[value["type"]]
+        given = {k: v for k, v in value.items() if k != "type"}
+        if kind is messages.DraftTokens:  # stand-ins, as many as there were distributions
+            rows = given.pop("rows")
+            none = rows["kind"] in (messages.RowKind.NONE.value, messages.RowKind.CHANNEL.value)
+            data = () if none else (None,) * len(given["tokens"])
+            given["rows"] = messages.Rows(messages.RowKind(rows["kind"]), data)
+        elif kind is events.Drafted:
+            given["rows"] = messages.NO_ROWS
+        return _adapter(kind).validate_python(given)
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise TraceError(
+            f"the trace holds an event that this version does not know: {value!r:.200} ({error})"
+        ) from None
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+_KINDS: dict[str, type] = {
+    name: kind
+    for module in (events, messages, coordinator)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and is_dataclass(kind)
+}

@@ -1,0 +1,138 @@
+"""A trace file, read back into slices. Every broken, foreign or empty file is told apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pearl.errors import TraceError
+from pearl.trace.chrome import VERSION, Event, problems
+from pearl.trace.recorder import LOOP, part_paths
+
+FORWARDS = ("prefill", "pre-verify", "post-verify", "draft")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that took from `start` to `end`, seconds from the trace's beginning."""
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    args: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Trace:
+    """One run.
+
+    Attributes:
+        target: what the target's loop did, outermost slices only, in order of time; requests are apart.
+        draft: likewise; of all drafts, should one have been restarted.
+        requests: the target's.
+        counters: name -> (time, value).
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    target: list[Slice] = field(default_factory=list)
+    draft: list[Slice] = field(default_factory=list)
+    requests: list[Slice] = field(default_factory=list)
+    counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def start(self) -> float:
+        return self.requests[0].start
+
+    @property
+    def end(self) -> float:
+        return self.requests[-1].end
+
+
+def read(path: Path) -> Trace:
+    """Raises `TraceError`: what the file is instead of a trace of ours, and what to do."""
+    document = read_document(path)
+    metadata = document.get("metadata")
+    if not isinstance(metadata, dict) or "pearl_trace" not in metadata:
+        raise TraceError(f"{path} is a trace, but not one of ours: pearl writes them with --trace FILE")
+    if metadata["pearl_trace"] != VERSION:
+        raise TraceError(f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}")
+    found = problems(document)
+    if found:
+        raise TraceError(f"{path} is damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if found[1:] else ""))
+    trace = Trace(path, metadata)
+    _sort(document["traceEvents"], trace)
+    if not trace.requests:
+        trace.requests += _unfinished(trace)
+    if not trace.requests:
+        raise TraceError(f"{path} holds no request: nothing was generated while it was recorded")
+    return trace
+
+
+def _unfinished(trace: Trace) -> list[Slice]:
+    """The request during which the target was killed: a request's own slice is written at its end."""
+    opened = [one.start for one in trace.target if one.name == "open"]
+    return [Slice("request, cut off", "whole", opened[0], trace.target[-1].end, {})] if opened else []
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Any Chrome Trace Event document. Raises `TraceError` where the file is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TraceError(_missing(path)) from None
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path} is no trace: it is not text") from None
+    if not text.strip():
+        raise TraceError(f"{path} is empty")
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
+            raise TraceError(
+                f"{path} is cut off at line {error.lineno}: it was not written or copied to its end"
+            ) from None
+        raise TraceError(f"{path} is no trace: not JSON at line {error.lineno}, column {error.colno}") from None
+    if not isinstance(document, dict) or "traceEvents" not in document:
+        raise TraceError(f"{path} is JSON, but no trace: it has no traceEvents")
+    return document
+
+
+def _missing(path: Path) -> str:
+    if part_paths(path):
+        return f"{path} is not there yet, only parts of it: `pearl trace merge {path}` makes it of them"
+    return f"{path} does not exist"
+
+
+def _sort(events: list[Event], trace: Trace) -> None:
+    loops: dict[bool, list[Slice]] = {True: trace.target, False: trace.draft}
+    for event in events:
+        if event["ph"] == "C":
+            series = trace.counters.setdefault(event["name"], [])
+            series.append((event["ts"] / 1e6, event["args"][event["name"]]))
+        elif event["ph"] == "X" and event["tid"] == LOOP:
+            start, is_target = event["ts"] / 1e6, event["pid"] == 1
+            one = Slice(event["name"], event["cat"], start, start + event["dur"] / 1e6, event.get("args", {}))
+            if one.kind != "whole":
+                loops[is_target].append(one)
+            elif is_target:
+                trace.requests.append(one)
+    trace.requests.sort(key=lambda s: s.start)
+    trace.target, trace.draft = (_outermost(slices) for slices in loops.values())
+
+
+def _outermost(slices: list[Slice]) -> list[Slice]:
+    kept: list[Slice] = []
+    for one in sorted(slices, key=lambda s: (s.start, -s.end)):
+        if not kept or one.end > kept[-1].end:
+            kept.append(one)
+    return kept

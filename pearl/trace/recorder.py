@@ -1,0 +1,181 @@
+"""Writing down what one worker does, as it happens. Knows times and names, nothing of what they mean.
+
+The file: msgpack arrays one after the other - a header, records, and an end where the worker got that far.  A reader
+takes what is whole, so a worker that is killed leaves all but its last quarter of a second.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from pearl.errors import TraceError
+from pearl.trace.plain import plain
+from pearl.version import __version__
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of the parts; a reader takes no other
+LOOP, MAIL, GPU = 1, 2, 3  # tracks: the worker's loop, the thread of its mailbox, its device
+TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU"}
+# What a loop waits for. TRANSPORT is told from both sides' records: the end of a wait, once the message is on its way.
+START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
+VERDICT, TRANSPORT = "verdict", "transport"
+
+_MOST_WAITING = 128  # records
+_WAITING_NS = 250_000_000
+_HEADER, _END = "pearl-trace", "end"
+
+
+class Record(NamedTuple):
+    """Something that took from `start` to `end`, nanoseconds of the worker's monotonic clock.
+
+    `kind`: busy, communication, wait, or whole (a slice that only holds others).
+    """
+
+    track: int
+    kind: str
+    name: str
+    start: int
+    end: int
+    args: dict[str, Any]
+
+
+class Recorder:
+    """One worker's file. Any thread may record.
+
+    Args:
+        path: must not exist yet. Raises `TraceError` where it cannot be made.
+        header: what is to be known of this worker.
+        clock: nanoseconds; monotonic.
+
+    Attributes:
+        spent: nanoseconds that recording has taken so far, by those who say so.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any], clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock = clock
+        self.spent = self.records = 0
+        self._lock = threading.Lock()
+        self._packer = msgpack.Packer(default=plain)
+        self._waiting: deque[object] = deque()
+        self._written = clock()
+        try:
+            self._file = path.open("xb", buffering=0)
+        except OSError as error:
+            raise TraceError(f"cannot write the trace {path}: {error.strerror}") from None
+        self._waiting.append([_HEADER, FORMAT, {**header, "opened": self._written}])
+        self._write()
+
+    def record(
+        self, track: int, kind: str, name: str, start: int, end: int, args: Mapping[str, Any] | None = None
+    ) -> None:
+        """`args` may hold events, commands and messages: what is never changed. They are encoded later, many at once:
+        a loop that has just left a forward finds its caches full of the model, and does the first of anything slowly.
+        """
+        self.records += 1
+        self._waiting.append((track, kind, name, start, end, args or {}))
+        if len(self._waiting) >= _MOST_WAITING or end - self._written > _WAITING_NS:
+            self._write()
+
+    def close(self) -> None:
+        """Writes the rest and the end; a second time does nothing."""
+        if not self._file.closed:
+            self._write()
+            self._waiting.append([_END, {"closed": self.clock(), "spent": self.spent, "records": self.records}])
+            self._write()
+            self._file.close()
+
+    def _write(self) -> None:
+        """Whatever goes wrong here must not take the text down with it."""
+        with self._lock:
+            self._written = self.clock()
+            data = bytearray()
+            while self._waiting:
+                data += self._packer.pack(self._waiting.popleft())
+            if self._file.closed:
+                return
+            try:
+                while data:
+                    del data[: self._file.write(data) or 0]
+            except OSError as error:
+                log.error("the trace ends here: %s: %s", self._file.name, error.strerror)
+                self._file.close()
+
+
+def part_path(trace: Path, role: str, pid: int) -> Path:
+    """Where a worker writes, for a trace that is to become the file `trace`."""
+    return trace.with_name(f"{trace.name}.{role}-{pid}.part")
+
+
+def part_paths(trace: Path) -> list[Path]:
+    return sorted(trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part"))
+
+
+def being_written(trace: Path) -> bool:
+    """Whether a worker that writes for `trace` still lives on this machine."""
+    return any(Path("/proc", path.name.removesuffix(".part").rpartition("-")[2]).exists() for path in part_paths(trace))
+
+
+def where_and_what() -> dict[str, Any]:
+    """Of this process: its id, host, boot (two processes of one boot have one clock) and versions."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "versions": {name: version(name) for name in ("torch", "transformers", "pyzmq")}
+        | {"pearl": __version__, "python": platform.python_version()},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+class Part:
+    """One worker's file, read back. Raises `TraceError` where it is none.
+
+    Attributes:
+        header: as the worker gave it.
+        end: what it said in the end; empty where it did not get that far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end: dict[str, Any] = {}
+        first = next(self._items(), None)
+        if not (isinstance(first, list) and len(first) == 3 and first[0] == _HEADER):
+            raise TraceError(f"{path} is no part of a trace")
+        if first[1] != FORMAT:
+            raise TraceError(f"{path} is a part of a trace in format {first[1]}; this version reads {FORMAT}")
+        self.header: dict[str, Any] = first[2]
+
+    def records(self) -> Iterator[Record]:
+        """In the order written, which is that of their ends (the mailbox's thread: nearly)."""
+        items = self._items()
+        next(items)
+        for item in items:
+            if item[0] == _END:
+                self.end = item[1]
+            else:
+                yield Record(*item)
+
+    def _items(self) -> Iterator[Any]:
+        with self.path.open("rb") as file:
+            unpacker = msgpack.Unpacker(file, strict_map_key=False)
+            while True:
+                try:
+                    yield unpacker.unpack()
+                except msgpack.OutOfData:
+                    return
+                except ValueError:  # what is no msgpack: only a file that is none of ours holds any
+                    return

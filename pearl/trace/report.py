@@ -1,0 +1,268 @@
+"""What a trace says in numbers: who worked, who waited for what, who set the pace, and what overlap has saved.
+
+Everything is added up from recorded slices of the two loops, between the start of the first request and the end of the
+last.  Time that no slice covers is reported as such, never given to anyone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pearl.trace.reading import FORWARDS, Slice, Trace
+from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
+
+_OF_DRAFT = (DRAFT, HELD_ROW)  # causes for which the target waits for the draft's work
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Shares of the wall time, of one loop. `waits`: cause -> share; `work`: what it was busy with -> share."""
+
+    busy: float
+    wait: float
+    communication: float
+    uncovered: float
+    waits: dict[str, float]
+    work: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Durations of forwards of one kind, seconds."""
+
+    count: int
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run. Times are seconds, shares are of `wall`.
+
+    Attributes:
+        wall: from the start of the first request to the end of the last, what lies between them included.
+        overlap: share of the time in which both models were in a forward.
+        pace: who the run waited for: shares in which the target worked, in which it waited for the draft's work, for a
+            message on its way, for a consumer; they and the target's communication add up to all but `uncovered`.
+        steps: verification forwards by kind; `owners`: by who owned the critical path: "draft" or "transport" where
+            the target had to wait in that step (from the forward before to its own end), "target" where it did not.
+        drafted, judged, accepted: draft tokens. `rejected` of the judged; the other drafted ones were `discarded`.
+        histogram: accepted tokens of a run that ended in a correction or bonus -> runs.
+        forwards: of the draft, and of the target by number of fed tokens.
+        ratio: median verification forward over median draft forward. `window`: median of c as used; 0 without a draft.
+        alternation: what the target's work and the drafts of the tokens that it judged would have taken one after the
+            other, with no waiting and no message: the least that the same steps cost without overlap.
+        recorder: the recorder's own share of the wall time, of the busier worker.
+    """
+
+    method: str
+    wall: float
+    requests: int
+    tokens: int
+    tokens_per_second: float
+    target: Worker
+    draft: Worker | None
+    overlap: float
+    pace: dict[str, float]
+    steps: dict[str, int]
+    owners: dict[str, int]
+    drafted: int
+    judged: int
+    accepted: int
+    rejected: int
+    discarded: int
+    histogram: dict[int, int]
+    forwards: dict[str, Forwards]
+    ratio: float | None
+    window: float
+    alternation: float
+    recorder: float
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report(trace: Trace) -> Report:
+    start, end = trace.start, trace.end
+    target, draft = _between(trace.target, start, end), _between(trace.draft, start, end)
+    wall = end - start
+    verifications = [s for s in target if s.name in ("pre-verify", "post-verify")]
+    fates = Counter(s.args["fate"] for s in draft if "fate" in s.args)
+    judged = fates["accepted"] + fates["rejected"]
+    forwards = _forwards(draft, verifications)
+    target_share, draft_share = _worker(target, wall), _worker(draft, wall) if draft else None
+    tokens, histogram = _committed(target)
+    work = sum(s.seconds for s in target if s.kind == "busy")
+    medians = _median([s.seconds for s in verifications]), forwards["draft"].p50 if "draft" in forwards else 0.0
+    windows = [value for at, value in trace.counters.get("window", []) if at <= end and value]
+    waited = target_share.waits
+    return Report(
+        method=_method(trace),
+        wall=wall,
+        requests=len(trace.requests),
+        tokens=tokens,
+        tokens_per_second=tokens / wall if wall else 0.0,
+        target=target_share,
+        draft=draft_share,
+        overlap=_overlap(_spans(target), _spans(draft)) / wall,
+        pace={
+            "target works": target_share.busy,
+            "draft works": sum(waited.get(cause, 0.0) for cause in _OF_DRAFT),
+            "message on its way": waited.get(TRANSPORT, 0.0),
+            "consumer": sum(v for k, v in waited.items() if k not in (*_OF_DRAFT, TRANSPORT)),
+        },
+        steps=dict(Counter(s.name for s in verifications)),
+        owners=_owners(target, verifications),
+        drafted=fates.total(),
+        judged=judged,
+        accepted=fates["accepted"],
+        rejected=fates["rejected"],
+        discarded=fates["discarded"],
+        histogram=histogram,
+        forwards=forwards,
+        ratio=medians[0] / medians[1] if all(medians) else None,
+        window=_median(windows) if draft else 0.0,
+        alternation=work + _drafting(draft),
+        recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall if wall else 0.0,
+        notes=_notes(trace, target_share, draft_share),
+    )
+
+
+def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
+    """What lies in the time reported on; a slice that reaches beyond it is cut."""
+    return [
+        Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
+        for s in slices
+        if s.end > start and s.start < end
+    ]
+
+
+def _worker(slices: Sequence[Slice], wall: float) -> Worker:
+    shares: Counter[str] = Counter()
+    names: dict[str, Counter[str]] = {"wait": Counter(), "busy": Counter(), "communication": Counter()}
+    for one in slices:
+        shares[one.kind] += one.seconds / wall  # type: ignore[assignment]
+        names[one.kind][one.name.removeprefix("wait: ")] += one.seconds / wall  # type: ignore[assignment]
+    return Worker(
+        busy=shares["busy"],
+        wait=shares["wait"],
+        communication=shares["communication"],
+        uncovered=1 - shares.total(),
+        waits=dict(names["wait"].most_common()),
+        work=dict(names["busy"].most_common()),
+    )
+
+
+def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
+    return [(s.start, s.end) for s in slices if s.name in FORWARDS]
+
+
+def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
+    """Seconds in both; each is a list of disjoint spans in order."""
+    both, j = 0.0, 0
+    for start, end in a:
+        while j < len(b) and b[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < end:
+            both += min(end, b[k][1]) - max(start, b[k][0])
+            k += 1
+    return both
+
+
+def _owners(target: Sequence[Slice], verifications: Sequence[Slice]) -> dict[str, int]:
+    waits = [s for s in target if s.kind == "wait"]
+    starts = [s.start for s in waits]
+    owners: Counter[str] = Counter()
+    before = verifications[0].start if verifications else 0.0
+    for step in verifications:
+        waited: Counter[str] = Counter()
+        for wait in waits[bisect_left(starts, before) : bisect_left(starts, step.end)]:
+            cause = wait.name.removeprefix("wait: ")
+            waited["draft" if cause in _OF_DRAFT else cause] += wait.seconds  # type: ignore[assignment]
+        owner = max(("draft", TRANSPORT), key=lambda cause: waited[cause])
+        owners[owner if waited[owner] > 0 else "target"] += 1
+        before = step.end
+    return dict(owners)
+
+
+def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[str, Forwards]:
+    times: dict[tuple[str, int], list[float]] = {}
+    for one in draft:
+        if one.name == "draft":
+            times.setdefault(("draft", 0), []).append(one.seconds)
+    for one in verifications:
+        times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
+    return {
+        f"{name} {n}" if n else name: Forwards(len(t), _quantile(t, 0.5), _quantile(t, 0.99))
+        for (name, n), t in sorted(times.items())
+    }
+
+
+def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
+    """Tokens that were committed, and how many were accepted in runs."""
+    tokens, run = 0, 0
+    runs: Counter[int] = Counter()
+    for one in target:
+        for command in one.args.get("commands", ()) if one.name == "decide" else ():
+            if command["type"] == "Open":
+                run = 0
+            elif command["type"] == "Deliver" and command["message"]["type"] == "Committed":
+                for provenance in command["message"]["provenance"]:
+                    tokens += 1
+                    if provenance == "accepted":
+                        run += 1
+                    elif provenance in ("corrected", "bonus"):
+                        runs[run] += 1
+                        run = 0
+    return tokens, dict(sorted(runs.items()))
+
+
+def _drafting(draft: Sequence[Slice]) -> float:
+    """Of the tokens that were judged: their forwards and draws, and the forwards without a token before them."""
+    seconds = 0.0
+    for i, one in enumerate(draft):
+        if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
+            seconds += one.seconds
+            following = draft[i + 1] if i + 1 < len(draft) else one
+            seconds += following.seconds if following.name == "sample" else 0.0
+    return seconds
+
+
+def _method(trace: Trace) -> str:
+    return ", ".join(dict.fromkeys(r.args.get("decoding", {}).get("method", "?") for r in trace.requests))
+
+
+def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
+    notes = [
+        f"the {w['role']} did not end by itself: up to a quarter of a second of what it did is missing"
+        for w in trace.metadata["workers"]
+        if not w["ended"]
+    ]
+    notes += [
+        f"the {w['role']}'s clock was set by pings, give or take {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
+        for w in trace.metadata["workers"]
+        if w["clock_uncertainty_ns"]
+    ]
+    for name, share in zip(("target", "draft"), shares, strict=True):
+        if share is not None and share.uncovered > 0.02:
+            notes.append(f"{share.uncovered:.1%} of the {name}'s time is covered by no slice")
+    return notes
+
+
+def _median(values: Sequence[float]) -> float:
+    return _quantile(values, 0.5) if values else 0.0
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    """Between the two nearest, as numpy's default."""
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,275 @@
+"""Wrappers around what a worker's loop calls: its state machine, executor, mailbox, channel and model.
+
+A worker that is traced calls through them; one that is not never meets them.  Times are taken around each call;
+waiting is recorded as such, with the cause that the state machine named, so nothing is inferred from gaps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from pearl.errors import ProtocolError
+from pearl.models.runner import ModelRunner
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import Cause, Draft, Drafted, Forward, Judge, Judged, Open, Rollback, Sample, Sampled, Wait
+from pearl.protocol.messages import Message, Pong
+from pearl.trace.plain import plain
+from pearl.trace.recorder import CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
+from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
+from pearl.transport.mailbox import Mailbox
+
+_TARGET_CAUSES = {Cause.HELD_ROW: HELD_ROW, Cause.WINDOW: DRAFT, Cause.IDLE: CONSUMER}
+_DRAFT_CAUSES = {Cause.WINDOW: VERDICT, Cause.IDLE: CONSUMER}
+_CATCHING_UP = 2  # tokens that a draft forward feeds at most where nothing is new but a verdict
+
+_Event = TypeVar("_Event")
+
+
+def identity(message: object) -> list[Any]:
+    """What tells one message from another: its type, request, epoch and start."""
+    return [type(message).__name__, *(getattr(message, name, None) for name in ("request", "epoch", "start"))]
+
+
+class Tracer:
+    """For one worker. Make it on the thread that runs the loop."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.clock = recorder.clock
+        self.cause = START_UP
+        self._loop = threading.get_ident()
+        self._opened: tuple[int, dict[str, Any]] | None = None  # the request being worked on
+        self._first = True
+
+    def note(self, kind: str, name: str, start: int, **args: Any) -> None:
+        """Records what began at `start` and ends now, on the track of this thread."""
+        end = self.clock()
+        self.recorder.record(self.track, kind, name, start, end, args)
+        self.recorder.spent += self.clock() - end
+
+    @property
+    def track(self) -> int:
+        return LOOP if threading.get_ident() == self._loop else MAIL
+
+    # ---- the state machine ----
+
+    def deciding(self, machine: Coordinator | Drafter) -> Callable[[object], list[object]]:
+        """`machine.handle`, recorded with its event and its commands: enough to run the machine again."""
+
+        def handle(event: object) -> list[object]:
+            start = self.clock()
+            before = plain(machine.speeds) if self._first and isinstance(machine, Coordinator) else None
+            try:
+                commands = machine.handle(event)
+            except ProtocolError as error:
+                self.note("busy", "decide", start, event=event, error=type(error).__name__)
+                raise
+            self.decided(machine, event, commands, start, self.clock(), before)
+            return commands
+
+        return handle
+
+    def decided(
+        self,
+        machine: Coordinator | Drafter,
+        event: object,
+        commands: Sequence[object],
+        start: int,
+        end: int,
+        speeds: Any = None,
+    ) -> None:
+        """Records one turn of the machine. `speeds`: of the coordinator before its first one."""
+        causes, cause = (_TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES), None
+        for command in commands:
+            if type(command) is Wait:
+                cause = causes[command.cause]
+        sequence = machine.sequence
+        args = {
+            "event": event,
+            "commands": commands,
+            "pending": len(sequence.tokens) - sequence.committed,
+            "epoch": machine.epoch,
+        }
+        if isinstance(machine, Coordinator):
+            args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
+        if speeds is not None:
+            args["speeds"] = speeds
+        self._first = False
+        self.recorder.record(LOOP, "busy", "decide", start, end, args)
+        self._follow_request(machine, start, end)
+        if cause is not None:
+            self.cause = cause
+        self.recorder.spent += self.clock() - end
+
+    def _follow_request(self, machine: Coordinator | Drafter, start: int, end: int) -> None:
+        request = machine.request if isinstance(machine, Coordinator) else machine.begun
+        number = request.request if request else None
+        if self._opened is not None and self._opened[1]["request"] != number:
+            began, args = self._opened
+            self.recorder.record(LOOP, "whole", f"request {args['request']}", began, end, args)
+            self._opened = None
+        if request is not None and self._opened is None:
+            args = {"request": number}
+            if isinstance(machine, Coordinator) and machine.request is not None:
+                args |= {"decoding": machine.request.decoding, "sampling": machine.request.sampling}
+                args |= {"prompt_tokens": len(machine.request.prompt)}
+            self._opened = (start, args)
+
+    # ---- computing ----
+
+    def computing(self, execute: Callable[[object], _Event]) -> Callable[[object], _Event]:
+        def traced(command: object) -> _Event:
+            start = self.clock()
+            event = execute(command)
+            self.computed(command, event, start, self.clock())
+            return event
+
+        return traced
+
+    def computed(self, command: object, event: object, start: int, end: int) -> None:
+        """Records one command carried out between `start` and `end`."""
+        record = self.recorder.record
+        match command:
+            case Forward(phase, at, tokens, _):
+                record(LOOP, "busy", phase.value, start, end, {"n": len(tokens), "start": at})
+            case Judge(at, tokens, _):
+                assert isinstance(event, Judged)
+                args = {"start": at, "n": len(tokens), "accepted": event.accepted, "correction": event.token}
+                record(LOOP, "busy", "judge", start, end, args)
+            case Sample(position):
+                assert isinstance(event, Sampled)
+                record(LOOP, "busy", "sample", start, end, {"start": position, "token": event.token})
+            case Draft(at, tokens, sample):
+                assert isinstance(event, Drafted)
+                done = min(end, start + round(event.seconds * 1e9))
+                name = "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
+                record(LOOP, "busy", name, start, done, {"n": len(tokens), "start": at})
+                if sample:
+                    record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "token": event.token})
+            case Rollback(length):
+                record(LOOP, "busy", "rollback", start, end, {"length": length})
+            case Open():
+                record(LOOP, "busy", "open", start, end)
+        self.recorder.spent += self.clock() - end
+
+    def runner(self, runner: ModelRunner) -> ModelRunner:
+        """On a GPU its time there is recorded too; elsewhere the forward's own slice says it all."""
+        return _TimedOnGpu(runner, self) if runner.device.type == "cuda" else runner
+
+    # ---- communication and waiting ----
+
+    def mailbox(self, endpoint: Endpoint, **hooks: Callable[[Message], Message]) -> Mailbox:
+        return _TracedMailbox(self, endpoint, **hooks)
+
+    def channel(self, channel: TensorChannel) -> TensorChannel:
+        return _TracedChannel(channel, self)
+
+    def waited(self, start: int, end: int, by: Message | None) -> None:
+        """Records a wait of the loop, for the cause last named, that a message may have ended."""
+        self.recorder.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
+        self.recorder.spent += self.clock() - end
+
+    def pong(self, pong: Pong) -> None:
+        """A clock answer: where workers are on two hosts, the offset between their clocks is told from these."""
+        self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
+
+
+class _TracedMailbox(Mailbox):
+    def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[[Message], Message]) -> None:
+        self._tracer = tracer
+        super().__init__(_TracedEndpoint(endpoint, tracer), **hooks)
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        start = self._tracer.clock()
+        super().send(message, peer)
+        self._tracer.note("communication", "send", start, message=identity(message))
+
+    def post(self, message: Message, peer: Peer | None = None) -> None:
+        start = self._tracer.clock()
+        super().post(message, peer)
+        self._tracer.note("communication", "post", start, message=identity(message))
+
+    def receive(self, timeout: float) -> list[Received]:
+        start = self._tracer.clock()
+        got = super().receive(timeout)
+        if timeout > 0:
+            first = got[0][1] if got else None
+            self._tracer.waited(start, self._tracer.clock(), None if isinstance(first, Exception) else first)
+        else:
+            self._tracer.note("communication", "receive", start)
+        return got
+
+
+class _TracedEndpoint:
+    def __init__(self, endpoint: Endpoint, tracer: Tracer) -> None:
+        self._endpoint, self._tracer = endpoint, tracer
+        self.wait, self.wake, self.close = endpoint.wait, endpoint.wake, endpoint.close
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        start = self._tracer.clock()
+        self._endpoint.send(message, peer)
+        self._tracer.note("communication", "write", start)
+
+    def receive(self, timeout: float) -> list[Received]:
+        start = self._tracer.clock()
+        got = self._endpoint.receive(timeout)
+        if got:
+            messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
+            self._tracer.note("communication", "read", start, messages=messages)
+        return got
+
+
+class _TracedChannel:
+    def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
+        self._channel, self._tracer = channel, tracer
+        self.close = channel.close
+
+    def send(self, row: torch.Tensor) -> None:
+        start = self._tracer.clock()
+        self._channel.send(row)
+        self._tracer.note("communication", "send row", start)
+
+    def receive(self, count: int) -> torch.Tensor:
+        start = self._tracer.clock()
+        rows = self._channel.receive(count)
+        self._tracer.note("communication", "receive rows", start, rows=count)
+        return rows
+
+
+class _TimedOnGpu:
+    """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway."""
+
+    def __init__(self, runner: ModelRunner, tracer: Tracer, event: Callable[[], Any] | None = None) -> None:
+        self._runner, self._tracer = runner, tracer
+        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._running: tuple[Any, Any] | None = None
+        self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
+
+    @property
+    def length(self) -> int:
+        return self._runner.length
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        began, ended = self._event(), self._event()
+        began.record()
+        logits = self._runner.forward(tokens, rows)
+        ended.record()
+        self._running = (began, ended)
+        return logits
+
+    def rollback(self, length: int) -> None:
+        self._runner.rollback(length)
+
+    def synchronize(self) -> None:
+        self._runner.synchronize()
+        if self._running is not None:
+            (began, ended), self._running = self._running, None
+            now = self._tracer.clock()
+            start = now - round(began.elapsed_time(ended) * 1e6)  # milliseconds
+            self._tracer.recorder.record(GPU, "busy", "forward", start, now)
+            self._tracer.recorder.spent += self._tracer.clock() - now
