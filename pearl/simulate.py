@@ -11,10 +11,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from pearl.config import EngineConfig
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator, Counts
 from pearl.protocol.drafter import Drafter
@@ -36,6 +38,8 @@ from pearl.protocol.events import (
 )
 from pearl.protocol.messages import Committed, Provenance, RowKind, Rows, Submit
 from pearl.protocol.window import Speeds
+from pearl.trace.recorder import Recorder, where_and_what
+from pearl.trace.tracer import Tracer, identity
 from pearl.worker.execute import DraftExecutor, Event, TargetExecutor
 
 
@@ -113,9 +117,17 @@ def simulate(
     *,
     draft_context: int = 1 << 20,
     speeds: Speeds | None = None,
+    parts: tuple[Path, Path] | None = None,
 ) -> Outcome:
-    """Runs one request to its end in virtual time."""
-    return _Simulation(target, draft, timing, draft_context, speeds).run(submit)
+    """Runs one request to its end in virtual time.
+
+    Args:
+        parts: where to record what target and draft do, as workers would: `trace.chrome` makes a trace of them.
+    """
+    if parts is None:
+        return _Simulation(target, draft, timing, draft_context, speeds).run(submit)
+    traced = _TracedSimulation(target, draft, timing, draft_context, speeds)
+    return traced.record(submit, parts)
 
 
 class _Simulation:
@@ -143,17 +155,19 @@ class _Simulation:
         self.outcome = Outcome()
 
     def run(self, submit: Submit) -> Outcome:
-        self._coordinator.handle(DraftJoined(self._drafter.context))
+        self._handle(0, DraftJoined(self._drafter.context))
         self._schedule(0.0, 0, submit, own=False)
         while not self._done:
             self._now, actor, _, _, event = heapq.heappop(self._queue)
-            machine = self._drafter if actor else self._coordinator
-            for command in machine.handle(event):
+            for command in self._handle(actor, event):
                 self._carry_out(actor, command)
         self.outcome.target_steps = sum(
             n for phase, n in self.outcome.counts.steps.items() if phase is not Phase.PREFILL
         )
         return self.outcome
+
+    def _handle(self, actor: int, event: object) -> list[object]:
+        return (self._drafter if actor else self._coordinator).handle(event)
 
     def _schedule(self, after: float, actor: int, event: object, own: bool) -> None:
         heapq.heappush(self._queue, (self._now + after, actor, own, next(self._order), event))
@@ -172,12 +186,15 @@ class _Simulation:
             case Deliver() | Wait():
                 pass
             case _:
-                event = self._executors[actor].execute(command)
+                event, seconds = self._compute(actor, command)
                 if event is not None:
-                    seconds = self._seconds(command)
-                    if isinstance(event, (Forwarded, Drafted)):
-                        event = replace(event, seconds=seconds)
                     self._schedule(seconds, actor, event, own=True)
+
+    def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
+        event, seconds = self._executors[actor].execute(command), self._seconds(command)
+        if isinstance(event, (Forwarded, Drafted)):
+            event = replace(event, seconds=seconds)
+        return event, seconds
 
     def _seconds(self, command: object) -> float:
         match command:
@@ -188,6 +205,47 @@ class _Simulation:
             case _:
                 return 0.0
         return seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter)) if self._timing.jitter else seconds
+
+
+class _TracedSimulation(_Simulation):
+    """Records as two workers would; their clocks are the virtual one."""
+
+    def record(self, submit: Submit, parts: tuple[Path, Path]) -> Outcome:
+        self._tracers = [self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)]
+        target, draft = self._tracers
+        self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
+        self._free_since: list[int | None] = [0, 0]  # None: in a forward
+        outcome = self.run(submit)
+        for tracer in self._tracers:
+            tracer.recorder.close()
+        return outcome
+
+    def _tracer(self, path: Path, role: str) -> Tracer:
+        config = EngineConfig(target="virtual", draft="virtual").model_dump()
+        header = {"role": role, "run": "virtual", "config": config}
+        return Tracer(Recorder(path, header | where_and_what(), clock=lambda: round(self._now * 1e9)))
+
+    def _handle(self, actor: int, event: object) -> list[object]:
+        since, tracer = self._free_since[actor], self._tracers[actor]
+        if since is not None and since < tracer.clock():
+            tracer.waited(since, tracer.clock(), event)
+        if since is not None or isinstance(event, (Forwarded, Drafted)):
+            self._free_since[actor] = tracer.clock()
+        return self._deciders[actor](event)
+
+    def _carry_out(self, actor: int, command: object) -> None:
+        if isinstance(command, Send):
+            tracer = self._tracers[actor]
+            tracer.note("communication", "send", tracer.clock(), message=identity(command.message))
+        super()._carry_out(actor, command)
+
+    def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
+        event, seconds = super()._compute(actor, command)
+        start = self._tracers[actor].clock()
+        self._tracers[actor].computed(command, event, start, round((self._now + seconds) * 1e9))
+        if isinstance(event, (Forwarded, Drafted)):
+            self._free_since[actor] = None
+        return event, seconds
 
 
 def _known_speeds(timing: Timing) -> Speeds:

@@ -75,6 +75,7 @@ class DelayedEndpoint:
 
     def __init__(self, endpoint: Endpoint, noise: random.Random, seconds: float) -> None:
         self._endpoint, self._noise, self._seconds = endpoint, noise, seconds
+        self.wait, self.wake, self.close = endpoint.wait, endpoint.wake, endpoint.close
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         time.sleep(self._noise.random() * self._seconds)
@@ -82,9 +83,6 @@ class DelayedEndpoint:
 
     def receive(self, timeout: float) -> list[Received]:
         return self._endpoint.receive(timeout)
-
-    def close(self) -> None:
-        self._endpoint.close()
 
 
 class DelayedPair:

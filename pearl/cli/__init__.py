@@ -7,6 +7,7 @@ import sys
 import click
 
 from pearl.cli.generate import generate
+from pearl.cli.trace import trace
 from pearl.errors import PearlError
 from pearl.version import __version__
 
@@ -18,6 +19,7 @@ def cli() -> None:
 
 
 cli.add_command(generate)
+cli.add_command(trace)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_pat
 
 VERSION = 1  # of what stands under "pearl_trace" in the metadata
 _ACCEPTED, _REJECTED, _DISCARDED = "accepted", "rejected", "discarded"
+_MOST_HELD = 1000  # records of one wait
 _COUNTERS = ("pending", "epoch", "window", "acceptance")
 
 Event = dict[str, Any]
@@ -139,8 +140,8 @@ class _Merged:
 
     def _target_events(self) -> Iterator[Event]:
         counters: dict[str, Any] = {}
-        for record in self._records(self._target):
-            yield from self._slices(record, 1)
+        for record, sent in self._waits_told(self._records(self._target)):
+            yield from self._slices(record, 1, sent)
             for name in _COUNTERS if record.name == "decide" else ():
                 value = record.args.get(name)
                 if value is not None and counters.get(name) != value:
@@ -156,7 +157,7 @@ class _Merged:
 
     def _draft_events(self, part: Part, process: int) -> Iterator[Event]:
         forward: Record | None = None  # held back until it is known what became of its token
-        for record in self._records(part):
+        for record, sent in self._waits_told(self._records(part)):
             if record.name in ("draft", "prefill"):
                 if forward is not None:
                     yield from self._slices(forward, process)
@@ -172,7 +173,7 @@ class _Merged:
                         yield from self._flow("token", (process, forward.track, _middle(forward)), (1, LOOP, judged))
                 yield from self._slices(forward, process)
                 forward = None
-            yield from self._slices(record, process)
+            yield from self._slices(record, process, sent)
             for message in record.args.get("messages", ()) if record.name == "read" else ():
                 if message[0] == "Verdict" and tuple(message) in self._sent:
                     there = process, record.track, _middle(record)
@@ -180,16 +181,34 @@ class _Merged:
         if forward is not None:
             yield from self._slices(forward, process)
 
-    def _slices(self, record: Record, process: int) -> Iterator[Event]:
-        """One slice; two where the end of a wait was no longer for the sender but for the message."""
-        if record.kind == "clock":
-            return
-        sent = self._sent.get(tuple(record.args.get("by", ())), record.end) if record.kind == "wait" else record.end
-        middle = min(max(sent, record.start), record.end)
-        if record.start < middle or middle == record.end:
+    def _slices(self, record: Record, process: int, sent: int | None = None) -> Iterator[Event]:
+        """One slice; two where the end of a wait, from `sent` on, was no longer for the sender but for its message."""
+        middle = record.end if sent is None or record.kind != "wait" else min(max(sent, record.start), record.end)
+        if record.kind != "clock" and (record.start < middle or middle == record.end):
             yield self._slice(record._replace(end=middle), process)
         if middle < record.end:
             yield self._slice(record._replace(start=middle, name=TRANSPORT), process)
+
+    def _waits_told(self, records: Iterable[Record]) -> Iterator[tuple[Record, int | None]]:
+        """Each record and, for a wait, when the message was sent that let the loop work again.
+
+        A wait is often broken by messages that do not end it (the first tokens of a window): the last one counts.
+        """
+        held: list[Record] = []
+
+        def release() -> Iterator[tuple[Record, int | None]]:
+            last = next((self._sent[key] for r in reversed(held) if (key := _ended_by(r)) in self._sent), None)
+            yield from ((record, last if record.kind == "wait" else None) for record in held)
+            held.clear()
+
+        for record in records:
+            if (record.kind == "busy" and record.name != "decide") or len(held) >= _MOST_HELD:
+                yield from release()
+            if held or record.kind == "wait":
+                held.append(record)
+            else:
+                yield record, None
+        yield from release()
 
     def _slice(self, record: Record, process: int) -> Event:
         wait = record.kind == "wait"
@@ -257,6 +276,11 @@ def _drafted(decision: dict[str, Any]) -> Iterator[Token]:
     for message in _sent(decision):
         if message["type"] == "DraftTokens":
             yield message["request"], message["epoch"], message["start"]
+
+
+def _ended_by(record: Record) -> tuple[Any, ...]:
+    """The message that a wait ended with, if any."""
+    return tuple(record.args.get("by", ())) if record.kind == "wait" else ()
 
 
 def _middle(record: Record) -> int:

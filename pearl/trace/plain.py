@@ -56,13 +56,10 @@ def from_plain(value: Any) -> Any:
     try:
         kind = _KINDS[value["type"]]
         given = {k: v for k, v in value.items() if k != "type"}
-        if kind is messages.DraftTokens:  # stand-ins, as many as there were distributions
-            rows = given.pop("rows")
-            none = rows["kind"] in (messages.RowKind.NONE.value, messages.RowKind.CHANNEL.value)
-            data = () if none else (None,) * len(given["tokens"])
-            given["rows"] = messages.Rows(messages.RowKind(rows["kind"]), data)
-        elif kind is events.Drafted:
-            given["rows"] = messages.NO_ROWS
+        if "rows" in given and isinstance(given["rows"], dict):  # stand-ins, as many as there were distributions
+            row = messages.RowKind(given["rows"]["kind"])
+            none = row is messages.RowKind.NONE or kind is events.Drafted
+            given["rows"] = messages.Rows(row, () if none else (None,) * len(given["tokens"]))
         return _adapter(kind).validate_python(given)
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         raise TraceError(

@@ -35,7 +35,7 @@ class Trace:
 
     Attributes:
         target: what the target's loop did, outermost slices only, in order of time; requests are apart.
-        draft: likewise; of all drafts, should one have been restarted.
+        drafts: likewise, of each draft: there are several where one was lost and started again.
         requests: the target's.
         counters: name -> (time, value).
     """
@@ -43,9 +43,14 @@ class Trace:
     path: Path
     metadata: dict[str, Any]
     target: list[Slice] = field(default_factory=list)
-    draft: list[Slice] = field(default_factory=list)
+    drafts: list[list[Slice]] = field(default_factory=list)
     requests: list[Slice] = field(default_factory=list)
     counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def draft(self) -> list[Slice]:
+        """What the drafts did, one after the other."""
+        return sorted((one for draft in self.drafts for one in draft), key=lambda s: s.start)
 
     @property
     def start(self) -> float:
@@ -114,25 +119,32 @@ def _missing(path: Path) -> str:
 
 
 def _sort(events: list[Event], trace: Trace) -> None:
-    loops: dict[bool, list[Slice]] = {True: trace.target, False: trace.draft}
+    loops: dict[int, list[Slice]] = {1: []}
     for event in events:
         if event["ph"] == "C":
             series = trace.counters.setdefault(event["name"], [])
             series.append((event["ts"] / 1e6, event["args"][event["name"]]))
         elif event["ph"] == "X" and event["tid"] == LOOP:
-            start, is_target = event["ts"] / 1e6, event["pid"] == 1
+            start = event["ts"] / 1e6
             one = Slice(event["name"], event["cat"], start, start + event["dur"] / 1e6, event.get("args", {}))
             if one.kind != "whole":
-                loops[is_target].append(one)
-            elif is_target:
+                loops.setdefault(event["pid"], []).append(one)
+            elif event["pid"] == 1:
                 trace.requests.append(one)
     trace.requests.sort(key=lambda s: s.start)
-    trace.target, trace.draft = (_outermost(slices) for slices in loops.values())
+    trace.target = _outermost(loops.pop(1))
+    trace.drafts = [_outermost(loops[process]) for process in sorted(loops)]
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
+    """Those that lie in no other; decisions in any case (in virtual time, one takes none and may fall into a forward).
+
+    Of two that start together the one recorded first, which ended first, comes first.
+    """
     kept: list[Slice] = []
-    for one in sorted(slices, key=lambda s: (s.start, -s.end)):
-        if not kept or one.end > kept[-1].end:
+    reach = 0.0
+    for one in sorted(slices, key=lambda s: s.start):
+        if one.start >= reach or one.end > reach or one.name == "decide":
             kept.append(one)
+            reach = max(reach, one.end)
     return kept

@@ -138,7 +138,7 @@ def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
     return [
         Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
         for s in slices
-        if s.end > start and s.start < end
+        if s.end >= start and s.start <= end  # decisions at the very end, in virtual time, take none
     ]
 
 
@@ -179,7 +179,7 @@ def _owners(target: Sequence[Slice], verifications: Sequence[Slice]) -> dict[str
     waits = [s for s in target if s.kind == "wait"]
     starts = [s.start for s in waits]
     owners: Counter[str] = Counter()
-    before = verifications[0].start if verifications else 0.0
+    before = target[0].start if target else 0.0
     for step in verifications:
         waited: Counter[str] = Counter()
         for wait in waits[bisect_left(starts, before) : bisect_left(starts, step.end)]:

@@ -50,7 +50,10 @@ class Tracer:
         """Records what began at `start` and ends now, on the track of this thread."""
         end = self.clock()
         self.recorder.record(self.track, kind, name, start, end, args)
-        self.recorder.spent += self.clock() - end
+        self._spent_since(end)
+
+    def _spent_since(self, end: int) -> None:
+        self.recorder.spent += max(0, self.clock() - end)  # in virtual time an end may be still to come
 
     @property
     def track(self) -> int:
@@ -104,7 +107,7 @@ class Tracer:
         self._follow_request(machine, start, end)
         if cause is not None:
             self.cause = cause
-        self.recorder.spent += self.clock() - end
+        self._spent_since(end)
 
     def _follow_request(self, machine: Coordinator | Drafter, start: int, end: int) -> None:
         request = machine.request if isinstance(machine, Coordinator) else machine.begun
@@ -155,7 +158,7 @@ class Tracer:
                 record(LOOP, "busy", "rollback", start, end, {"length": length})
             case Open():
                 record(LOOP, "busy", "open", start, end)
-        self.recorder.spent += self.clock() - end
+        self._spent_since(end)
 
     def runner(self, runner: ModelRunner) -> ModelRunner:
         """On a GPU its time there is recorded too; elsewhere the forward's own slice says it all."""
@@ -169,10 +172,10 @@ class Tracer:
     def channel(self, channel: TensorChannel) -> TensorChannel:
         return _TracedChannel(channel, self)
 
-    def waited(self, start: int, end: int, by: Message | None) -> None:
+    def waited(self, start: int, end: int, by: object) -> None:
         """Records a wait of the loop, for the cause last named, that a message may have ended."""
         self.recorder.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
-        self.recorder.spent += self.clock() - end
+        self._spent_since(end)
 
     def pong(self, pong: Pong) -> None:
         """A clock answer: where workers are on two hosts, the offset between their clocks is told from these."""

@@ -1,0 +1,731 @@
+"""Traces: what is recorded, made one file of, checked, read back, reported on, drawn and replayed.
+
+Numbers are checked in virtual time, where the right ones are known; that real processes record the same things is
+checked without looking at how long anything took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pearl.cli import cli
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine import Engine, Result
+from pearl.errors import ConfigError, TargetLost, TraceError
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.trace import chrome
+from pearl.trace.gantt import chart, terminal
+from pearl.trace.reading import Trace, read
+from pearl.trace.recorder import GPU, LOOP, Part, Recorder, part_path, part_paths, where_and_what
+from pearl.trace.replay import replay
+from pearl.trace.report import Report, report
+from pearl.trace.tracer import Tracer, _TimedOnGpu
+
+METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
+VOCAB, PROMPT = 12, (1, 2, 3)
+TOY = "toy:vocab=32,alpha=0.5,context=4096"
+BOUND = 60.0
+
+
+def recorded(
+    path: Path,
+    decoding: Decoding,
+    t_target: float = 5.0,
+    alpha: float = 1.0,
+    tokens: int = 1000,
+    delay: float = 0.0,
+    rule: str = "ratio",
+) -> tuple[Outcome, Trace]:
+    """A run in virtual time, t_draft 1, and its trace."""
+    target, draft = alpha_pair(VOCAB, alpha)
+    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(1.0, seed=5), decoding)
+    parts = part_path(path, "target", 1), part_path(path, "draft", 2)
+    outcome = simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts)
+    chrome.merge(path)
+    return outcome, read(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
+    """A pearl run with rejections, in virtual time."""
+    path = tmp_path_factory.mktemp("run") / "run.json"
+    outcome, _ = recorded(path, Decoding("pearl"), alpha=0.8, tokens=400)
+    return outcome, path
+
+
+# ---- known shares ----
+
+
+def near(value: float | None) -> Any:
+    """Within 2% of the time in all."""
+    return pytest.approx(value, abs=0.02)
+
+
+def test_a_pair_in_step_never_waits(tmp_path: Path) -> None:
+    """t_target = 5 t_draft, c = 5, everything accepted: both busy all the time."""
+    _, trace = recorded(tmp_path / "t.json", Decoding("pearl", "fixed", 5))
+    found = report(trace)
+    assert found.target.busy == near(1.0)
+    assert found.draft is not None
+    assert found.draft.busy == near(1.0)
+    assert found.overlap == near(1.0)
+    assert found.ratio == pytest.approx(5.0)
+    assert found.window == 5
+    assert found.alternation / found.wall == near(2.0)
+
+
+def test_sd_waits_for_what_pearl_overlaps(tmp_path: Path) -> None:
+    """A round is 4 drafts and a verification: the target works 5 of 9 and waits 4, the draft the other way round."""
+    _, trace = recorded(tmp_path / "t.json", Decoding("sd", gamma=4))
+    found = report(trace)
+    assert found.target.busy == near(5 / 9)
+    assert found.target.waits == {"draft tokens": near(4 / 9)}
+    assert found.draft is not None
+    assert found.draft.busy == near(4 / 9)
+    assert found.draft.waits["verdict"] == near(5 / 9)
+    assert found.overlap == near(0.0)
+    assert found.pace["draft works"] == near(4 / 9)
+    assert found.alternation / found.wall == near(1.0)
+    assert set(found.owners) == {"draft"}
+
+
+def test_a_slow_draft_sets_the_pace(tmp_path: Path) -> None:
+    """t_target = 2 t_draft and a window of 5: five drafts for each verification, which takes two of them."""
+    _, trace = recorded(tmp_path / "t.json", Decoding("pearl", "fixed", 5), t_target=2.0)
+    found = report(trace)
+    assert found.target.busy == near(0.4)
+    assert found.pace["draft works"] == near(0.6)
+    assert found.draft is not None
+    assert found.draft.busy == near(1.0)
+    assert found.overlap == near(0.4)
+
+
+def test_messages_on_their_way_are_told_from_their_senders_work(tmp_path: Path) -> None:
+    """sd with a delay of 0.5: a round is 4 + 0.5 + 5 + 0.5. The last half is the token's way."""
+    _, trace = recorded(tmp_path / "t.json", Decoding("sd", gamma=4), delay=0.5)
+    found = report(trace)
+    assert found.target.busy == near(5 / 10)
+    assert found.target.waits["transport"] == near(0.5 / 10)
+    assert found.target.waits["draft tokens"] == near(4.5 / 10)
+    assert found.draft is not None
+    assert found.draft.busy == near(4 / 10)
+    assert found.draft.waits["transport"] == near(0.5 / 10)
+    assert found.pace["message on its way"] == near(0.5 / 10)
+
+
+def test_a_held_row_is_a_cause_of_its_own(tmp_path: Path) -> None:
+    """Window 1, t_target below t_draft: each forward ends before the token that it judges is there."""
+    _, trace = recorded(tmp_path / "t.json", Decoding("pearl", "fixed", 1), t_target=0.5)
+    waits = report(trace).target.waits
+    assert waits["held row"] == near(0.5)
+
+
+def test_target_alone(tmp_path: Path) -> None:
+    _, trace = recorded(tmp_path / "t.json", Decoding("ar"), tokens=50)
+    found = report(trace)
+    assert found.target.busy == pytest.approx(1.0)
+    assert found.target.waits == {}
+    assert found.steps == {"pre-verify": 49}
+    assert found.drafted == found.judged == 0
+    assert found.owners == {"target": 49}
+
+
+# ---- what adds up in any run ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("window", "rule"), [("stream", "ratio"), ("fixed", "coupled")])
+@pytest.mark.parametrize("delay", [0.0, 0.3])
+def test_a_trace_is_sound_and_says_what_happened(
+    tmp_path: Path, method: str, window: str, rule: str, delay: float
+) -> None:
+    decoding = Decoding(method, window, rule=rule)
+    outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=200, delay=delay)
+    assert chrome.problems(json.loads(trace.path.read_text())) == []
+    found = report(trace)
+    counts = outcome.counts
+    assert found.tokens == len(outcome.tokens) == 200
+    assert (found.judged, found.accepted) == (counts.judged, counts.accepted)
+    assert found.rejected == counts.judged - counts.accepted
+    assert found.drafted >= counts.drafted
+    assert found.histogram == counts.runs
+    assert sum(found.steps.values()) == outcome.target_steps
+    assert sum(found.owners.values()) == outcome.target_steps
+    assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
+    assert (found.draft is None) == (method == "ar")
+    for worker in filter(None, (found.target, found.draft)):
+        assert worker.busy + worker.wait + worker.communication + worker.uncovered == pytest.approx(1.0)
+        assert -1e-9 <= worker.uncovered < 0.05  # virtual time ends while the draft is in a forward, or waits
+        assert sum(worker.waits.values()) == pytest.approx(worker.wait)
+    assert replay(trace).difference is None
+
+
+def test_a_flow_for_each_judged_token(run: tuple[Outcome, Path]) -> None:
+    outcome, path = run
+    events = json.loads(path.read_text())["traceEvents"]
+    flows = [e for e in events if e["ph"] == "s" and e["name"] == "token"]
+    assert len(flows) == outcome.counts.judged
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"pending", "epoch", "window", "acceptance"}
+
+
+# ---- replay ----
+
+
+def altered(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    document = json.loads(path.read_text())
+    change(document)
+    to.write_text(json.dumps(document))
+    return to
+
+
+@pytest.mark.parametrize(("process", "worker", "kind"), [(1, "target", "Forward"), (2, "draft", "Draft")])
+def test_replay_notices_another_decision(
+    run: tuple[Outcome, Path], tmp_path: Path, process: int, worker: str, kind: str
+) -> None:
+    def change(document: dict[str, Any]) -> None:
+        commands = [
+            c
+            for e in document["traceEvents"]
+            if e["ph"] == "X" and e["name"] == "decide" and e["pid"] == process
+            for c in e["args"]["commands"]
+            if c["type"] == kind
+        ]
+        commands[20]["start"] += 1
+
+    difference = replay(read(altered(run[1], tmp_path / "t.json", change))).difference
+    assert difference is not None
+    assert difference.worker == worker
+    assert difference.recorded != difference.replayed
+
+
+def test_replay_of_an_unknown_event(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        decide = next(e for e in document["traceEvents"] if e["name"] == "decide")
+        decide["args"]["event"] = {"type": "Telepathy"}
+
+    with pytest.raises(TraceError, match="Telepathy"):
+        replay(read(altered(run[1], tmp_path / "t.json", change)))
+
+
+# ---- the validator ----
+
+
+def _events(document: dict[str, Any], phase: str, name: str | None = None) -> list[dict[str, Any]]:
+    return [e for e in document["traceEvents"] if e["ph"] == phase and name in (None, e["name"])]
+
+
+def _overlap(document: dict[str, Any]) -> None:
+    first = _events(document, "X", "post-verify")[3]
+    first["dur"] += 10.0
+
+
+def _unpaired(document: dict[str, Any]) -> None:
+    document["traceEvents"].remove(_events(document, "f")[0])
+
+
+def _floating(document: dict[str, Any]) -> None:
+    _events(document, "s", "token")[0]["tid"] = 3
+
+
+def _backwards(document: dict[str, Any]) -> None:
+    flow = _events(document, "f")[9]
+    start = next(e for e in _events(document, "s") if e["id"] == flow["id"])
+    flow["ts"], start["ts"] = start["ts"], flow["ts"]
+
+
+def _nameless(document: dict[str, Any]) -> None:
+    document["traceEvents"] = [e for e in document["traceEvents"] if e["name"] != "thread_name"]
+
+
+def _not_a_number(document: dict[str, Any]) -> None:
+    _events(document, "X")[5]["dur"] = float("nan")
+
+
+def _no_rank(document: dict[str, Any]) -> None:
+    del document["distributedInfo"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (_overlap, "overlaps"),
+        (_unpaired, "1 starts and 0 ends"),
+        (_floating, "hangs in the air"),
+        (_backwards, "ends before it starts"),
+        (_nameless, "without a name"),
+        (_not_a_number, "times must be"),
+        (_no_rank, "rank"),
+        (lambda d: _events(d, "X")[5].pop("ts"), "without ts"),
+        (lambda d: d["traceEvents"].append({"ph": "?"}), "known"),
+        (lambda d: d["traceEvents"].append(5), "known"),
+    ],
+)
+def test_planted_faults_are_found(run: tuple[Outcome, Path], plant: Callable[[Any], None], said: str) -> None:
+    document = json.loads(run[1].read_text())
+    assert chrome.problems(document) == []
+    plant(document)
+    assert any(said in problem for problem in chrome.problems(document)), chrome.problems(document)[:3]
+
+
+@given(st.recursive(st.none() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+def test_the_validator_takes_anything(document: Any) -> None:
+    assert chrome.problems(document)
+
+
+# ---- broken files ----
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"\xff\xfe\x00broken", "is not text"),
+        (b"hello", "not JSON at line 1"),
+        (b"[1, 2]", "no traceEvents"),
+        (b"{}", "no traceEvents"),
+        (b'{"traceEvents": []}', "not one of ours"),
+        (b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}', "format 99"),
+        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 1}}', "damaged"),
+        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 1}}', "holds no request"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "show", "replay", "compare"])
+def test_a_broken_file_is_told_what_it_is(tmp_path: Path, content: bytes, said: str, command: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    result = CliRunner().invoke(cli, ["trace", command, *([str(path)] * (1 + (command == "compare")))])
+    assert isinstance(result.exception, TraceError)
+    assert said in str(result.exception)
+    assert str(path) in str(result.exception)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_a_truncated_file(run: tuple[Outcome, Path], tmp_path: Path, share: float) -> None:
+    path, whole = tmp_path / "t.json", run[1].read_text()
+    path.write_text(whole[: int(len(whole) * share)])
+    with pytest.raises(TraceError, match=r"cut off|no trace"):
+        read(path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with pytest.raises(TraceError, match="does not exist"):
+        read(path)
+    with pytest.raises(TraceError, match="nothing to make"):
+        chrome.merge(path)
+    part_path(path, "target", 77).write_bytes(b"")
+    with pytest.raises(TraceError, match="pearl trace merge"):
+        read(path)
+    with pytest.raises(TraceError, match="no part"):
+        chrome.merge(path)
+    assert part_paths(path)
+
+
+@pytest.mark.parametrize("name", ["", "no/such/folder/t.json", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(name: str) -> None:
+    with pytest.raises(ConfigError, match="not a file that can be written"):
+        EngineConfig(trace=name)
+
+
+# ---- the recorder ----
+
+
+def recorder(path: Path, **more: Any) -> Recorder:
+    return Recorder(path, {"role": "target", "run": "r", "config": {"tensors": "auto"}, **where_and_what()}, **more)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    r = recorder(tmp_path / "p")
+    r.record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": Decoding()})
+    r.close()
+    r.close()
+    part = Part(tmp_path / "p")
+    ((track, kind, name, start, end, args),) = part.records()
+    assert (track, kind, name, start, end, args["n"]) == (LOOP, "busy", "judge", 5, 9, 3)
+    assert args["event"] == {"type": "Decoding", "method": "pearl", "window": "stream", "gamma": None, "rule": "ratio"}
+    assert part.end["records"] == 1
+
+
+def test_memory_is_bounded_and_a_crash_loses_little(tmp_path: Path) -> None:
+    """What was recorded a quarter of a second ago is in the file, though it was never closed."""
+    time = iter(range(0, 10**15, 10**6))  # a millisecond a look
+    r = recorder(tmp_path / "p", clock=lambda: next(time))
+    most = 0
+    for i in range(5000):
+        r.record(LOOP, "busy", "judge", i, i * 10**6)
+        most = max(most, len(r._waiting))
+    assert most <= 250
+    assert len(list(Part(tmp_path / "p").records())) >= 5000 - 250
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path, cut: int) -> None:
+    r = recorder(tmp_path / "p")
+    for i in range(100):
+        r.record(LOOP, "busy", "judge", i, i + 1)
+    r.close()
+    data = (tmp_path / "p").read_bytes()
+    (tmp_path / "p").write_bytes(data[:-cut])
+    part = Part(tmp_path / "p")
+    assert [record.start for record in part.records()] == list(range(len(list(part.records()))))
+    assert part.end == {}
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    r = recorder(tmp_path / "p")
+    r._file.close()
+    r._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    for i in range(1000):
+        r.record(LOOP, "busy", "judge", i, i + 1)
+    r.close()
+    assert "the trace ends here" in caplog.text
+    assert len(caplog.records) == 1
+    assert len(r._waiting) <= 128
+
+
+def test_a_part_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "p").write_text("mine")
+    with pytest.raises(TraceError, match="cannot write the trace"):
+        recorder(tmp_path / "p")
+
+
+@pytest.mark.parametrize("offset", [0, 10**9, -(10**12)])
+def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None:
+    """The draft's clock is ahead by `offset`; the quickest ping tells it to within half of its way."""
+    path = tmp_path / "t.json"
+    outcome, there = recorded(path, Decoding("pearl"), alpha=0.8, tokens=50)
+    before = report(there)
+    target, draft = alpha_pair(VOCAB, 0.8)
+    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
+    parts = part_path(path, "target", 1), part_path(path, "draft", 2)
+    submit = Submit(1, PROMPT, len(PROMPT) + 50, Sampling(1.0, seed=5), Decoding("pearl"))
+    simulate(submit, *executors, Timing(1.0, lambda _: 5.0), parts=parts)
+
+    def rewrite(part: Path, change: Callable[[list[Any]], list[Any]]) -> None:
+        import msgpack
+
+        items = [change(item) for item in msgpack.Unpacker(part.open("rb"), strict_map_key=False)]
+        part.write_bytes(b"".join(map(msgpack.packb, items)))
+
+    def shifted(item: list[Any]) -> list[Any]:
+        if item[0] == "pearl-trace":
+            return [*item[:2], {**item[2], "boot": "another", "opened": item[2]["opened"] + offset}]
+        return item if item[0] == "end" else [*item[:3], item[3] + offset, item[4] + offset, item[5]]
+
+    def pinged(item: list[Any]) -> list[Any]:
+        return item
+
+    rewrite(parts[1], shifted)
+    with pytest.raises(TraceError, match="no clock pings"):
+        chrome.merge(path)
+    import msgpack
+
+    with parts[0].open("ab") as file:
+        for way, lopsided in ((4000, 1500), (400, 50), (90000, 0)):
+            sent, now = 10**9, 10**9 + way
+            received = sent + way // 2 + lopsided + offset
+            file.write(msgpack.packb([LOOP, "clock", "pong", now, now, {"sent": sent, "received": received}]))
+    chrome.merge(path)
+    trace = read(path)
+    draft_worker = trace.metadata["workers"][1]
+    assert abs(draft_worker["clock_offset_ns"] + offset) <= draft_worker["clock_uncertainty_ns"] == 200
+    after = report(trace)
+    assert after.overlap == pytest.approx(before.overlap, abs=1e-6)
+    assert after.judged == outcome.counts.judged
+
+
+# ---- the GPU's own time ----
+
+
+class FakeEvent:
+    """A CUDA event: records when it was reached on a device that lags behind the host."""
+
+    device = 0.0
+
+    def record(self) -> None:
+        self.at = FakeEvent.device
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+class FakeGpuRunner(ToyRunner):
+    def forward(self, tokens: Any, rows: int) -> torch.Tensor:
+        FakeEvent.device += 7.0  # milliseconds
+        return super().forward(tokens, rows)
+
+
+def test_gpu_time_is_read_where_the_loop_synchronises_anyway(tmp_path: Path) -> None:
+    r = recorder(tmp_path / "p")
+    runner = _TimedOnGpu(FakeGpuRunner(VOCAB, alpha_pair(VOCAB, 0.5)[0]), Tracer(r), FakeEvent)
+    runner.forward([1, 2], 1)
+    runner.synchronize()
+    runner.synchronize()
+    runner.forward([3], 1)
+    runner.rollback(2)
+    runner.synchronize()
+    assert runner.length == 2
+    r.close()
+    records = list(Part(tmp_path / "p").records())
+    assert [(record.track, record.end - record.start) for record in records] == [(GPU, 7_000_000)] * 2
+
+
+# ---- real processes ----
+
+
+def generated(path: Path, decoding: DecodingConfig, pace: float = 0.004, **settings: Any) -> tuple[Result, Trace]:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    with Engine(TOY, TOY, trace=str(path), target_pace=4 * pace, draft_pace=pace, **settings) as engine:
+        result = engine.generate([[1, 2, 3]], params, decoding=decoding)[0]
+    return result, read(path)
+
+
+@pytest.mark.parametrize("method", ["ar", "sd", "pearl"])
+def test_real_workers_record_what_the_statistics_say(tmp_path: Path, method: str) -> None:
+    result, trace = generated(tmp_path / "t.json", DecodingConfig(method=method))  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+    assert chrome.problems(json.loads(trace.path.read_text())) == []
+    found, s = report(trace), result.statistics
+    assert found.tokens == s.num_generated_tokens == 60
+    assert (found.judged, found.accepted) == (s.num_judged_draft_tokens, s.num_accepted_draft_tokens)
+    assert {k: n for k, n in s.target_steps.items() if n and k != "prefill"} == found.steps
+    assert {str(k): n for k, n in found.histogram.items()} == s.acceptance_histogram
+    assert found.target.uncovered < 0.2  # generous: this machine may take the core away between any two slices
+    assert found.recorder > 0
+    assert replay(trace).difference is None
+    assert trace.metadata["config"]["target"] == TOY
+    assert set(trace.metadata["versions"]) >= {"pearl", "torch", "python"}
+    assert all(worker["ended"] for worker in trace.metadata["workers"])
+
+
+def test_rows_over_a_process_group_are_recorded(tmp_path: Path) -> None:
+    spec = "toy:vocab=400,alpha=0.5"
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    path = tmp_path / "t.json"
+    with Engine(spec, spec, trace=str(path), tensors="gloo") as engine:
+        engine.generate([[1, 2, 3]], params)
+    trace = read(path)
+    assert any(s.name == "send row" for s in trace.draft)
+    assert any(s.name == "receive rows" for s in trace.target)
+
+
+def test_several_requests_are_one_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    with Engine(TOY, TOY, trace=str(path)) as engine:
+        for method in ("pearl", "sd"):
+            engine.generate([[1, 2, 3]], params, method=method)
+    trace = read(path)
+    found = report(trace)
+    assert found.method == "pearl, sd"
+    assert found.requests == 2
+    assert found.tokens == 40
+    assert "consumer" in found.target.waits
+    assert replay(trace).difference is None
+
+
+def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=3000, ignore_eos=True)
+    with Engine(TOY, TOY, trace=str(path), target_pace=0.004, draft_pace=0.001) as engine:
+        assert engine._target is not None
+        stream = engine.stream([1, 2, 3], params)
+        for _ in range(100):
+            next(stream)
+        os.kill(engine._target.pid, signal.SIGKILL)
+        with pytest.raises(TargetLost):
+            list(stream)
+    trace = read(path)
+    found = report(trace)
+    assert found.tokens > 20
+    assert [w["ended"] for w in trace.metadata["workers"]] == [False, True]
+    assert any("target did not end by itself" in note for note in found.notes)
+    assert replay(trace).difference is None
+
+
+def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=600, ignore_eos=True)
+    with Engine(TOY, TOY, trace=str(path), target_pace=0.02, draft_pace=0.004) as engine:
+        assert engine._draft is not None
+        first = engine._draft.worker.pid
+        with engine.stream([1, 2, 3], params) as stream:
+            for i, _ in enumerate(stream):
+                if i == 10:
+                    os.kill(first, signal.SIGKILL)
+                if i > 10 and engine._draft.worker.pid != first and len(stream.result.tokens) > 550:
+                    break
+    trace = read(path)
+    assert len(trace.metadata["workers"]) == len(trace.drafts) + 1 >= 2
+    assert replay(trace).difference is None
+
+
+def test_a_run_of_before_that_was_cut_off_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    old = recorder(part_path(path, "target", 1))
+    old.close()
+    generated(path, DecodingConfig())
+    assert part_paths(path) == [part_path(path, "target", 1)]
+
+
+def test_off_means_that_nothing_is_wrapped(toy: Engine, tmp_path: Path) -> None:
+    assert toy.config.trace is None
+    from pearl.protocol.drafter import Drafter
+    from pearl.worker.draft import DraftWorker
+
+    worker = DraftWorker.__new__(DraftWorker)
+    hello = partial(DraftWorker.__init__, worker, None)  # type: ignore[arg-type]
+    from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role
+
+    hello(Hello(PROTOCOL_VERSION, Role.DRAFT, 5, 5), None, None, None, 1.0)  # type: ignore[arg-type]
+    assert worker._decide.__func__ is Drafter.handle  # type: ignore[attr-defined]
+
+
+# ---- the command line and the pictures ----
+
+
+def invoked(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["trace", *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_report(run: tuple[Outcome, Path]) -> None:
+    found = json.loads(invoked("report", "--json", str(run[1])))
+    assert found == json.loads(json.dumps(report(read(run[1])).as_dict()))
+    text = invoked("report", str(run[1]))
+    for row in ("target: busy", "draft: waits for", "both in a forward", "in alternation", "never judged"):
+        assert row in text
+
+
+def test_compare(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    sd = tmp_path / "sd.json"
+    recorded(sd, Decoding("sd", gamma=4), alpha=0.8, tokens=400)
+    text = invoked("compare", str(sd), str(run[1]))
+    rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
+    assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())
+    assert set(json.loads(invoked("compare", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
+
+
+def test_check_and_replay(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    assert "sound" in invoked("check", str(run[1]))
+    assert "all the same" in invoked("replay", str(run[1]))
+    broken = altered(run[1], tmp_path / "t.json", _unpaired)
+    result = CliRunner().invoke(cli, ["trace", "check", str(broken)])
+    assert "1 starts and 0 ends" in result.output
+    assert isinstance(result.exception, TraceError)
+
+
+def test_merge_of_what_a_killed_run_has_left(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    recorded(path, Decoding("pearl"), tokens=30)
+    path.rename(tmp_path / "whole.json")
+    target, draft = alpha_pair(VOCAB, 1.0)
+    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
+    submit = Submit(1, PROMPT, 33, Sampling(1.0, seed=5), Decoding("pearl"))
+    simulate(
+        submit,
+        *executors,
+        Timing(1.0, lambda _: 5.0),
+        parts=(part_path(path, "target", 1), part_path(path, "draft", 2)),
+    )
+    assert "events" in invoked("merge", str(path))
+    assert report(read(path)).tokens == 30
+    assert part_paths(path) == []
+
+
+def test_gantt_in_the_terminal(run: tuple[Outcome, Path]) -> None:
+    """Virtual time: t_draft 1 s, so a column is half a second; the first forward of each is its prefill."""
+    lines = [line.plain for line in terminal(chart(read(run[1]), seconds=40.0), 88)]
+    target, draft = lines[1], lines[2]
+    assert target.startswith("target  " + "P" * 10 + "V" * 10)
+    assert set(draft[8:]) <= set("axd-.+")
+    assert all(len(line) <= 88 for line in lines[:-3])  # but for the legend
+    assert len(target) == len(draft) == 88
+    outcome_rejections = [s for s in read(run[1]).target if s.name == "judge" and s.args["correction"] is not None]
+    shown = sum(line.count("x") for line in lines if line.startswith("rejects"))
+    assert shown == len([s for s in outcome_rejections if s.end <= 40.0])
+
+
+def test_gantt_of_a_part(run: tuple[Outcome, Path]) -> None:
+    whole = chart(read(run[1]))
+    part = chart(read(run[1]), start=10.0, seconds=5.0)
+    assert (part.start, part.end) == (10.0, 15.0)
+    assert whole.end < 70
+    for start, seconds in ((-1.0, None), (1e9, None), (0.0, 0.0)):
+        with pytest.raises(ConfigError, match="nothing to show"):
+            chart(read(run[1]), start, seconds)
+
+
+def test_png(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    invoked("show", str(run[1]), "--png", str(tmp_path / "g.png"))
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+    result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), "--png", str(tmp_path / "no" / "g.png")])
+    assert isinstance(result.exception, TraceError)
+
+
+def test_html_needs_no_network(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    invoked("show", str(run[1]), "--html", str(tmp_path / "g.html"))
+    page = (tmp_path / "g.html").read_text()
+    assert "post-verify" in page
+    assert "<script src=" not in page
+
+
+def test_a_missing_library_is_named(run: tuple[Outcome, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in ("plotly.graph_objects", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for kind in ("png", "html"):
+        result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), f"--{kind}", str(tmp_path / "g")])
+        assert isinstance(result.exception, TraceError)
+        assert "pearl-runtime[plot]" in str(result.exception)
+
+
+def _chromium() -> str | None:
+    return os.environ.get("PEARL_BROWSER") and shutil.which(os.environ["PEARL_BROWSER"])
+
+
+@pytest.mark.skipif(_chromium() is None, reason="opt in: PEARL_BROWSER=chromium")
+def test_html_in_a_browser(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    """The page draws its bars by itself, in a real headless browser without a network."""
+    page = tmp_path / "g.html"
+    invoked("show", str(run[1]), "--html", str(page))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
+    browser = _chromium()
+    assert browser is not None
+    dom = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    assert dom.stdout.count('class="point"') > 30
+
+
+@pytest.fixture(autouse=True)
+def _no_parts_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_reports_of_the_same_run_are_equal(run: tuple[Outcome, Path]) -> None:
+    one, other = report(read(run[1])), report(read(run[1]))
+    assert isinstance(one, Report)
+    assert one == other
