@@ -33,7 +33,7 @@ LOOKS = {
     "accepted": Look("a", "#3fa34d", "draft, accepted"),
     "rejected": Look("x", "#d1495b", "draft, rejected"),
     "discarded": Look("d", "#e0a458", "draft, never judged"),
-    "draft": Look("-", "#9a9a9a", "draft, no token sent"),
+    "draft": Look("o", "#9a9a9a", "draft, overtaken by a verdict"),
     "other": Look("+", "#6b6b6b", "judging, sampling, deciding, messages"),
     "wait": Look(".", "#e8e8e8", "waiting"),
     "uncovered": Look(" ", "#ffffff", "not recorded"),
@@ -119,7 +119,7 @@ def terminal(chart: Chart, width: int) -> Iterator[Text]:
         yield Text(f"{'rejects':<{_LABEL}}" + "".join(marks).rstrip(), style="red")
         yield Text()
         at += count * cell
-    yield _legend(chart)
+    yield from _legend(chart, width)
     yield Text(f"one column is {cell * 1e3:.3g} ms; each shows what took most of it", style="dim")
 
 
@@ -163,11 +163,15 @@ def _style(look: str) -> Style:
     return Style(color="black" if look in ("wait", "discarded", "pre-verify") else "white", bgcolor=LOOKS[look].colour)
 
 
-def _legend(chart: Chart) -> Text:
+def _legend(chart: Chart, width: int) -> Iterator[Text]:
     text = Text()
     for look in _used(chart):
-        text.append(f" {LOOKS[look].letter} ", _style(look)).append(f" {LOOKS[look].meaning}   ")
-    return text
+        entry = Text(f" {LOOKS[look].letter} ", _style(look)).append(f" {LOOKS[look].meaning}   ", Style.null())
+        if len(text) and len(text) + len(entry) > width:
+            yield text
+            text = Text()
+        text.append_text(entry)
+    yield text
 
 
 def _used(chart: Chart) -> list[str]:
