@@ -1,0 +1,72 @@
+"""What tracing costs: the same texts with and without --trace, taking turns, on two engines that are both loaded.
+
+Prints the ratio of the times with a bootstrap interval, and what the recorder says of itself.
+
+    python scripts/bench_trace.py            # the embedded pair, greedy: about five minutes
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import click
+from rich.console import Console
+
+from pearl import Engine, SamplingParams
+from pearl.trace.reading import read
+from pearl.trace.report import report
+
+
+def interval(ratios: list[float], draws: int = 10_000) -> tuple[float, float]:
+    """95% of the medians of as many, drawn from them with replacement."""
+    noise = random.Random(0)
+    medians = sorted(median(noise.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+@click.command()
+@click.option("--target", default="embedded", help="Target model.")
+@click.option("--draft", default="embedded-draft", help="Draft model.")
+@click.option("--target-pace", type=float, help="Emulation: seconds of a target forward.")
+@click.option("--draft-pace", type=float, help="Emulation: seconds of a draft forward.")
+@click.option("--tokens", default=48, help="Tokens a text.")
+@click.option("--pairs", default=20, help="Texts with a trace, and as many without.")
+def main(target: str, draft: str, target_pace: float | None, draft_pace: float | None, tokens: int, pairs: int) -> None:
+    """Prints seconds with a trace over seconds without, and the recorder's own share."""
+    console = Console(soft_wrap=True, highlight=False)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    prompt = list(range(5, 25))
+    pace = {"target_pace": target_pace, "draft_pace": draft_pace}
+    ratios: list[float] = []
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        with Engine(target, draft, **pace) as off, Engine(target, draft, trace=str(path), **pace) as on:
+            for i in range(-1, pairs):  # the first is for warming up
+                order = (off, on) if i % 2 else (on, off)
+                seconds = {e: e.generate([prompt], params)[0].statistics.seconds for e in order}
+                if i >= 0:
+                    ratios.append(seconds[on] / seconds[off])
+                    console.print(f"{i}: {seconds[off]:.3f} s without, {seconds[on]:.3f} s with a trace")
+        trace = read(path)
+        size, found = path.stat().st_size, report(trace)
+    low, high = interval(ratios)
+    console.print(
+        f"with over without: {median(ratios):.4f}, 95% interval {low:.4f} to {high:.4f}; {pairs} x {tokens} tokens"
+    )
+    working = sum(one.seconds for one in trace.requests)
+    for worker in trace.metadata["workers"]:
+        spent, records = worker["recorder_seconds"], worker["records"]
+        console.print(
+            f"{worker['role']}: recorder {spent / working:.2%} of the time in requests, "
+            f"{spent / found.tokens * 1e6:.0f} us a token, {spent / records * 1e6:.1f} us a record, "
+            f"{records / found.tokens:.1f} records a token"
+        )
+    console.print(f"file: {size / found.tokens / 1e3:.1f} kB a token; {platform.machine()}")
+
+
+if __name__ == "__main__":
+    main()
