@@ -27,7 +27,9 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.errors import ConfigError, TargetLost, TraceError
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.events import DraftJoined, Forwarded, Judged
+from pearl.protocol.messages import Decoding, DraftTokens, Sampling, Submit
 from pearl.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
 from pearl.trace.gantt import chart, terminal
@@ -213,6 +215,30 @@ def test_replay_notices_another_decision(
     assert difference is not None
     assert difference.worker == worker
     assert difference.recorded != difference.replayed
+
+
+def test_what_comes_after_the_end_and_what_waits_for_it(tmp_path: Path) -> None:
+    """A late draft token is counted by the request that is over; a queued request begins in the same turn."""
+    path = tmp_path / "t.json"
+    time = iter(range(0, 10**9, 1000))
+    coordinator = Coordinator()
+    r = recorder(part_path(path, "target", 1), clock=lambda: next(time))
+    decide = Tracer(r).deciding(coordinator)
+
+    def submit(number: int) -> Submit:
+        return Submit(number, PROMPT, len(PROMPT) + 1, Sampling(seed=5), Decoding("pearl"))
+
+    decide(DraftJoined(100))
+    for event in (submit(1), submit(2), Forwarded(1.0), DraftTokens(1, 0, 3, (4,)), Judged(1, None)):
+        decide(event)
+    decide(DraftTokens(1, 0, 4, (5,)))
+    assert coordinator.counts.stale == 1
+    for event in (Forwarded(1.0), DraftTokens(2, 0, 3, (4,)), Judged(1, None), DraftTokens(2, 0, 4, (5,))):
+        decide(event)
+    r.close()
+    chrome.merge(path)
+    assert replay(read(path)).difference is None
+    assert [one.name for one in read(path).requests] == ["request 1", "request 2"]
 
 
 def test_replay_of_an_unknown_event(run: tuple[Outcome, Path], tmp_path: Path) -> None:
@@ -582,8 +608,9 @@ def test_a_run_of_before_that_was_cut_off_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     old = recorder(part_path(path, "target", 1))
     old.close()
+    part_path(path, "draft", 2).write_bytes(b"broken")
     generated(path, DecodingConfig())
-    assert part_paths(path) == [part_path(path, "target", 1)]
+    assert part_paths(path) == [part_path(path, "draft", 2), part_path(path, "target", 1)]
 
 
 def test_off_means_that_nothing_is_wrapped(toy: Engine, tmp_path: Path) -> None:

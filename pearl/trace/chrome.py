@@ -33,13 +33,19 @@ Token = tuple[int, int, int]  # request, epoch, position
 def merge(trace: Path) -> None:
     """Makes the file `trace` of the parts that lie beside it, and removes them.
 
-    Of several runs' parts the latest run's are taken; those of others, which were cut off, are left alone.
-    Raises `TraceError` where there are none, or the file cannot be written.
+    Of several runs' parts the latest run's are taken; those of others, which were cut off, and what is no part at all
+    are left alone. Raises `TraceError` where there are none, or the file cannot be written.
     """
-    parts = [Part(path) for path in part_paths(trace)]
+    parts: list[Part] = []
+    why = f"no target has left a part {trace.name}.target-*.part"
+    for path in part_paths(trace):
+        try:
+            parts.append(Part(path))
+        except TraceError as error:
+            why = str(error)
     targets = [part for part in parts if part.header["role"] == "target"]
     if not targets:
-        raise TraceError(f"there is nothing to make {trace} of: no target has left a part {trace.name}.target-*.part")
+        raise TraceError(f"there is nothing to make {trace} of: {why}")
     last = max(targets, key=lambda part: int(part.header["opened"]))
     parts = [part for part in parts if part.header["run"] == last.header["run"]]
     write(trace, parts)

@@ -16,7 +16,20 @@ from pearl.errors import ProtocolError
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Cause, Draft, Drafted, Forward, Judge, Judged, Open, Rollback, Sample, Sampled, Wait
+from pearl.protocol.events import (
+    Cause,
+    Draft,
+    Drafted,
+    End,
+    Forward,
+    Judge,
+    Judged,
+    Open,
+    Rollback,
+    Sample,
+    Sampled,
+    Wait,
+)
 from pearl.protocol.messages import Message, Pong
 from pearl.trace.plain import plain
 from pearl.trace.recorder import CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
@@ -94,7 +107,8 @@ class Tracer:
         sequence = machine.sequence
         args = {
             "event": event,
-            "commands": commands,
+            # what is told of an ended request goes on counting stale messages, so it is taken down at once
+            "commands": [plain(command) if type(command) is End else command for command in commands],
             "pending": len(sequence.tokens) - sequence.committed,
             "epoch": machine.epoch,
         }
@@ -115,7 +129,7 @@ class Tracer:
         if self._opened is not None and self._opened[1]["request"] != number:
             began, args = self._opened
             self.recorder.record(LOOP, "whole", f"request {args['request']}", began, end, args)
-            self._opened = None
+            self._opened, start = None, end  # one that was queued begins where it ends
         if request is not None and self._opened is None:
             args = {"request": number}
             if isinstance(machine, Coordinator) and machine.request is not None:
