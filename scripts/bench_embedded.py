@@ -3,12 +3,13 @@
 Rows: `pearl` and `sd` on two cores, `ar` on one and on both, `transformers` generate on one and on both.  The methods
 take turns prompt by prompt, so that a slow minute hits all of them.  Greedy; only committed tokens up to EOS count.
 
-    python scripts/bench_embedded.py          # about ten minutes
+    python scripts/bench_embedded.py          # about fifteen minutes
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import click
+from bench_paced import stolen_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -82,12 +84,19 @@ class Generate:
         self._process.communicate()
 
 
+def over_the_same_text(rates: dict[str, list[float]], one: str, other: str) -> float:
+    """The median, over texts, of a ratio whose two rates were measured one soon after the other."""
+    return median(a / b for a, b in zip(rates[one], rates[other], strict=True) if b)
+
+
 @click.command()
 @click.option("--max-tokens", default=96, help="Most tokens a text.")
 @click.option("--repeats", default=2, help="Rounds over the prompts.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Also write every rate to this file.")
 def main(max_tokens: int, repeats: int, out: Path | None) -> None:
-    """Prints a table of tokens a second after the first token: median over prompts and rounds."""
+    """Prints a table of tokens a second after the first token: median over prompts and rounds. The ratios are medians
+    over texts too, so that a slow minute weighs on both sides of each.
+    """
     console = Console()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     rates: dict[str, list[float]] = {}
@@ -97,7 +106,7 @@ def main(max_tokens: int, repeats: int, out: Path | None) -> None:
     one = Engine(draft="none", target_device="cpu:0")
     both = Engine(draft="none", target_device="cpu:0-1")
     hf_one, hf_both = Generate("0"), Generate("0,1")
-    began = time.monotonic()
+    began, stolen = time.monotonic(), stolen_seconds()
     try:
         for round_ in range(repeats + 1):  # the first round warms up
             for prompt in PROMPTS[: 1 if round_ == 0 else None]:
@@ -108,10 +117,9 @@ def main(max_tokens: int, repeats: int, out: Path | None) -> None:
                     row[f"{method}, two cores"] = statistics.tokens_per_second
                     if method == "pearl" and round_:
                         alphas.append(statistics.draft_acceptance_rate or 0.0)
-                row["ar, one core"] = one.generate(ids, params, method="ar")[0].statistics.tokens_per_second
-                row["ar, both cores"] = both.generate(ids, params, method="ar")[0].statistics.tokens_per_second
-                row["transformers generate, one core"] = hf_one.rate(ids, max_tokens)
-                row["transformers generate, both cores"] = hf_both.rate(ids, max_tokens)
+                for cores, engine, hf in (("one core", one, hf_one), ("both cores", both, hf_both)):
+                    row[f"ar, {cores}"] = engine.generate(ids, params, method="ar")[0].statistics.tokens_per_second
+                    row[f"transformers generate, {cores}"] = hf.rate(ids, max_tokens)
                 if round_:
                     for name, rate in row.items():
                         rates.setdefault(name, []).append(rate or 0.0)
@@ -119,11 +127,17 @@ def main(max_tokens: int, repeats: int, out: Path | None) -> None:
     finally:
         for thing in (pair, one, both, hf_one, hf_both):
             thing.close()
-    reference = median(rates["ar, one core"])
     table = Table("what", "tokens/s, median", "least", "most", "over ar, one core")
     for name, r in rates.items():
-        table.add_row(name, f"{median(r):.2f}", f"{min(r):.2f}", f"{max(r):.2f}", f"{median(r) / reference:.2f}")
+        over = over_the_same_text(rates, name, "ar, one core")
+        table.add_row(name, f"{median(r):.2f}", f"{min(r):.2f}", f"{max(r):.2f}", f"{over:.2f}")
     console.print(table)
+    for cores in ("one core", "both cores"):
+        over = over_the_same_text(rates, f"ar, {cores}", f"transformers generate, {cores}")
+        console.print(f"ar over transformers generate, {cores}: {over:.3f}")
+    console.print(f"pearl over sd: {over_the_same_text(rates, 'pearl, two cores', 'sd, two cores'):.3f}")
+    share = (stolen_seconds() - stolen) / (os.cpu_count() or 1) / (time.monotonic() - began)
+    console.print(f"stolen by the host's other machines: {share:.1%} of the cores' time")
     console.print(f"acceptance rate (accepted / judged), median: {median(alphas):.2f}; window c = {window.window}")
     times = ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in window.t_target.items())
     console.print(f"t_draft {window.t_draft * 1e3:.1f} ms; t_target(n) {times} ms; ratio {window.speed_ratio:.2f}")
