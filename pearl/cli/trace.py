@@ -86,7 +86,10 @@ def show(file: Path, start: float | None, seconds: float | None, png_path: Path 
 @trace.command()
 @click.argument("file", type=_FILE)
 def replay(file: Path) -> None:
-    """Feeds the recorded events into fresh state machines and checks that they decide the same."""
+    """Do fresh state machines decide the same?
+
+    Feeds the recorded events into them and compares their commands with the recorded ones.
+    """
     outcome = run_again(read(file))
     if outcome.difference is None:
         click.echo(f"{outcome.decisions} decisions, all the same")
@@ -101,7 +104,10 @@ def replay(file: Path) -> None:
 @trace.command()
 @click.argument("file", type=_FILE)
 def merge(file: Path) -> None:
-    """Makes FILE of the parts that a run which was cut off has left beside it."""
+    """Makes FILE of what a killed run has left.
+
+    Each worker writes a part beside FILE as it goes; closing the engine merges them, a kill leaves them.
+    """
     chrome.merge(file)
     click.echo(f"{file}: {len(read_document(file)['traceEvents'])} events")
 
@@ -109,7 +115,10 @@ def merge(file: Path) -> None:
 @trace.command()
 @click.argument("file", type=_FILE)
 def check(file: Path) -> None:
-    """Checks any Chrome trace as a viewer would see it: fields, names, nesting, flows."""
+    """Checks any Chrome trace as viewers see it.
+
+    Fields, names of processes and tracks, nesting of slices, pairing of flows.
+    """
     document = read_document(file)
     found = chrome.problems(document)
     for problem in found[:20]:

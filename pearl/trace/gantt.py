@@ -68,7 +68,8 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
     begin = trace.start
     length = trace.end - begin
     if (start or 0.0) < 0 or (start or 0.0) >= length or (seconds is not None and seconds <= 0):
-        raise ConfigError(f"nothing to show from {start} s for {seconds} s: the run is {length:.3f} s long")
+        wanted = f"from {start or 0.0:g} s on" + (f" for {seconds:g} s" if seconds is not None else "")
+        raise ConfigError(f"nothing to show {wanted}: the run is {length:.3f} s long")
     since = begin + (start or 0.0)
     steps = [s.end for s in trace.target if s.name in ("pre-verify", "post-verify") and s.start >= since]
     until = since + seconds if seconds else (steps[min(_STEPS, len(steps)) - 1] if steps else trace.end)
