@@ -50,7 +50,7 @@ def recorded(
     decoding: Decoding,
     t_target: float = 5.0,
     alpha: float = 1.0,
-    tokens: int = 1000,
+    tokens: int = 500,
     delay: float = 0.0,
     rule: str = "ratio",
 ) -> tuple[Outcome, Trace]:
@@ -159,11 +159,11 @@ def test_a_trace_is_sound_and_says_what_happened(
     tmp_path: Path, method: str, window: str, rule: str, delay: float
 ) -> None:
     decoding = Decoding(method, window, rule=rule)
-    outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=200, delay=delay)
+    outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=120, delay=delay)
     assert chrome.problems(json.loads(trace.path.read_text())) == []
     found = report(trace)
     counts = outcome.counts
-    assert found.tokens == len(outcome.tokens) == 200
+    assert found.tokens == len(outcome.tokens) == 120
     assert (found.judged, found.accepted) == (counts.judged, counts.accepted)
     assert found.rejected == counts.judged - counts.accepted
     assert found.drafted >= counts.drafted
