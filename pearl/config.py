@@ -184,13 +184,26 @@ class Settings:
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     """A configuration file, if any, with `overrides` (flags given by the user) on top."""
-    values = {**(read_file(path) if path else {}), **overrides}
-    everything = {name: field for section in SECTIONS for name, field in section.model_fields.items()}
+    values = read_file(path) if path else {}
     try:
-        _refuse_unknown(values, everything)
-        engine, decoding, sampling = (s(**{k: v for k, v in values.items() if k in s.model_fields}) for s in SECTIONS)
+        return _settings({**values, **overrides})
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path else str(error)) from None
+        if path is None or _sound(values):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _sound(values: Mapping[str, Any]) -> bool:
+    try:
+        _settings(values)
+    except ConfigError:
+        return False
+    return True
+
+
+def _settings(values: Mapping[str, Any]) -> Settings:
+    _refuse_unknown(values, {name: field for section in SECTIONS for name, field in section.model_fields.items()})
+    engine, decoding, sampling = (s(**{k: v for k, v in values.items() if k in s.model_fields}) for s in SECTIONS)
     assert isinstance(engine, EngineConfig)
     assert isinstance(decoding, DecodingConfig)
     assert isinstance(sampling, SamplingParams)

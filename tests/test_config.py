@@ -147,6 +147,16 @@ def test_bad_files_are_refused_and_named(tmp_path: Path, content: str, said: str
     assert str(path) in str(caught.value)
 
 
+def test_a_bad_flag_is_not_blamed_on_the_file_and_a_good_one_mends_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("gamma: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path, {"gamma": -1})
+    assert str(path) not in str(caught.value)
+    path.write_text("target_device: cpu:100000\n")
+    assert load_settings(path, {"target_device": "cpu"}).engine.target_device == "cpu"
+
+
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_file(tmp_path / "none.yaml")

@@ -330,7 +330,12 @@ def test_the_validator_takes_anything(document: Any) -> None:
         (b'{"traceEvents": []}', "not one of ours"),
         (b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}', "format 99"),
         (b'{"traceEvents": [5], "metadata": {"pearl_trace": 1}}', "damaged"),
-        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 1}}', "holds no request"),
+        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 1}}', "lacks config"),
+        (
+            b'{"traceEvents": [], "distributedInfo": {"rank": 0}, '
+            b'"metadata": {"pearl_trace": 1, "config": {}, "workers": []}}',
+            "holds no request",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["report", "show", "replay", "compare"])

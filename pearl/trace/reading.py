@@ -70,6 +70,7 @@ def read(path: Path) -> Trace:
     if metadata["pearl_trace"] != VERSION:
         raise TraceError(f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}")
     found = problems(document)
+    found += [f"its metadata lacks {name}" for name in ("config", "workers") if name not in metadata]
     if found:
         raise TraceError(f"{path} is damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if found[1:] else ""))
     trace = Trace(path, metadata)
