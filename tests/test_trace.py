@@ -36,8 +36,9 @@ from pearl.trace.gantt import chart, terminal
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import GPU, LOOP, Part, Recorder, part_path, part_paths, where_and_what
 from pearl.trace.replay import replay
-from pearl.trace.report import Report, report
+from pearl.trace.report import report
 from pearl.trace.tracer import Tracer, _TimedOnGpu
+from pearl.trace.validate import problems
 
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 VOCAB, PROMPT = 12, (1, 2, 3)
@@ -160,7 +161,7 @@ def test_a_trace_is_sound_and_says_what_happened(
 ) -> None:
     decoding = Decoding(method, window, rule=rule)
     outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=120, delay=delay)
-    assert chrome.problems(json.loads(trace.path.read_text())) == []
+    assert problems(json.loads(trace.path.read_text())) == []
     found = report(trace)
     counts = outcome.counts
     assert found.tokens == len(outcome.tokens) == 120
@@ -305,14 +306,14 @@ def _no_rank(document: dict[str, Any]) -> None:
 )
 def test_planted_faults_are_found(run: tuple[Outcome, Path], plant: Callable[[Any], None], said: str) -> None:
     document = json.loads(run[1].read_text())
-    assert chrome.problems(document) == []
+    assert problems(document) == []
     plant(document)
-    assert any(said in problem for problem in chrome.problems(document)), chrome.problems(document)[:3]
+    assert any(said in problem for problem in problems(document)), problems(document)[:3]
 
 
 @given(st.recursive(st.none() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_the_validator_takes_anything(document: Any) -> None:
-    assert chrome.problems(document)
+    assert problems(document)
 
 
 # ---- broken files ----
@@ -403,8 +404,8 @@ def test_memory_is_bounded_and_a_crash_loses_little(tmp_path: Path) -> None:
     for i in range(5000):
         r.record(LOOP, "busy", "judge", i, i * 10**6)
         most = max(most, len(r._waiting))
-    assert most <= 250
-    assert len(list(Part(tmp_path / "p").records())) >= 5000 - 250
+    assert most <= 128
+    assert len(list(Part(tmp_path / "p").records())) >= 5000 - 128
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
@@ -460,9 +461,6 @@ def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None
         if item[0] == "pearl-trace":
             return [*item[:2], {**item[2], "boot": "another", "opened": item[2]["opened"] + offset}]
         return item if item[0] == "end" else [*item[:3], item[3] + offset, item[4] + offset, item[5]]
-
-    def pinged(item: list[Any]) -> list[Any]:
-        return item
 
     rewrite(parts[1], shifted)
     with pytest.raises(TraceError, match="no clock pings"):
@@ -533,7 +531,7 @@ def generated(path: Path, decoding: DecodingConfig, pace: float = 0.004, **setti
 def test_real_workers_record_what_the_statistics_say(tmp_path: Path, method: str) -> None:
     result, trace = generated(tmp_path / "t.json", DecodingConfig(method=method))  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
-    assert chrome.problems(json.loads(trace.path.read_text())) == []
+    assert problems(json.loads(trace.path.read_text())) == []
     found, s = report(trace), result.statistics
     assert found.tokens == s.num_generated_tokens == 60
     assert (found.judged, found.accepted) == (s.num_judged_draft_tokens, s.num_accepted_draft_tokens)
@@ -755,9 +753,3 @@ def test_html_in_a_browser(run: tuple[Outcome, Path], tmp_path: Path) -> None:
 def _no_parts_left(tmp_path: Path) -> Iterator[None]:
     yield
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_reports_of_the_same_run_are_equal(run: tuple[Outcome, Path]) -> None:
-    one, other = report(read(run[1])), report(read(run[1]))
-    assert isinstance(one, Report)
-    assert one == other

@@ -16,6 +16,7 @@ from pearl.trace.reading import read, read_document
 from pearl.trace.replay import replay as run_again
 from pearl.trace.report import Report, Worker
 from pearl.trace.report import report as make_report
+from pearl.trace.validate import problems
 
 _FILE = click.Path(path_type=Path)
 
@@ -120,7 +121,7 @@ def check(file: Path) -> None:
     Fields, names of processes and tracks, nesting of slices, pairing of flows.
     """
     document = read_document(file)
-    found = chrome.problems(document)
+    found = problems(document)
     for problem in found[:20]:
         click.echo(problem)
     if found:

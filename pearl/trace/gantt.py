@@ -84,8 +84,7 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
         for s in trace.target
         if s.name == "judge" and s.args["correction"] is not None and since <= s.end <= until
     ]
-    method = ", ".join(dict.fromkeys(r.args.get("decoding", {}).get("method", "?") for r in trace.requests))
-    title = f"{method}: {trace.metadata['config']['target']} and {trace.metadata['config']['draft']}"
+    title = f"{trace.method}: {trace.metadata['config']['target']} and {trace.metadata['config']['draft']}"
     return Chart(since - begin, until - begin, rows, rejections, title)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pearl.errors import TraceError
-from pearl.trace.chrome import VERSION, Event, problems
+from pearl.trace.chrome import VERSION, Event
 from pearl.trace.recorder import LOOP, part_paths
+from pearl.trace.validate import problems
 
 FORWARDS = ("prefill", "pre-verify", "post-verify", "draft")
 
@@ -51,6 +52,11 @@ class Trace:
     def draft(self) -> list[Slice]:
         """What the drafts did, one after the other."""
         return sorted((one for draft in self.drafts for one in draft), key=lambda s: s.start)
+
+    @property
+    def method(self) -> str:
+        """Of the requests; a request that was cut off has left none."""
+        return ", ".join(dict.fromkeys(r.args.get("decoding", {}).get("method", "?") for r in self.requests))
 
     @property
     def start(self) -> float:

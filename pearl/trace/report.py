@@ -102,7 +102,7 @@ def report(trace: Trace) -> Report:
     windows = [value for at, value in trace.counters.get("window", []) if at <= end and value]
     waited = target_share.waits
     return Report(
-        method=_method(trace),
+        method=trace.method,
         wall=wall,
         requests=len(trace.requests),
         tokens=tokens,
@@ -232,10 +232,6 @@ def _drafting(draft: Sequence[Slice]) -> float:
             following = draft[i + 1] if i + 1 < len(draft) else one
             seconds += following.seconds if following.name == "sample" else 0.0
     return seconds
-
-
-def _method(trace: Trace) -> str:
-    return ", ".join(dict.fromkeys(r.args.get("decoding", {}).get("method", "?") for r in trace.requests))
 
 
 def _notes(trace: Trace, *shares: Worker | None) -> list[str]:

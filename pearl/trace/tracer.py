@@ -85,12 +85,12 @@ class Tracer:
             except ProtocolError as error:
                 self.note("busy", "decide", start, event=event, error=type(error).__name__)
                 raise
-            self.decided(machine, event, commands, start, self.clock(), before)
+            self._decided(machine, event, commands, start, self.clock(), before)
             return commands
 
         return handle
 
-    def decided(
+    def _decided(
         self,
         machine: Coordinator | Drafter,
         event: object,
