@@ -7,14 +7,16 @@ token reads the socket, for all who wait.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import secrets
 import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +35,6 @@ from pearl.errors import (
     TraceError,
     TransportError,
 )
-from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
 from pearl.processes import DraftKeeper, Worker
 from pearl.protocol.messages import (
@@ -47,118 +48,28 @@ from pearl.protocol.messages import (
     Hello,
     Message,
     Preview,
-    Provenance,
     Role,
     Sampling,
     Submit,
+    Trace,
     Welcome,
 )
-from pearl.text import TextStream
+from pearl.stream import Piece, Result, Stream
 from pearl.trace.chrome import merge
-from pearl.trace.recorder import being_written
+from pearl.trace.recorder import asked_for, being_written
 from pearl.transport.zeromq import ZmqConnection, bind_address, private_directory
+
+__all__ = ["Engine", "Piece", "Result", "Stream"]
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 Progress = Callable[[str], None]
 
+CARD = "engine.json"  # in the engine's directory: how another front of the same user reaches it
 _LAST_WORDS_SECONDS = 5.0  # for the status line of a worker that is going down
+_RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
 _READ_SECONDS = 0.1  # longest turn at the socket, so that a dead worker is noticed
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one step of the target added: final text (may be empty: held back) and its tokens with their provenance.
-
-    `preview`: the draft's pending tokens, a guess at what follows; only where asked for.
-    """
-
-    text: str
-    tokens: tuple[int, ...] = ()
-    provenance: tuple[Provenance, ...] = ()
-    preview: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass
-class Result:
-    """A finished text. `finish_reason`: eos, stop, length or cancelled."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    provenance: list[Provenance] = field(default_factory=list)
-    finish_reason: str = ""
-    seed: int = 0
-    prompt_tokens: list[int] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
-
-
-class Stream:
-    """The pieces of one text as they come; iterate, or `close()` to leave early. `result` grows along."""
-
-    def __init__(self, engine: Engine, submit: Submit) -> None:
-        self._engine = engine
-        self._request = submit.request
-        self._text = TextStream(engine.tokenizer, submit.prompt, submit.stops)
-        self._inbox: deque[object] = deque()
-        self._open = True
-        self.result = Result(seed=submit.sampling.seed, prompt_tokens=list(submit.prompt))
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        if not self._open:
-            raise StopIteration
-        try:
-            match self._engine._await(self._inbox):
-                case Committed(_, _, tokens, provenance):
-                    return self._piece(tokens, provenance)
-                case Preview(_, _, tokens):
-                    return Piece("", preview=tokens)
-                case Finished(_, reason, statistics):
-                    return self._last(reason.value, Statistics.from_json(statistics))
-                case Error(_, kind, message):
-                    raise getattr(errors, kind, RequestError)(message)
-                case unexpected:
-                    raise AssertionError(unexpected)
-        except BaseException:
-            self.close()
-            raise
-
-    def _piece(self, tokens: tuple[int, ...], provenance: tuple[Provenance, ...]) -> Piece:
-        text = "".join(self._text.push(token) for token in tokens)
-        self.result.text += text
-        self.result.tokens += tokens
-        self.result.provenance += provenance
-        return Piece(text, tokens, provenance)
-
-    def _last(self, reason: str, statistics: Statistics) -> Piece:
-        rest = self._text.finish()
-        self.result.text += rest
-        self.result.finish_reason, self.result.statistics = reason, statistics
-        self._open = False
-        self._engine._forget(self._request)
-        return Piece(rest)
-
-    def close(self) -> None:
-        """Leaves the text as it is; the target is told to stop."""
-        if self._open:
-            self._open = False
-            self.result.finish_reason = self.result.finish_reason or "cancelled"
-            self._engine._cancel(self._request)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Engine:
@@ -197,10 +108,12 @@ class Engine:
         self._closed = False
         self._heard = time.monotonic()
         self._welcome: Welcome | None = None
+        self._recording: tuple[Path, int] | None = None
+        self._recorded: Trace | None = None  # the workers' last word on it
         self._draft: DraftKeeper | None = None
         self._target: Worker | None = None
         self._endpoint: ZmqConnection | None = None
-        self._directory = private_directory()
+        self._directory = self._own_directory()
         try:
             self._start(progress)
         except BaseException:
@@ -217,15 +130,24 @@ class Engine:
         self._start_draft(self._target.address, progress)
         self.tokenizer, self.defaults = self._load_tokenizer(progress)
         self._wait_until_ready(deadline)
-        self._endpoint = ZmqConnection(self._target.address)
+        self._meet_target(self._target.address, deadline)
+        if self._draft:
+            self._draft.keep()
+        card = {"pid": os.getpid(), "address": self._target.address, "config": self.config.model_dump(mode="json")}
+        (self._directory / CARD).write_text(json.dumps(card))
+
+    def _own_directory(self) -> Path:
+        """Where the sockets are; nobody else can reach it."""
+        return private_directory()
+
+    def _meet_target(self, address: str, deadline: float) -> None:
+        self._endpoint = ZmqConnection(address)
         self._heard = time.monotonic()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
         while self._welcome is None:
             self._read()
             if time.monotonic() > deadline:
                 raise StartError("the target does not answer; see --log-level debug")
-        if self._draft:
-            self._draft.keep()
 
     def _start_draft(self, address: str, progress: Progress) -> None:
         """Launches the draft here; under torchrun another rank does."""
@@ -275,6 +197,9 @@ class Engine:
         """Ends the workers and removes what they left; a second time does nothing."""
         if self._closed:
             return
+        if self._recording is not None:
+            with self._said_not_raised():
+                self.stop_trace()
         self._closed = True
         with self._lock:
             if self._endpoint is not None:
@@ -284,18 +209,26 @@ class Engine:
             worker.close()
         for worker in workers:
             worker.end()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_directory()
         if self.config.trace:
             self._write_trace(Path(self.config.trace))
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _write_trace(self, path: Path) -> None:
         """Once the workers are gone. Whatever is wrong with it, the texts are not: it is said, not raised."""
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        try:
+        with self._said_not_raised():
             while being_written(path) and time.monotonic() < deadline:  # under torchrun the draft is another rank's
                 time.sleep(_READ_SECONDS)
             merge(path)
-        except TraceError as error:
+
+    @contextlib.contextmanager
+    def _said_not_raised(self) -> Iterator[None]:
+        try:
+            yield
+        except (TraceError, TargetLost) as error:
             log.error("no trace: %s", error)
 
     def __enter__(self) -> Engine:
@@ -313,6 +246,11 @@ class Engine:
         """Tokens that prompt and text may have together."""
         assert self._welcome is not None
         return self._welcome.context
+
+    @property
+    def directory(self) -> Path:
+        """Where its sockets are, and the card by which another front of the same user finds it."""
+        return self._directory
 
     @property
     def welcome(self) -> Welcome:
@@ -368,6 +306,53 @@ class Engine:
                 results.append(stream.result)
         return results
 
+    # ---- recording ----
+
+    def start_trace(self, path: str | Path) -> None:
+        """Records what both workers do from now on, until `stop_trace`; between two requests only.
+
+        The KV cache starts empty, so that the recording can be replayed. Raises `TraceError`.
+        """
+        path = Path(path).absolute()
+        if self.config.trace or self._recording:
+            raise TraceError("this engine is recording a trace already")
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
+        number = secrets.randbits(62) + 1
+        try:
+            self._ask_to_record(Trace(number, True))
+        except TraceError:
+            self._post(Trace(number, False))  # should it have begun, or be about to
+            raise
+        self._recording = (path, number)
+
+    def stop_trace(self) -> Path:
+        """Ends the recording and writes its file, whose path it returns. Raises `TraceError`."""
+        if self._recording is None:
+            raise TraceError("no trace is being recorded")
+        (path, number), self._recording = self._recording, None
+        self._ask_to_record(Trace(number, False))
+        merge(path, asked_for(self._directory, number))
+        return path
+
+    def _ask_to_record(self, trace: Trace) -> None:
+        """Returns once both workers do."""
+        with self._lock:
+            self._recorded = None
+            self._post(trace)
+            deadline = time.monotonic() + _RECORD_SECONDS
+            while self._recorded != trace:
+                if time.monotonic() > deadline:
+                    raise TraceError("the workers do not answer: is another front's text being made?")
+                self._read()
+
+    def wait_until_lost(self) -> None:
+        """Returns never. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
+        while True:
+            with self._lock:
+                self._heard = time.monotonic()  # nobody asks for anything, so silence means nothing
+                self._read()
+
     def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
         values = decoding.model_dump() if decoding else {}
         chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
@@ -418,13 +403,13 @@ class Engine:
 
     # ---- the socket, shared by all streams ----
 
-    def _await(self, inbox: deque[object]) -> object:
-        """The next message in `inbox`; reads the socket, for all streams, until there is one."""
-        while not inbox:
+    def await_message(self, stream: Stream) -> object | None:
+        """The next message of `stream`, None once it is closed; meanwhile it reads the socket, for all streams."""
+        while stream.open and not stream.inbox:
             with self._lock:
-                if not inbox:
+                if stream.open and not stream.inbox:
                     self._read()
-        return inbox.popleft()
+        return stream.inbox.popleft() if stream.open else None
 
     def _read(self) -> None:
         if self._closed or self._endpoint is None:
@@ -446,10 +431,12 @@ class Engine:
                 self._welcome = message
             case Heartbeat():
                 pass
+            case Trace():
+                self._recorded = message
             case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:
                 stream = self._streams.get(request)
                 if stream is not None:
-                    stream._inbox.append(message)
+                    stream.inbox.append(message)
             case Error(_, kind, text):
                 raise getattr(errors, kind, StartError)(text)
             case Exception():
@@ -458,7 +445,10 @@ class Engine:
                 log.warning("the target sent an unexpected %s", type(message).__name__)
 
     def _target_alive(self) -> bool:
-        return self._target is None or self._target.alive
+        if self._target is None:  # another process's
+            assert self._endpoint is not None
+            return self._endpoint.connected
+        return self._target.alive
 
     def _target_fate(self, otherwise: str = "the target is gone") -> str:
         """Why it is gone, in its own words where it has left any."""
@@ -469,11 +459,13 @@ class Engine:
             return str(self._target.fate())
         return otherwise
 
-    def _forget(self, request: int) -> None:
+    def forget(self, request: int) -> None:
+        """The request has ended."""
         self._streams.pop(request, None)
 
-    def _cancel(self, request: int) -> None:
-        self._forget(request)
+    def cancel(self, request: int) -> None:
+        """Nobody wants the request any longer. From any thread."""
+        self.forget(request)
         if self._closed:
             return
         try:
@@ -487,6 +479,8 @@ class Engine:
         """
         self._outbox.append(message)
         while self._outbox and not self._closed:
+            if self._endpoint is not None:
+                self._endpoint.wake()
             if self._lock.acquire(timeout=_READ_SECONDS):
                 try:
                     self._flush()

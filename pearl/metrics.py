@@ -31,6 +31,7 @@ class Statistics:
         tokens_per_second: of decoding: tokens after the first, over the time after the first.
         target_busy_seconds: in forwards, judging and sampling.
         target_wait_seconds: cause -> seconds.
+        draft_wait_seconds: for verdicts, as the draft told with its last tokens.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
         speed_ratio: t_target(1) / t_draft.
         window: c as last used; 0 without a draft.
@@ -54,6 +55,7 @@ class Statistics:
     tokens_per_second: float | None = None
     target_busy_seconds: float = 0.0
     target_wait_seconds: dict[str, float] = field(default_factory=dict)
+    draft_wait_seconds: float = 0.0
     t_draft: float = 0.0
     t_target: dict[str, float] = field(default_factory=dict)
     speed_ratio: float = 0.0
@@ -84,6 +86,7 @@ class Stopwatch:
     in_first: int = 0  # tokens that came with the first commit
     busy: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
+    draft_waited: float = 0.0
     draft_lost: bool = False
 
     def committed(self, tokens: int, now: float) -> None:
@@ -123,6 +126,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         tokens_per_second=watch.tokens_per_second,
         target_busy_seconds=watch.busy,
         target_wait_seconds=watch.waits,
+        draft_wait_seconds=watch.draft_waited,
         t_draft=speeds.t_draft,
         t_target={str(n): t for n, t in speeds.measured},
         speed_ratio=speeds.ratio,

@@ -217,7 +217,7 @@ class _TracedSimulation(_Simulation):
         self._free_since: list[int | None] = [0, 0]  # None: in a forward
         outcome = self.run(submit)
         for tracer in self._tracers:
-            tracer.recorder.close()
+            tracer.stop()
         return outcome
 
     def _tracer(self, path: Path, role: str) -> Tracer:

@@ -29,8 +29,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a raw prompt, with what the tokenizer itself adds (BOS)."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of `text`; `special`: with what the tokenizer itself adds to a prompt (BOS)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
 
         Raises `RequestError` where the template does not take these messages.
         """
+        ...
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
+        """What `apply_chat` takes the tokens of."""
         ...
 
     def token(self, id: int) -> str | None:

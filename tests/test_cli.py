@@ -15,7 +15,7 @@ import click
 import pytest
 
 from pearl.cli import cli
-from pearl.cli.generate import printable
+from pearl.cli.terminal import printable
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
 from tests.conftest import TOY, greedy_text
 
@@ -143,12 +143,14 @@ def test_prompt_too_long_is_told_before_any_work() -> None:
 
 def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     fields = {name for section in SECTIONS for name in section.model_fields}
-    command = cli.commands["generate"]
-    flags = {p.name for p in command.params if isinstance(p, click.Option) and not p.hidden}
-    assert flags - fields == {"raw", "as_json", "config"}
-    assert fields <= flags
-    hidden = {p.name for p in command.params if isinstance(p, click.Option) and p.hidden}
-    assert hidden == set(UNSUPPORTED)
+    for name, more in {
+        "generate": {"raw", "as_json", "connect"},
+        "chat": {"raw", "question", "system", "show_draft", "markdown", "history", "connect"},
+        "serve": set(),
+    }.items():
+        options = [p for p in cli.commands[name].params if isinstance(p, click.Option)]
+        assert {p.name for p in options if not p.hidden} == fields | more | {"config"}
+        assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
 
 
 def test_help_tells_defaults() -> None:
@@ -162,12 +164,10 @@ def test_help_tells_defaults() -> None:
 # ---- terminals and pipes ----
 
 
-def test_control_characters_are_stripped() -> None:
-    """A model must not steer the user's terminal: colours, titles, cursor, or 8-bit controls."""
-    assert (
-        printable("a\x1b[31mb\x07\x08\r\x7f\x9b1mc\n\td\u00e9\u4e2d\U0001f600")
-        == "a[31mb1mc\n\td\u00e9\u4e2d\U0001f600"
-    )
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    """A model must not steer the user's terminal: colours, titles, cursor, 8-bit controls, the direction of writing."""
+    assert printable("a\x1b[31mb\x07\x08\r\x7f\x9b1m\u202ec") == "a\u241b[31mb\u2407\u2408\u240d\u2421\ufffd1m\ufffdc"
+    assert printable("1\r\n2\n\td\u00e9\u4e2d\U0001f600") == "1\n2\n\td\u00e9\u4e2d\U0001f600"
 
 
 def _on_a_terminal(*arguments: str) -> tuple[int, bytes]:

@@ -35,6 +35,7 @@ PINNED = {
     m.Ping: 14,
     m.Pong: 15,
     m.Error: 16,
+    m.Trace: 17,
 }
 
 counts = st.integers(0, 2**63 - 1)
@@ -67,7 +68,9 @@ def draft_tokens(draw: st.DrawFn) -> m.DraftTokens:
     row = st.binary(min_size=width, max_size=width)
     entry = {m.RowKind.SPARSE: st.tuples(row, row), m.RowKind.FRAMES: row}.get(kind)
     data = () if entry is None else tuple(draw(entry) for _ in run)
-    return m.DraftTokens(draw(counts), draw(counts), draw(positions), run, draw(seconds), m.Rows(kind, data))
+    return m.DraftTokens(
+        draw(counts), draw(counts), draw(positions), run, draw(seconds), draw(seconds), m.Rows(kind, data)
+    )
 
 
 BUILDERS: dict[type, st.SearchStrategy] = {
@@ -112,6 +115,7 @@ BUILDERS: dict[type, st.SearchStrategy] = {
     m.Heartbeat: st.builds(m.Heartbeat, counts, names, counts, seconds),
     m.Ping: st.builds(m.Ping, counts),
     m.Pong: st.builds(m.Pong, counts, counts),
+    m.Trace: st.builds(m.Trace, counts, st.booleans()),
     m.Error: st.builds(m.Error, st.integers(-1, 2**63 - 1), st.sampled_from(["TargetLost", "RequestError"]), names),
 }
 any_message = st.one_of(*BUILDERS.values())

@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a package with all that is in it
     {"pearl", "pearl.cli", "pearl.__main__"},
-    {"pearl.engine", "pearl.processes", "pearl.torchrun", "pearl.simulate"},
+    {"pearl.attach", "pearl.torchrun", "pearl.conversation"},
+    {"pearl.engine", "pearl.processes", "pearl.simulate"},
+    {"pearl.stream"},
     {"pearl.worker"},
     {"pearl.trace", "pearl.metrics"},
     {"pearl.transport"},

@@ -11,8 +11,8 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pearl.attach import AttachedEngine
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.errors import ConfigError, TargetLost, TraceError
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import DraftJoined, Forwarded, Judged
-from pearl.protocol.messages import Decoding, DraftTokens, Sampling, Submit
+from pearl.protocol.messages import Begin, Decoding, DraftTokens, Sampling, Submit
+from pearl.protocol.sequence import extend_digest
 from pearl.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
 from pearl.trace.gantt import chart, terminal
@@ -616,17 +619,88 @@ def test_a_run_of_before_that_was_cut_off_is_left_alone(tmp_path: Path) -> None:
     assert part_paths(path) == [part_path(path, "draft", 2), part_path(path, "target", 1)]
 
 
-def test_off_means_that_nothing_is_wrapped(toy: Engine, tmp_path: Path) -> None:
+# ---- recordings begun and ended while an engine runs ----
+
+WARM = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+
+
+def test_off_means_that_nothing_is_recorded(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even taken down and thrown away: that would cost a worker as much as recording."""
     assert toy.config.trace is None
-    from pearl.protocol.drafter import Drafter
-    from pearl.worker.draft import DraftWorker
+    monkeypatch.setattr(Tracer, "record", lambda *_: pytest.fail("recorded"))
+    drafter = Drafter(100)
+    begin = Begin(1, 0, (1, 2), 5, Sampling(), "ratio", extend_digest(0, (1, 2)))
+    assert Tracer().deciding(drafter)(begin) == Drafter(100).handle(begin)
+    assert Tracer().computing(lambda command: command)(5) == 5
+    toy.generate([[1, 2, 3]], WARM)
+    assert not list(toy.directory.glob("*.part"))
 
-    worker = DraftWorker.__new__(DraftWorker)
-    hello = partial(DraftWorker.__init__, worker, None)  # type: ignore[arg-type]
-    from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role
 
-    hello(Hello(PROTOCOL_VERSION, Role.DRAFT, 5, 5), None, None, None, 1.0)  # type: ignore[arg-type]
-    assert worker._decide.__func__ is Drafter.handle  # type: ignore[attr-defined]
+def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_path: Path) -> None:
+    """Each can be replayed, though the engine had a history before it: caches, an epoch, a draft that has joined."""
+    for name, methods in {"a.json": ["pearl"], "b.json": ["sd", "ar"]}.items():
+        toy.generate([[1, 2, 3]], WARM)
+        toy.start_trace(tmp_path / name)
+        texts = [toy.generate([[1, 2, 3]], WARM, method=method)[0] for method in methods]
+        assert toy.stop_trace() == tmp_path / name
+        trace = read(tmp_path / name)
+        found = report(trace)
+        assert problems(json.loads(trace.path.read_text())) == []
+        assert found.requests == len(methods)
+        assert found.tokens == sum(len(text.tokens) for text in texts)
+        assert found.method == ", ".join(methods)
+        assert replay(trace).difference is None
+    assert not list(toy.directory.glob("*.part"))
+
+
+def test_a_recording_waits_for_a_text_that_is_being_ended(toy: Engine, tmp_path: Path) -> None:
+    with toy.stream([1, 2, 3], SamplingParams(temperature=1.0, ignore_eos=True)) as stream:
+        next(stream)
+    toy.start_trace(tmp_path / "t.json")
+    toy.generate([[1, 2, 3]], WARM)
+    toy.stop_trace()
+    assert report(read(tmp_path / "t.json")).requests == 1
+
+
+def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no trace is being recorded"):
+        toy.stop_trace()
+    with pytest.raises(TraceError, match="directory that exists"):
+        toy.start_trace(tmp_path / "nowhere" / "t.json")
+    toy.start_trace(tmp_path / "t.json")
+    with pytest.raises(TraceError, match="already"):
+        toy.start_trace(tmp_path / "u.json")
+    with AttachedEngine(toy.directory) as other, pytest.raises(TraceError, match="already"):
+        other.start_trace(tmp_path / "u.json")
+    toy.generate([[1, 2, 3]], WARM)
+    toy.stop_trace()
+    assert replay(read(tmp_path / "t.json")).difference is None
+
+
+def test_a_draft_that_joins_is_recorded_too(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with Engine(TOY, TOY) as engine:
+        assert engine._draft is not None
+        first = engine._draft.worker.pid
+        engine.start_trace(path)
+        engine.generate([[1, 2, 3]], WARM.model_copy(update={"max_tokens": 100}))  # more than a part keeps in memory
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while len(list(engine.directory.glob("*draft*.part"))) < 2:
+            engine.generate([[1, 2, 3]], WARM)
+            assert time.monotonic() < deadline
+        engine.generate([[1, 2, 3]], WARM)
+        engine.stop_trace()
+    trace = read(path)
+    assert len(trace.drafts) == 2
+    assert replay(trace).difference is None
+
+
+def test_closing_the_engine_ends_the_recording(tmp_path: Path) -> None:
+    with Engine(TOY, TOY) as engine:
+        engine.start_trace(tmp_path / "t.json")
+        engine.generate([[1, 2, 3]], WARM)
+    assert report(read(tmp_path / "t.json")).requests == 1
 
 
 # ---- the command line and the pictures ----

@@ -44,6 +44,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.simulate import Timing, paired_executors, simulate
+from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, TensorChannel
 from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
@@ -163,6 +164,7 @@ class Loops:
                 settings,
                 self._ready.set,
                 self._stop.is_set,
+                Tracer(),
                 (lambda: channel(0)) if channel else None,
             ).run()
         )
@@ -194,7 +196,7 @@ class Loops:
             return DraftExecutor(model, welcome.vocab_size, lambda probs: self._noted(packer.pack(probs))), packer
 
         hello = Hello(PROTOCOL_VERSION, Role.DRAFT, self.vocab, CONTEXT, digest)
-        self._start(DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2).run)
+        self._start(DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2, Tracer()).run)
         return model
 
     def _noted(self, rows: Rows) -> Rows:
@@ -599,6 +601,7 @@ def test_unfit_draft_is_refused_and_a_fit_one_then_admitted(
         lambda: None,
         lambda: False,
         1.0,
+        Tracer(),
     )
     worker._hello = replace(worker._hello, version=version)
     with pytest.raises(ModelError, match=r"does not fit|version"):

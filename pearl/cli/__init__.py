@@ -6,7 +6,9 @@ import sys
 
 import click
 
+from pearl.cli.chat import chat
 from pearl.cli.generate import generate
+from pearl.cli.serve import serve
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
 from pearl.version import __version__
@@ -18,7 +20,9 @@ def cli() -> None:
     """PEARL: parallel speculative decoding. Two processes, one text."""
 
 
+cli.add_command(chat)
 cli.add_command(generate)
+cli.add_command(serve)
 cli.add_command(trace)
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import click
@@ -14,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl import __version__, torchrun
+from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
+from pearl.cli.terminal import printable
 from pearl.config import Settings
-from pearl.engine import Engine, Progress, Result, Stream
+from pearl.engine import Result, Stream
 from pearl.errors import ConfigError
 
 
@@ -24,29 +23,22 @@ from pearl.errors import ConfigError
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text and summary.")
+@connect_option
 @settings_options
-def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool) -> None:
+def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, connect: str | None) -> None:
     """Generates text from PROMPT, or from standard input where it is left out (or is -).
 
     The text goes to standard output, all else to standard error.  Where the model has a chat template it is applied;
     see --raw.
     """
-    logging.basicConfig(level=settings.engine.log_level.upper(), format="[front] %(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, highlight=False)
-    rank = torchrun.rank()
-    if rank is not None:
-        torchrun.check_world(settings.engine)
-        torchrun.die_with_torchrun()
-    if rank:
-        torchrun.serve_draft(settings.engine, progress=lambda _: None)
-        return
-    text = _prompt(prompt)
-    with _loading(console) as progress:
-        make = Engine if rank is None else torchrun.TorchrunEngine
-        engine = make(config=settings.engine, progress=progress)
-    with engine, engine.stream(text, settings.sampling, decoding=settings.decoding, raw=raw) as stream:
-        _follow(stream, quiet=as_json)
-        result = stream.result
+    text = "" if torchrun.rank() else _prompt(prompt)  # before any work; torchrun's other rank needs none
+    with running(settings.engine, console, connect) as engine:
+        if engine is None:
+            return
+        with engine.stream(text, settings.sampling, decoding=settings.decoding, raw=raw) as stream:
+            _follow(stream, quiet=as_json)
+            result = stream.result
     if as_json:
         click.echo(json.dumps(_document(settings, result), ensure_ascii=False))
     else:
@@ -64,16 +56,6 @@ def _prompt(prompt: str | None) -> str:
     return text
 
 
-@contextmanager
-def _loading(console: Console) -> Iterator[Progress]:
-    """Shows what is being loaded: a spinner on a terminal, lines elsewhere."""
-    if not console.is_terminal:
-        yield lambda message: console.print(message, style="dim")
-        return
-    with console.status("starting two workers ...") as status:
-        yield status.update
-
-
 def _follow(stream: Stream, quiet: bool) -> None:
     for piece in stream:
         if not quiet:
@@ -81,11 +63,6 @@ def _follow(stream: Stream, quiet: bool) -> None:
             sys.stdout.flush()
     if not quiet:
         click.echo()
-
-
-def printable(text: str) -> str:
-    """`text` without control characters but newline and tab: a model must not steer the user's terminal."""
-    return "".join(c for c in text if c in "\n\t" or (c.isprintable() or ord(c) > 0x9F))
 
 
 def _document(settings: Settings, result: Result) -> dict[str, object]:

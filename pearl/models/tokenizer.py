@@ -88,8 +88,8 @@ class HFTokenizer:
         """The tokenizer's own end token."""
         return self._tokenizer.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
@@ -97,20 +97,22 @@ class HFTokenizer:
         return str(text)
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+        text = self.chat_text(messages)
+        return None if text is None else self.encode(text, special=False)  # the template writes its own
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
         from jinja2.exceptions import TemplateError
 
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise RequestError(
                 f"The model's chat template does not take these messages: {error}. "
                 "Change their roles or order, or send a raw prompt."
             ) from error
-        return list(ids)
+        return str(text)
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
@@ -132,13 +134,16 @@ class ToyTokenizer:
         self._characters = "".join(itertools.islice(alphabet, vocab_size))
         self._ids = {character: id for id, character in enumerate(self._characters)}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return [self._ids.get(character, ord(character) % self.vocab_size) for character in text]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.token(id) or "" for id in ids)
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+        return None
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
         return None
 
     def token(self, id: int) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Role(Enum):
@@ -162,13 +162,18 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """Drafted tokens from absolute position `start` on. `seconds`: how long the forward of the last one took."""
+    """Drafted tokens from absolute position `start` on.
+
+    `seconds`: how long the forward of the last one took. `waited`: how long, in all of this request so far, the draft
+    has waited for verdicts.
+    """
 
     request: int
     epoch: int
     start: int
     tokens: tuple[int, ...]
     seconds: float = 0.0
+    waited: float = 0.0
     rows: Rows = NO_ROWS
 
 
@@ -236,6 +241,14 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """Record what you do from now on, as recording `number`; not `on`: end it. Echoed by the receiver once done."""
+
+    number: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Error:
     """Something went wrong at the sender. `request` -1: about none. `kind`: a class name of pearl.errors."""
 
@@ -246,5 +259,5 @@ class Error:
 
 Message = (
     Hello | Welcome | Submit | Committed | Preview | Finished | Begin | DraftTokens | Verdict | Resync | Finish
-    | Cancel | Heartbeat | Ping | Pong | Error
+    | Cancel | Heartbeat | Ping | Pong | Trace | Error
 )  # fmt: skip

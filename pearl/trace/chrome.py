@@ -28,15 +28,16 @@ Event = dict[str, Any]
 Token = tuple[int, int, int]  # request, epoch, position
 
 
-def merge(trace: Path) -> None:
+def merge(trace: Path, recorded: Path | None = None) -> None:
     """Makes the file `trace` of the parts that lie beside it, and removes them.
 
-    Of several runs' parts the latest run's are taken; those of others, which were cut off, and what is no part at all
-    are left alone. Raises `TraceError` where there are none, or the file cannot be written.
+    `recorded`: what the parts are named after where that is not `trace`. Of several runs' parts the latest run's are
+    taken; those of others, which were cut off, and what is no part at all are left alone. Raises `TraceError` where
+    there are none, or the file cannot be written.
     """
     parts: list[Part] = []
     why = f"no target has left a part {trace.name}.target-*.part"
-    for path in part_paths(trace):
+    for path in part_paths(recorded or trace):
         try:
             parts.append(Part(path))
         except TraceError as error:

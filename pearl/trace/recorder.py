@@ -119,6 +119,11 @@ def part_path(trace: Path, role: str, pid: int) -> Path:
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
 
 
+def asked_for(directory: Path, number: int) -> Path:
+    """What recording `number`, begun while an engine runs, is called among the sockets in its directory."""
+    return directory / f"trace-{number}"
+
+
 def part_paths(trace: Path) -> list[Path]:
     return sorted(trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part"))
 

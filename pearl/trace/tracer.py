@@ -1,18 +1,19 @@
 """Wrappers around what a worker's loop calls: its state machine, executor, mailbox, channel and model.
 
-A worker that is traced calls through them; one that is not never meets them.  Times are taken around each call;
+A worker always calls through them; while nothing is recorded that costs it an `if`.  Times are taken around each call;
 waiting is recorded as such, with the cause that the state machine named, so nothing is inferred from gaps.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from pearl.errors import ProtocolError
+from pearl.errors import ProtocolError, TraceError
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -49,23 +50,56 @@ def identity(message: object) -> list[Any]:
 
 
 class Tracer:
-    """For one worker. Make it on the thread that runs the loop."""
+    """For one worker. Make it on the thread that runs the loop.
 
-    def __init__(self, recorder: Recorder) -> None:
+    Args:
+        recorder: None: nothing is recorded until `start`.
+        open_part: makes the recorder of a recording by its number.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, open_part: Callable[[int], Recorder] | None = None) -> None:
         self.recorder = recorder
-        self.clock = recorder.clock
+        self.clock = recorder.clock if recorder else time.monotonic_ns
+        self.number = 0  # of the recording that `start` has begun
         self.cause = START_UP
+        self._open_part = open_part
         self._loop = threading.get_ident()
+        self._since = 0  # when the recording began
         self._opened: tuple[int, dict[str, Any]] | None = None  # the request being worked on
         self._first = True
 
+    def start(self, number: int) -> None:
+        """Begins recording number `number`, between two requests and with a state machine that is new.
+
+        Raises `TraceError` where something is being recorded already, or the file cannot be made.
+        """
+        if self.recorder is not None or self._open_part is None:
+            raise TraceError("this engine is recording a trace already")
+        recorder = self._open_part(number)
+        self.cause, self._opened, self._first, self._since = CONSUMER, None, True, recorder.clock()
+        self.recorder, self.number = recorder, number
+
+    def stop(self, number: int | None = None) -> None:
+        """Ends the recording, if there is one (and it is `number`); its part is whole then."""
+        if self.recorder is not None and number in (None, self.number):
+            recorder, self.recorder, self.number = self.recorder, None, 0
+            recorder.close()
+
     def note(self, kind: str, name: str, start: int, **args: Any) -> None:
         """Records what began at `start` and ends now, on the track of this thread."""
-        end = self.clock()
-        self.recorder.record(self.track, kind, name, start, end, args)
-        self._spent_since(end)
+        self.record(self.track, kind, name, start, self.clock(), args)
+
+    def record(
+        self, track: int, kind: str, name: str, start: int, end: int, args: dict[str, Any] | None = None
+    ) -> None:
+        """Records what lasted from `start` to `end`, and the time that this takes. Any thread may, at any time."""
+        recorder = self.recorder
+        if recorder is not None and end >= self._since:
+            recorder.record(track, kind, name, max(start, self._since), end, args)
+            recorder.spent += max(0, self.clock() - end)
 
     def _spent_since(self, end: int) -> None:
+        assert self.recorder is not None
         self.recorder.spent += max(0, self.clock() - end)  # in virtual time an end may be still to come
 
     @property
@@ -78,6 +112,8 @@ class Tracer:
         """`machine.handle`, recorded with its event and its commands: enough to run the machine again."""
 
         def handle(event: object) -> list[object]:
+            if self.recorder is None:
+                return machine.handle(event)
             start = self.clock()
             before = plain(machine.speeds) if self._first and isinstance(machine, Coordinator) else None
             try:
@@ -117,6 +153,7 @@ class Tracer:
         if speeds is not None:
             args["speeds"] = speeds
         self._first = False
+        assert self.recorder is not None
         self.recorder.record(LOOP, "busy", "decide", start, end, args)
         self._follow_request(machine, start, end)
         if cause is not None:
@@ -128,6 +165,7 @@ class Tracer:
         number = request.request if request else None
         if self._opened is not None and self._opened[1]["request"] != number:
             began, args = self._opened
+            assert self.recorder is not None
             self.recorder.record(LOOP, "whole", f"request {args['request']}", began, end, args)
             self._opened, start = None, end  # one that was queued begins where it ends
         if request is not None and self._opened is None:
@@ -141,6 +179,8 @@ class Tracer:
 
     def computing(self, execute: Callable[[object], _Event]) -> Callable[[object], _Event]:
         def traced(command: object) -> _Event:
+            if self.recorder is None:
+                return execute(command)
             start = self.clock()
             event = execute(command)
             self.computed(command, event, start, self.clock())
@@ -150,6 +190,7 @@ class Tracer:
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Records one command carried out between `start` and `end`."""
+        assert self.recorder is not None
         record = self.recorder.record
         match command:
             case Forward(phase, at, tokens, _):
@@ -188,8 +229,7 @@ class Tracer:
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Records a wait of the loop, for the cause last named, that a message may have ended."""
-        self.recorder.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
-        self._spent_since(end)
+        self.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
 
     def pong(self, pong: Pong) -> None:
         """A clock answer: where workers are on two hosts, the offset between their clocks is told from these."""
@@ -202,16 +242,24 @@ class _TracedMailbox(Mailbox):
         super().__init__(_TracedEndpoint(endpoint, tracer), **hooks)
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
+        if self._tracer.recorder is None:
+            return super().send(message, peer)
         start = self._tracer.clock()
         super().send(message, peer)
         self._tracer.note("communication", "send", start, message=identity(message))
+        return None
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
+        if self._tracer.recorder is None:
+            return super().post(message, peer)
         start = self._tracer.clock()
         super().post(message, peer)
         self._tracer.note("communication", "post", start, message=identity(message))
+        return None
 
     def receive(self, timeout: float) -> list[Received]:
+        if self._tracer.recorder is None:
+            return super().receive(timeout)
         start = self._tracer.clock()
         got = super().receive(timeout)
         if timeout > 0:
@@ -235,7 +283,7 @@ class _TracedEndpoint:
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
         got = self._endpoint.receive(timeout)
-        if got:
+        if got and self._tracer.recorder is not None:
             messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
             self._tracer.note("communication", "read", start, messages=messages)
         return got
@@ -272,6 +320,8 @@ class _TimedOnGpu:
         return self._runner.length
 
     def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        if self._tracer.recorder is None:
+            return self._runner.forward(tokens, rows)
         began, ended = self._event(), self._event()
         began.record()
         logits = self._runner.forward(tokens, rows)
@@ -288,5 +338,4 @@ class _TimedOnGpu:
             (began, ended), self._running = self._running, None
             now = self._tracer.clock()
             start = now - round(began.elapsed_time(ended) * 1e6)  # milliseconds
-            self._tracer.recorder.record(GPU, "busy", "forward", start, now)
-            self._tracer.recorder.spent += self._tracer.clock() - now
+            self._tracer.record(GPU, "busy", "forward", start, now)

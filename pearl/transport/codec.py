@@ -44,6 +44,7 @@ from pearl.protocol.messages import (
     Rows,
     Sampling,
     Submit,
+    Trace,
     Verdict,
     Welcome,
 )
@@ -356,6 +357,7 @@ _SHAPES: dict[int, _Shape] = {
         start=_POSITION,
         tokens=_RUN,
         seconds=_SECONDS,
+        waited=_SECONDS,
         rows=_Kind(_rows, _pack_rows),
     ),
     9: _Shape(
@@ -374,6 +376,7 @@ _SHAPES: dict[int, _Shape] = {
     14: _Shape(Ping, sent=_COUNT),
     15: _Shape(Pong, sent=_COUNT, received=_COUNT),
     16: _Shape(Error, request=_integer(-1, 2**63), kind=_named(_ERRORS), message=_CUT_TEXT),
+    17: _Shape(Trace, number=_COUNT, on=_Kind(_flag)),
 }
 TYPE_CODES: dict[type, int] = {shape.cls: code for code, shape in _SHAPES.items()}
 

@@ -51,6 +51,12 @@ def bind_address(control: str, directory: Path) -> str:
     raise ConfigError(f"control channel {control!r} is unknown: choose ipc or tcp")
 
 
+def private_directories() -> list[Path]:
+    """Those of this user that `private_directory` has made, newest first."""
+    found = [path for path in _runtime_directory().glob("pearl-*") if _is_private(path)]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
 def check_bind(address: str) -> None:
     """Raises `ConfigError` where more than this machine could reach `address`, or it cannot be bound."""
     if address.startswith("ipc://"):
@@ -244,17 +250,19 @@ class ZmqConnection(_Socket):
             raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        with self._lock:
-            self._watch()
+        if not self.connected:
+            raise TransportError(f"the peer at {self.address} is gone")
         self._send(encode(message))
 
     def receive(self, timeout: float) -> list[Received]:
         return [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
 
-    def _watch(self) -> None:
-        self._lost = self._lost or (not self._closed and _readable(self._monitor))
-        if self._lost:
-            raise TransportError(f"the peer at {self.address} is gone")
+    @property
+    def connected(self) -> bool:
+        """False once it has been cut off; an address where nobody listens yet may still become a connection."""
+        with self._lock:
+            self._lost = self._lost or (not self._closed and _readable(self._monitor))
+        return not self._lost
 
     def close(self, flush: float = 0.0) -> None:
         if not self._closed:

@@ -20,7 +20,7 @@ from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabu
 from pearl.models.toy import load_toy
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.text import TextStream, Tokenizer
-from pearl.trace.recorder import Recorder, part_path, where_and_what
+from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import TensorChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
@@ -52,15 +52,14 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
             TargetSettings(runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft),
             ready=partial(lifeline.tell, "ready"),
             stopping=lifeline.closed.is_set,
-            channel=partial(make_channel, runner.vocab_size) if make_channel else None,
             tracer=tracer,
+            channel=partial(make_channel, runner.vocab_size) if make_channel else None,
         )
         with torch.inference_mode():
             worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
-        if tracer:
-            tracer.recorder.close()
+        tracer.stop()
 
 
 def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
@@ -93,24 +92,27 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
             worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
-        if tracer:
-            tracer.recorder.close()
+        tracer.stop()
 
 
-def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer | None:
-    """This worker's, where there is to be a trace; its part stands beside the file that it will become."""
-    if config.trace is None:
-        return None
-    header = {"role": settings["role"], "run": settings["directory"], "config": config.model_dump(mode="json")}
-    path = part_path(Path(config.trace), settings["role"], os.getpid())
-    return Tracer(Recorder(path, header | where_and_what()))
+def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer:
+    """This worker's. A part stands beside the file that it will become, or with the sockets where a front asked for it:
+    no front can name a file for us to write.
+    """
+
+    def recorder(trace: Path) -> Recorder:
+        header = {"role": settings["role"], "run": settings["directory"], "config": config.model_dump(mode="json")}
+        return Recorder(part_path(trace, settings["role"], os.getpid()), header | where_and_what())
+
+    def open_part(number: int) -> Recorder:
+        return recorder(asked_for(Path(settings["directory"]), number))
+
+    return Tracer(recorder(Path(config.trace)) if config.trace else None, open_part)
 
 
 def _loaded(
-    tracer: Tracer | None, config: EngineConfig, role: str, device: torch.device, progress: Callable[[str], None]
+    tracer: Tracer, config: EngineConfig, role: str, device: torch.device, progress: Callable[[str], None]
 ) -> ModelRunner:
-    if tracer is None:
-        return _runner(config, role, device, progress)
     start = tracer.clock()
     runner = _runner(config, role, device, progress)
     tracer.note("busy", "load", start)
@@ -200,7 +202,7 @@ def _pin(config: EngineConfig, role: str) -> None:
 
 
 def _channel(
-    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device, tracer: Tracer | None
+    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device, tracer: Tracer
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     kind = settings.get("tensors") or config.tensors
@@ -212,7 +214,6 @@ def _channel(
 
     def make(vocab_size: int) -> TensorChannel:
         store = Path(settings["directory"]) / "group"
-        channel = ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, config.draft_timeout)
-        return tracer.channel(channel) if tracer else channel
+        return tracer.channel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, config.draft_timeout))
 
     return make

@@ -6,9 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
-from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TransportError
-from pearl.protocol.drafter import Drafter
+from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
+from pearl.protocol.drafter import Drafter, State
 from pearl.protocol.events import Draft, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -22,12 +23,12 @@ from pearl.protocol.messages import (
     Ping,
     Pong,
     Role,
+    Trace,
     Verdict,
     Welcome,
 )
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
-from pearl.transport.mailbox import Mailbox
 from pearl.worker.calibrate import calibrate_draft
 from pearl.worker.execute import DraftExecutor
 from pearl.worker.rows import RowPacker, inline
@@ -53,7 +54,7 @@ class DraftWorker:
         ready: Callable[[], None],
         stopping: Callable[[], bool],
         heartbeat_seconds: float,
-        tracer: Tracer | None = None,
+        tracer: Tracer,
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
@@ -64,24 +65,30 @@ class DraftWorker:
         self._heartbeat_seconds = heartbeat_seconds
         self._drafter = Drafter(hello.context)
         self._tracer = tracer
-        self._decide = tracer.deciding(self._drafter) if tracer else self._drafter.handle
+        self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._todo: deque[object] = deque()
         self._steps = 0
         self._beat = 0.0
+        self._waited = 0.0  # seconds, in the request begun
 
     def run(self) -> None:
         """The loop. Raises `ModelError` where the target refuses this draft."""
-        mailbox = self._tracer.mailbox if self._tracer else Mailbox
-        with mailbox(self._endpoint, outgoing=inline) as self._mail:
+        with self._tracer.mailbox(self._endpoint, outgoing=inline) as self._mail:
             self._mail.send(self._hello)
             while not self._stopping():
                 if self._todo:
                     self._carry_out(self._todo.popleft())
                 else:
-                    self._receive(_IDLE_SECONDS)
+                    self._wait()
                 self._heartbeat()
+
+    def _wait(self) -> None:
+        began, waits = time.monotonic(), self._drafter.state is not State.IDLE
+        self._receive(_IDLE_SECONDS)
+        if waits:
+            self._waited += time.monotonic() - began
 
     def _receive(self, timeout: float) -> None:
         for _, message in self._mail.receive(timeout):
@@ -90,7 +97,11 @@ class DraftWorker:
     def _on_message(self, message: Message | Fault) -> None:
         match message:
             case Begin() | Verdict() | Finish():
+                if isinstance(message, Begin) and self._drafter.state is State.IDLE:
+                    self._waited = 0.0
                 self._todo.extend(self._decide(message))
+            case Trace():
+                self._todo.append(message)  # after what the message before it has led to
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()))
             case Welcome():
@@ -106,11 +117,26 @@ class DraftWorker:
         if welcome.version != PROTOCOL_VERSION:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
-        self._execute = self._tracer.computing(self._executor.execute) if self._tracer else self._executor.execute
+        self._execute = self._tracer.computing(self._executor.execute)
         # a target that knows our speed has met a draft before, and may be waiting for us
         seconds = welcome.t_draft or calibrate_draft(self._executor.runner)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
+
+    def _record(self, trace: Trace) -> None:
+        """Begins or ends a recording, between two requests; with a new state machine, so that it can be replayed."""
+        assert self._executor is not None
+        try:
+            if trace.on:
+                self._tracer.start(trace.number)
+                self._executor.runner.rollback(0)
+                self._drafter = Drafter(self._hello.context)
+                self._decide = self._tracer.deciding(self._drafter)
+            else:
+                self._tracer.stop(trace.number)
+        except TraceError as error:
+            log.error("no trace: %s", error)
+        self._mail.send(trace)
 
     def _heartbeat(self) -> None:
         """From the work loop, so that a hung loop falls silent."""
@@ -125,12 +151,16 @@ class DraftWorker:
         match command:
             case Send(message):
                 if isinstance(message, DraftTokens):
-                    self._mail.post(message)  # most of it is done while the next forward runs
+                    self._mail.post(
+                        replace(message, waited=self._waited)
+                    )  # most of it is done while the next forward runs
                     self._packer.flush(announced=True)
                 else:
                     self._mail.send(message)
             case Wait():
                 pass
+            case Trace():
+                self._record(command)
             case _:
                 if isinstance(command, Draft) and len(command.tokens) > _LONG:
                     self._mail.send(Heartbeat(self._steps, "prefill", len(command.tokens)))

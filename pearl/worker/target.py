@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from pearl.config import LEAST_TEMPERATURE
-from pearl.errors import DraftLost, ProtocolError, RemoteProtocolError, RequestError, TransportError
+from pearl.errors import DraftLost, ProtocolError, RemoteProtocolError, RequestError, TraceError, TransportError
 from pearl.metrics import Stopwatch, fold
 from pearl.protocol.coordinator import Coordinator, State
 from pearl.protocol.events import Deliver, DraftGone, DraftJoined, End, Forward, Open, Send, Wait
@@ -36,12 +36,12 @@ from pearl.protocol.messages import (
     RowKind,
     Rows,
     Submit,
+    Trace,
     Welcome,
 )
 from pearl.protocol.window import METHODS
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault, Peer, TensorChannel
-from pearl.transport.mailbox import Mailbox
 from pearl.worker.calibrate import calibrate_target
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.rows import are_probabilities, unpack
@@ -77,8 +77,8 @@ class TargetWorker:
         settings: TargetSettings,
         ready: Callable[[], None],
         stopping: Callable[[], bool],
+        tracer: Tracer,
         channel: Callable[[], TensorChannel] | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._executor = executor
@@ -89,8 +89,10 @@ class TargetWorker:
         self._channel: TensorChannel | None = None
         self._coordinator = Coordinator()
         self._tracer = tracer
-        self._decide = tracer.deciding(self._coordinator) if tracer else self._coordinator.handle
-        self._execute = tracer.computing(executor.execute) if tracer else executor.execute
+        self._decide = tracer.deciding(self._coordinator)
+        self._execute = tracer.computing(executor.execute)
+        self._to_record: tuple[Peer, Trace] | None = None  # a front's wish, until there is no request
+        self._recording: tuple[Peer, Trace] | None = None  # the front that waits for our echo, and for which
         self._todo: deque[object] = deque()
         self._fronts: set[Peer] = set()
         self._waiting_fronts: list[Peer] = []  # said hello before we were ready
@@ -109,14 +111,14 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        mailbox = self._tracer.mailbox if self._tracer else Mailbox
-        with mailbox(self._endpoint, incoming=self._examined) as self._mail:
+        with self._tracer.mailbox(self._endpoint, incoming=self._examined) as self._mail:
             if not self._settings.expects_draft:
                 self._become_ready()
             while not self._stopping():
                 if self._todo:
                     self._carry_out(self._todo.popleft())
                 else:
+                    self._record_between_requests()
                     self._receive(self._patience())
                     self._look_after_peers()
 
@@ -160,12 +162,15 @@ class TargetWorker:
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
             case Pong():
-                if self._tracer:
-                    self._tracer.pong(message)
+                self._tracer.pong(message)
             case Submit() if peer in self._fronts:
                 self._submit(peer, message)
             case Cancel(request) if peer in self._fronts:
                 self._cancel(peer, request)
+            case Trace() if peer in self._fronts:
+                self._to_record = (peer, message)
+            case Trace() if peer == self._draft:
+                self._recorded()
             case DraftTokens() if peer == self._draft:
                 self._handle(self._with_rows(message))
             case Resync() if peer == self._draft:
@@ -176,7 +181,7 @@ class TargetWorker:
                 self._readmit_draft(peer)
             case Error(_, kind, text) if peer == self._draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
-            case DraftTokens() | Resync() | Heartbeat():
+            case DraftTokens() | Resync() | Heartbeat() | Trace():
                 pass  # from a draft that has been replaced
             case _:
                 raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
@@ -267,6 +272,8 @@ class TargetWorker:
         if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
             log.warning("a draft has joined")
             self._handle(DraftJoined(hello.context))
+            if self._tracer.number:
+                self._mail.post(Trace(self._tracer.number, True), peer)
         else:
             if self._open_channel:
                 self._channel = self._open_channel()
@@ -294,9 +301,7 @@ class TargetWorker:
             self._coordinator.speeds.observe_draft(heartbeat.seconds)
             self._handle(DraftJoined(self._draft_context))
             self._become_ready()
-            if self._tracer and self._draft is not None:
-                for _ in range(_CLOCK_PINGS):
-                    self._mail.post(Ping(time.monotonic_ns()), self._draft)
+            self._compare_clocks()
 
     def _become_ready(self) -> None:
         self._is_ready = True
@@ -309,6 +314,8 @@ class TargetWorker:
         """Announced rows are received at once, stale ones included, so that the channel stays in step."""
         request = self._coordinator.request
         current = request is not None and request.request == message.request
+        if current:
+            self._watch.draft_waited = max(self._watch.draft_waited, message.waited)
         if current and self._executor.needs_rows and message.rows.kind is RowKind.NONE:
             raise RemoteProtocolError("draft sent no distributions, and the ratio rule takes them")
         if message.rows.kind is not RowKind.CHANNEL:
@@ -328,6 +335,47 @@ class TargetWorker:
             self._channel.close()
             self._channel = None
         self._handle(DraftGone(why))
+        self._recorded()
+
+    # ---- recording ----
+
+    def _record_between_requests(self) -> None:
+        """Does what a front has asked for: a recording holds whole requests."""
+        if self._to_record is not None and not self._requests:
+            (front, trace), self._to_record = self._to_record, None
+            try:
+                self._record(front, trace)
+            except TraceError as error:
+                self._mail.post(Error(-1, type(error).__name__, str(error)), front)
+
+    def _record(self, front: Peer, trace: Trace) -> None:
+        """Begins or ends a recording; with a new state machine, so that it can be replayed. Raises `TraceError`."""
+        if trace.on:
+            self._tracer.start(trace.number)
+            self._executor.runner.rollback(0)
+            self._coordinator = Coordinator(self._coordinator.speeds)
+            self._decide = self._tracer.deciding(self._coordinator)
+            if self._draft is not None:
+                self._handle(DraftJoined(self._draft_context))
+        else:
+            self._tracer.stop(trace.number)
+        self._recording = (front, trace)
+        if self._draft is not None:
+            self._mail.post(trace, self._draft)
+            self._compare_clocks()
+        else:
+            self._recorded()
+
+    def _recorded(self) -> None:
+        """Tells the front that asked, now that the draft has done it too, or is no more."""
+        if self._recording is not None:
+            (front, trace), self._recording = self._recording, None
+            self._mail.post(trace, front)
+
+    def _compare_clocks(self) -> None:
+        if self._tracer.recorder is not None and self._draft is not None:
+            for _ in range(_CLOCK_PINGS):
+                self._mail.post(Ping(time.monotonic_ns()), self._draft)
 
     def _look_after_peers(self) -> None:
         now = time.monotonic()

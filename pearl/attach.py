@@ -1,0 +1,76 @@
+"""A second front on an engine that is already running, in another process of the same user.
+
+Each engine leaves a card in its private directory: where it listens and how it is configured.  Who can read that
+directory may use the engine; nobody else can reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pearl.config import EngineConfig
+from pearl.engine import CARD, Engine, Progress
+from pearl.errors import ConfigError
+from pearl.transport.zeromq import private_directories
+
+
+def running_engines() -> list[Path]:
+    """The directories of this user's engines whose processes live, newest first."""
+    return [directory for directory in private_directories() if _process(directory) is not None]
+
+
+def find_engine(name: str) -> Path:
+    """The directory of a running engine. `name`: its directory, or empty where there is only one.
+
+    Raises `ConfigError` where there is none, or several to choose from.
+    """
+    if name:
+        directory = Path(name)
+        if _process(directory) is None:
+            raise ConfigError(f"no engine runs in {name}: give the directory that `pearl serve` or /show prints")
+        return directory
+    running = running_engines()
+    if len(running) == 1:
+        return running[0]
+    if not running:
+        raise ConfigError("no engine is running: start one with `pearl serve`")
+    raise ConfigError(f"several engines are running, name one: {', '.join(map(str, running))}")
+
+
+def _card(directory: Path) -> dict[str, Any]:
+    try:
+        card = json.loads((directory / CARD).read_text())
+        return {"pid": int(card["pid"]), "address": str(card["address"]), "config": dict(card["config"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _process(directory: Path) -> int | None:
+    """The id of the process that holds the engine; None where it is gone, or there was none."""
+    pid = _card(directory).get("pid")
+    return pid if pid and Path("/proc", str(pid)).exists() else None
+
+
+class AttachedEngine(Engine):
+    """Sends requests to an engine that another process has started; closing it leaves that engine as it is."""
+
+    def __init__(self, directory: Path, progress: Progress = lambda _: None) -> None:
+        card = _card(directory)
+        if not card:
+            raise ConfigError(f"{directory} holds no running engine")
+        self._address: str = card["address"]
+        self._owner_directory = directory
+        super().__init__(config=EngineConfig(**card["config"] | {"trace": None}), progress=progress)
+
+    def _own_directory(self) -> Path:
+        return self._owner_directory
+
+    def _remove_directory(self) -> None:
+        """It is the owner's."""
+
+    def _start(self, progress: Progress) -> None:
+        self.tokenizer, self.defaults = self._load_tokenizer(progress)
+        self._meet_target(self._address, time.monotonic() + self.config.target_timeout)

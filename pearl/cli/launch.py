@@ -1,0 +1,65 @@
+"""An engine for a command: started here, under torchrun with the other rank, or one that is running already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from pearl import torchrun
+from pearl.attach import AttachedEngine, find_engine
+from pearl.config import EngineConfig
+from pearl.engine import Engine, Progress
+from pearl.errors import ConfigError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def connect_option(command: _Command) -> _Command:
+    return click.option(
+        "--connect",
+        is_flag=False,
+        flag_value="",
+        metavar="[DIRECTORY]",
+        help="Use an engine that is running; see pearl serve. The directory may be left out where there is only one.",
+    )(command)
+
+
+@contextmanager
+def running(config: EngineConfig, console: Console, connect: str | None = None) -> Iterator[Engine | None]:
+    """The engine that a command works with; None on the ranks of torchrun that have served it until its end."""
+    logging.basicConfig(level=config.log_level.upper(), format="[front] %(levelname)s %(name)s: %(message)s")
+    rank = torchrun.rank()
+    if connect is not None:
+        if rank is not None:
+            raise ConfigError("--connect takes no torchrun: the engine runs already")
+        directory = find_engine(connect)
+        with _loading(console, f"connecting to {directory}") as progress:
+            engine: Engine = AttachedEngine(directory, progress)
+    else:
+        if rank is not None:
+            torchrun.check_world(config)
+            torchrun.die_with_torchrun()
+        if rank:
+            torchrun.serve_draft(config, progress=lambda _: None)
+            yield None
+            return
+        make = Engine if rank is None else torchrun.TorchrunEngine
+        with _loading(console, "starting two workers") as progress:
+            engine = make(config=config, progress=progress)
+    with engine:
+        yield engine
+
+
+@contextmanager
+def _loading(console: Console, what: str) -> Iterator[Progress]:
+    """Shows what is being loaded: a spinner on a terminal, lines elsewhere."""
+    if not console.is_terminal:
+        yield lambda message: console.print(message, style="dim")
+        return
+    with console.status(f"{what} ...") as status:
+        yield status.update

@@ -1,0 +1,28 @@
+"""`pearl serve`: an engine that waits for fronts of the same user to attach."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import click
+from rich.console import Console
+
+from pearl.cli.launch import running
+from pearl.cli.options import settings_options
+from pearl.config import Settings
+
+
+@click.command()
+@settings_options
+def serve(settings: Settings) -> None:
+    """Keeps an engine running for pearl chat --connect and pearl generate --connect, until Ctrl-C.
+
+    Only this user's processes on this machine can reach it.  Sampling and decoding are for who asks to choose.
+    """
+    with running(settings.engine, Console(stderr=True, highlight=False)) as engine:
+        if engine is None:
+            return
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        click.echo(f"serving in {engine.directory}; talk to it with pearl chat --connect", err=True)
+        engine.wait_until_lost()

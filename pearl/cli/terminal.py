@@ -1,0 +1,207 @@
+"""The user's terminal: lines in, keys while a reply is made, and text that cannot steer it.
+
+Under torchrun this process has no controlling terminal: Ctrl-C would be a signal to torchrun's agent, and a change of
+size is told to nobody.  So Ctrl-C is read as the key that it is, here and without torchrun alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import HTML
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.styles import Style
+
+_INTERRUPT = b"\x03"
+_LONG_PASTE = 2000  # characters; more than that stands as a note in the line, for the screen holds no more
+_QUOTES = '"""'
+# What Unicode has to show a control character with. The two that a text is made of stay.
+_PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421}
+# Other controls, and what turns the direction of writing: it could make a line read as what it is not.
+_UNSEEN = re.compile("[\u0080-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters shown, not obeyed (but newline and tab): a model must not steer a terminal."""
+    return _UNSEEN.sub("\ufffd", text.replace("\r\n", "\n").translate(_PICTURES))
+
+
+def state_directory() -> Path:
+    """Where this user's programs keep what is theirs alone, such as a history."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pearl"
+
+
+class WatchKeys:
+    """While it is open a terminal's keys are read here: Ctrl-C calls `interrupt`, the rest is kept in `typed`.
+
+    A context manager; the terminal is as before when it is left. Where standard input is none it does nothing.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self.typed = ""
+        self._interrupt = interrupt
+        self._bytes = bytearray()
+
+    def __enter__(self) -> WatchKeys:
+        self._thread: threading.Thread | None = None
+        if not sys.stdin.isatty():
+            return self
+        self._file = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._file)
+        attributes = termios.tcgetattr(self._file)
+        attributes[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
+        attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 1, 0
+        termios.tcsetattr(self._file, termios.TCSADRAIN, attributes)
+        self._wakeup, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="keys")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is None:
+            return
+        os.write(self._waker, b"!")
+        self._thread.join()
+        os.close(self._wakeup)
+        os.close(self._waker)
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+        text = self._bytes.decode(errors="ignore")
+        self.typed = "" if "\x1b" in text else "".join(c for c in text if c.isprintable())
+
+    def _watch(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._file, self._wakeup], [], [])
+            if self._wakeup in ready:
+                return
+            try:
+                keys = os.read(self._file, 4096)
+            except OSError:
+                keys = b""
+            if not keys or _INTERRUPT in keys:
+                self._interrupt()
+            if not keys:
+                return  # the terminal is gone
+            self._bytes += keys.replace(_INTERRUPT, b"")
+
+
+class Commands(Completer):
+    """Completes the first word of a line that begins with a slash. `known`: command -> what it does."""
+
+    def __init__(self, known: dict[str, str]) -> None:
+        self._known = known
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        typed = document.text_before_cursor
+        if typed.startswith("/") and " " not in typed and "\n" not in typed:
+            for name, what in self._known.items():
+                if name.startswith(typed):
+                    yield Completion(name, start_position=-len(typed), display_meta=what)
+
+
+class LineReader:
+    """Reads messages from a terminal, with editing and history.
+
+    Triple quotes open a message of several lines and close it. A long paste stands in the line as a note.
+    """
+
+    def __init__(self, commands: dict[str, str], remember: bool) -> None:
+        self._pastes: dict[str, str] = {}
+        self._session: PromptSession[str] = PromptSession(
+            history=_history() if remember else InMemoryHistory(),
+            completer=Commands(commands),
+            complete_while_typing=True,
+            key_bindings=self._keys(),
+            style=Style.from_dict({"placeholder": "ansibrightblack", "prompt": "bold"}),
+            enable_open_in_editor=False,
+            reserve_space_for_menu=4,
+        )
+
+    def read(self, typed: str = "") -> str:
+        """The next message. `typed`: what the line holds at first.
+
+        Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C in an empty line.
+        """
+        hint = HTML("<placeholder>Send a message (/? for help)</placeholder>")
+        text = self._session.prompt(">>> ", placeholder=hint, default=typed)
+        while text.count(_QUOTES) % 2:
+            try:
+                text += "\n" + self._session.prompt("... ")
+            except (KeyboardInterrupt, EOFError):
+                return ""
+        return self._unfolded(_without_quotes(text))
+
+    def agrees(self, question: str) -> bool:
+        """Asks for a yes or no; whatever is no yes is a no."""
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except (EOFError, KeyboardInterrupt):
+            return False
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add(Keys.BracketedPaste)
+        def paste(event: KeyPressEvent) -> None:
+            data = event.data.replace("\r\n", "\n").replace("\r", "\n")
+            event.current_buffer.insert_text(self._folded(data))
+
+        @keys.add("escape", "enter")
+        def newline(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add("c-c")
+        def interrupt(event: KeyPressEvent) -> None:
+            if event.current_buffer.text:
+                event.current_buffer.reset()
+            else:
+                event.app.exit(exception=KeyboardInterrupt())
+
+        return keys
+
+    def _folded(self, data: str) -> str:
+        if len(data) <= _LONG_PASTE:
+            return data
+        note = f"[pasted text {len(self._pastes) + 1}: {len(data):,} characters]"
+        self._pastes[note] = data
+        return note
+
+    def _unfolded(self, text: str) -> str:
+        for note, data in self._pastes.items():
+            text = text.replace(note, data)
+        self._pastes.clear()
+        return text
+
+
+def _without_quotes(text: str) -> str:
+    """`\"\"\"a message\"\"\"`, or a command with such an argument, without the quotes."""
+    head, quotes, rest = text.partition(_QUOTES)
+    if quotes and (not head.strip() or head.startswith("/")):
+        return head + rest.replace(_QUOTES, "", 1).strip("\n")
+    return text
+
+
+def _history() -> History:
+    """In a file that only this user can read; in memory where there can be none."""
+    path = state_directory() / "history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        with path.open("a"):
+            return FileHistory(path)
+    except OSError:
+        return InMemoryHistory()

@@ -1,0 +1,197 @@
+"""Several turns of a chat, and the tokens that ask for the next reply.
+
+Tokens stay as they were generated: a new turn appends only what the chat template puts between two replies, so that the
+KV cache of all earlier turns is still good.  Where a template rewrites what went before (or a turn was removed) the
+whole conversation is rendered anew, and the engine reuses the longest common prefix.
+
+Pure: it knows a tokenizer, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pearl.errors import RequestError
+from pearl.text import Tokenizer
+
+_MARK = "\u2063pearl\u2063"  # stands for a reply while the template is asked what it puts around one
+_SEAM = 3  # tokens after a reply among which the template's own end of turn must be
+
+
+class Turn(BaseModel):
+    """A message and its reply. `finish_reason` as of `pearl.Result`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    user: str
+    reply: str
+    finish_reason: str
+
+
+class Saved(BaseModel):
+    """A conversation as a file holds it. `tokens`: of the whole, as sent and generated; good for `target` only."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    pearl_chat: Literal[1] = 1
+    target: str
+    system: str
+    turns: list[Turn]
+    tokens: list[int]
+
+
+class Conversation:
+    """Messages so far and their tokens.
+
+    Args:
+        tokenizer: of the target.
+        raw: no chat template: each message continues the text as it is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:
+        self.turns: list[Turn] = []
+        self._tokenizer = tokenizer
+        self._raw = raw
+        self._system = system
+        self._tokens: list[int] = []  # of all turns, as sent and generated; empty: to be rendered anew
+        self._ends: list[int] = []  # for each turn, where in `_tokens` it ends; 0: not known
+
+    @property
+    def system(self) -> str:
+        return self._system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        self._system = text
+        self._render_anew()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the turns so far, as last sent; 0 where they have to be rendered anew."""
+        return len(self._tokens)
+
+    def prompt(self, message: str) -> list[int]:
+        """The tokens that ask for the reply to `message`.
+
+        Raises `RequestError` where the model has no chat template, or its template refuses these messages.
+        """
+        if self._raw:
+            return self._raw_prompt(message)
+        if self._tokens and (continued := self._continued(message)) is not None:
+            return continued
+        tokens = self._tokenizer.apply_chat([*self._messages(self.turns), _user(message)])
+        if tokens is None:
+            raise RequestError(
+                "this model has no chat template: chat with --raw, where your text is continued as it is"
+            )
+        return tokens
+
+    def add(self, message: str, prompt: Sequence[int], reply: str, tokens: Sequence[int], finish_reason: str) -> None:
+        """Takes a reply: `tokens` as generated for `prompt`."""
+        if list(prompt[: len(self._tokens)]) != self._tokens:
+            self._render_anew()
+        self._tokens = [*prompt, *tokens]
+        self._ends.append(len(self._tokens))
+        self.turns.append(Turn(user=message, reply=reply, finish_reason=finish_reason))
+
+    def undo(self) -> Turn | None:
+        """Removes the last turn and returns it."""
+        if not self.turns:
+            return None
+        self._ends.pop()
+        self._tokens = self._tokens[: self._ends[-1]] if self._ends else []
+        return self.turns.pop()
+
+    def turns_to_forget(self, room: int, message: str) -> int | None:
+        """How many of the oldest turns must go for the prompt for `message` to have at most `room` tokens.
+
+        None where it is too long by itself.
+        """
+        for count in range(len(self.turns) + 1):
+            rest = Conversation(self._tokenizer, self._raw, self._system)
+            rest.turns = self.turns[count:]
+            if len(self.prompt(message) if not count else rest.prompt(message)) <= room:
+                return count
+        return None
+
+    def forget_oldest(self, count: int) -> None:
+        """Removes the first `count` turns."""
+        del self.turns[:count]
+        self._render_anew()
+
+    def clear(self) -> None:
+        """Removes all turns; the system prompt stays."""
+        self.turns, self._tokens, self._ends = [], [], []
+
+    def _render_anew(self) -> None:
+        self._tokens, self._ends = [], [0] * len(self.turns)
+
+    def saved(self, target: str) -> str:
+        """The conversation as JSON."""
+        return Saved(target=target, system=self._system, turns=self.turns, tokens=self._tokens).model_dump_json(
+            indent=1
+        )
+
+    def load(self, text: str, target: str) -> None:
+        """Becomes what `saved` gave. Raises `RequestError` for what is no conversation; this one is then as it was."""
+        try:
+            saved = Saved.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"]) or "file"
+            raise RequestError(f"no saved conversation: {where}: {problem['msg']}") from None
+        known = self._tokenizer.vocab_size
+        fits = saved.target == target and all(0 <= token < known for token in saved.tokens)
+        self._system, self.turns = saved.system, saved.turns
+        self._render_anew()
+        if fits and self.turns:
+            self._tokens = saved.tokens
+            self._ends[-1] = len(saved.tokens)
+
+    def _raw_prompt(self, message: str) -> list[int]:
+        if self._tokens:
+            spoken = self._tokens[:-1] if self.turns[-1].finish_reason == "eos" else self._tokens
+            return spoken + self._tokenizer.encode(message, special=False)
+        before = "".join(turn.user + turn.reply for turn in self.turns)
+        return self._tokenizer.encode(before + message)
+
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        pairs = ((_user(turn.user), {"role": "assistant", "content": turn.reply}) for turn in turns)
+        return [*system, *(message for pair in pairs for message in pair)]
+
+    def _continued(self, message: str) -> list[int] | None:
+        """The tokens so far, and what the template puts after the last reply to ask for the next.
+
+        None where the template rewrites what went before.
+        """
+        *earlier, last = self.turns
+        asked = [*self._messages(earlier), _user(last.user)]
+        before = self._tokenizer.chat_text(asked)
+        marked = self._tokenizer.chat_text([*asked, _assistant(_MARK), _user(message)])
+        actual = self._tokenizer.chat_text([*asked, _assistant(last.reply), _user(message)])
+        if before is None or marked is None or actual is None:
+            return None
+        head, mark, tail = marked.partition(_MARK)
+        as_is = (head + reply + tail for reply in (last.reply, last.reply.strip()))
+        if not mark or head != before or actual not in as_is:
+            return None
+        return self._joined(self._tokenizer.encode(tail, special=False), last)
+
+    def _joined(self, tail: list[int], last: Turn) -> list[int]:
+        """With one end of turn: the model's own where the template writes the same, otherwise the template's."""
+        if last.finish_reason != "eos":
+            return self._tokens + tail
+        end = self._tokens[-1]
+        return self._tokens + tail[tail.index(end) + 1 :] if end in tail[:_SEAM] else self._tokens[:-1] + tail
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}

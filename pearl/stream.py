@@ -1,0 +1,137 @@
+"""One text as its user sees it: pieces while it is made, a result in the end. Knows no socket and no process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pearl import errors
+from pearl.errors import RequestError
+from pearl.metrics import Statistics
+from pearl.protocol.messages import Committed, Error, Finished, Preview, Provenance, Submit
+from pearl.text import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of the target added.
+
+    Attributes:
+        text: final text; may be empty, for what later tokens could change is held back.
+        tokens, provenance: the tokens committed, and where each came from.
+        texts: the text that became final with each token; joined they are `text`.
+        preview: the draft's pending tokens, a guess at what follows; only where asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    provenance: tuple[Provenance, ...] = ()
+    texts: tuple[str, ...] = ()
+    preview: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Result:
+    """A finished text. `finish_reason`: eos, stop, length or cancelled."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    provenance: list[Provenance] = field(default_factory=list)
+    finish_reason: str = ""
+    seed: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Source(Protocol):
+    """What a stream asks of its engine."""
+
+    tokenizer: Tokenizer
+
+    def await_message(self, stream: Stream) -> object | None:
+        """The next message of `stream`; None once it is closed."""
+        ...
+
+    def forget(self, request: int) -> None:
+        """The request has ended."""
+        ...
+
+    def cancel(self, request: int) -> None:
+        """Nobody wants the request any longer."""
+        ...
+
+
+class Stream:
+    """The pieces of one text as they come; iterate, or `close()` to leave early. `result` grows along."""
+
+    def __init__(self, source: Source, submit: Submit) -> None:
+        self.request = submit.request
+        self.inbox: deque[object] = deque()
+        self.open = True
+        self.result = Result(seed=submit.sampling.seed, prompt_tokens=list(submit.prompt))
+        self._source = source
+        self._text = TextStream(source.tokenizer, submit.prompt, submit.stops)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if not self.open:
+            raise StopIteration
+        try:
+            match self._source.await_message(self):
+                case None:
+                    raise StopIteration
+                case Committed(_, _, tokens, provenance):
+                    return self._piece(tokens, provenance)
+                case Preview(_, _, tokens):
+                    return Piece("", preview=tokens)
+                case Finished(_, reason, statistics):
+                    return self._last(reason.value, Statistics.from_json(statistics))
+                case Error(_, kind, message):
+                    raise getattr(errors, kind, RequestError)(message)
+                case unexpected:
+                    raise AssertionError(unexpected)
+        except BaseException:
+            self.close()
+            raise
+
+    def _piece(self, tokens: tuple[int, ...], provenance: tuple[Provenance, ...]) -> Piece:
+        texts = tuple(self._text.push(token) for token in tokens)
+        text = "".join(texts)
+        self.result.text += text
+        self.result.tokens += tokens
+        self.result.provenance += provenance
+        return Piece(text, tokens, provenance, texts)
+
+    def _last(self, reason: str, statistics: Statistics) -> Piece:
+        rest = self._text.finish()
+        self.result.text += rest
+        self.result.finish_reason, self.result.statistics = reason, statistics
+        self.open = False
+        self._source.forget(self.request)
+        return Piece(rest)
+
+    def close(self) -> None:
+        """Leaves the text as it is; the target is told to stop.
+
+        Any thread may: one that waits for a piece finds the stream at its end.
+        """
+        if self.open:
+            self.open = False
+            self.result.finish_reason = self.result.finish_reason or "cancelled"
+            self._source.cancel(self.request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,160 @@
+"""A person at a terminal: starts a program in a pseudo-terminal, types, and reads the screen."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+import pyte
+
+BOUND = 120.0  # seconds; far more than anything takes
+
+CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
+
+
+class _Screen(pyte.HistoryScreen):
+    """Answers a program that asks where the cursor is, as a terminal does."""
+
+    answer: Callable[[str], None]
+
+    def write_process_input(self, data: str) -> None:
+        self.answer(data)
+
+
+class Person:
+    """At a terminal of `rows` and `columns` on which `command` runs.
+
+    `controlling`: whether the terminal is the program's controlling one; under torchrun it is only its agent's.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        rows: int = 30,
+        columns: int = 100,
+    ) -> None:
+        self._master, slave = pty.openpty()
+        self._screen = _Screen(columns, rows, history=5000, ratio=1.0)
+        self._screen.answer = self.type
+        self._stream = pyte.ByteStream(self._screen)
+        self.frames: list[list[str]] = []  # the screen after each read
+        self.resize(rows, columns, tell=False)
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+
+    def __enter__(self) -> Person:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.leaves()
+        os.close(self._master)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def send(self, text: str) -> None:
+        """A line."""
+        self.type(text + ENTER)
+
+    def paste(self, text: str) -> None:
+        """As a terminal with bracketed paste does; reads meanwhile, for a pipe holds little."""
+        data = b"\x1b[200~" + text.encode() + b"\x1b[201~"
+        os.set_blocking(self._master, False)
+        while data:
+            try:
+                data = data[os.write(self._master, data[:4096]) :]
+            except BlockingIOError:
+                self.read(0.01)
+        os.set_blocking(self._master, True)
+
+    def resize(self, rows: int, columns: int, tell: bool = True) -> None:
+        self._screen.resize(rows, columns)
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read(self, seconds: float) -> bool:
+        """Whether the program has written anything."""
+        if not select.select([self._master], [], [], seconds)[0]:
+            return False
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # the program is gone, and its side of the terminal with it
+            return False
+        self._stream.feed(data)
+        self.frames.append(list(self._screen.display))
+        return bool(data)
+
+    @property
+    def lines(self) -> list[str]:
+        """What has scrolled away, and the screen."""
+        history = ["".join(row[i].data for i in range(self._screen.columns)) for row in self._screen.history.top]
+        return [line.rstrip() for line in [*history, *self._screen.display]]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def screen(self) -> str:
+        """What can be seen."""
+        return "\n".join(line.rstrip() for line in self._screen.display)
+
+    def colours(self, text: str) -> set[str]:
+        """Foreground colours of `text` where it stands on the screen."""
+        for row, line in enumerate(self._screen.display):
+            at = line.find(text)
+            if at >= 0:
+                return {self._screen.buffer[row][i].fg for i in range(at, at + len(text))}
+        raise AssertionError(f"{text!r} is not on the screen:\n{self.screen}")
+
+    def sees(self, text: str, times: int = 1) -> None:
+        """Waits until `text` has appeared `times` times in all."""
+        self.until(lambda: self.text.count(text) >= times, f"{text!r} is seen {times} times")
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + BOUND
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {BOUND} s: {what}\n{self.text}"
+            if not self.read(0.05) and self.process.poll() is not None:
+                while self.read(0.05):
+                    pass
+                assert condition(), f"the program ended ({self.process.returncode}) before: {what}\n{self.text}"
+
+    def leaves(self) -> int:
+        """Waits for the program's end; its exit code."""
+        deadline = time.monotonic() + BOUND
+        while self.process.poll() is None:
+            self.read(0.05)
+            if time.monotonic() > deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                raise AssertionError(f"still running after {BOUND} s\n{self.text}")
+        while self.read(0.05):
+            pass
+        return self.process.returncode
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the terminal is as a shell needs it: typed characters appear, Ctrl-C is a signal."""
+        flags = termios.tcgetattr(self._master)[3]
+        return bool(flags & termios.ECHO and flags & termios.ICANON and flags & termios.ISIG)
