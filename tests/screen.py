@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -12,12 +13,12 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 import pyte
 
 BOUND = 120.0  # seconds; far more than anything takes
 
+_FRAME_ENDS = b"\x1b[?2026l"
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
 
@@ -47,8 +48,9 @@ class Person:
         self._screen = _Screen(columns, rows, history=5000, ratio=1.0)
         self._screen.answer = self.type
         self._stream = pyte.ByteStream(self._screen)
-        self.frames: list[list[str]] = []  # the screen after each read
-        self.resize(rows, columns, tell=False)
+        self.frames: list[str] = []  # what the screen showed, one after the other
+        self.italics: set[str] = set()  # what was seen in italics
+        self.resize(rows, columns)
         self.process = subprocess.Popen(
             command,
             stdin=slave,
@@ -63,9 +65,7 @@ class Person:
     def __enter__(self) -> Person:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()
             self.leaves()
@@ -89,7 +89,7 @@ class Person:
                 self.read(0.01)
         os.set_blocking(self._master, True)
 
-    def resize(self, rows: int, columns: int, tell: bool = True) -> None:
+    def resize(self, rows: int, columns: int) -> None:
         self._screen.resize(rows, columns)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
@@ -101,9 +101,17 @@ class Person:
             data = os.read(self._master, 65536)
         except OSError:  # the program is gone, and its side of the terminal with it
             return False
-        self._stream.feed(data)
-        self.frames.append(list(self._screen.display))
+        for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
+            self._stream.feed(part)
+            if part.endswith(_FRAME_ENDS):
+                self._look()
         return bool(data)
+
+    def _look(self) -> None:
+        """A frame as a terminal shows it that waits for the end of each."""
+        self.frames.append(self.screen)
+        for row in self._screen.buffer.values():
+            self.italics.add("".join(cell.data for _, cell in sorted(row.items()) if cell.italics))
 
     @property
     def lines(self) -> list[str]:
@@ -120,17 +128,17 @@ class Person:
         """What can be seen."""
         return "\n".join(line.rstrip() for line in self._screen.display)
 
-    def colours(self, text: str) -> set[str]:
-        """Foreground colours of `text` where it stands on the screen."""
+    def colours(self, text: str) -> list[str]:
+        """The foreground colour of each character of `text` where it stands on the screen."""
         for row, line in enumerate(self._screen.display):
             at = line.find(text)
             if at >= 0:
-                return {self._screen.buffer[row][i].fg for i in range(at, at + len(text))}
+                return [self._screen.buffer[row][i].fg for i in range(at, at + len(text))]
         raise AssertionError(f"{text!r} is not on the screen:\n{self.screen}")
 
     def sees(self, text: str, times: int = 1) -> None:
-        """Waits until `text` has appeared `times` times in all."""
-        self.until(lambda: self.text.count(text) >= times, f"{text!r} is seen {times} times")
+        """Waits until `text` has appeared `times` times in all, broken into lines or not."""
+        self.until(lambda: " ".join(self.text.split()).count(text) >= times, f"{text!r} is seen {times} times")
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + BOUND

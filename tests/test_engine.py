@@ -6,8 +6,10 @@ How it starts, dies and cleans up is in test_processes.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +206,19 @@ def test_pieces_joined_are_the_text(toy: Engine) -> None:
     assert not any(piece.preview for piece in pieces), "nobody asked for a preview"
     with pytest.raises(StopIteration):
         next(stream)
+
+
+def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
+    """As Ctrl-C does in the chat: whoever waits for the next piece must not wait for a slow model to make it."""
+    with Engine(TOY, TOY) as engine:
+        assert engine._target is not None
+        os.kill(engine._target.pid, signal.SIGSTOP)  # as slow as can be
+        stream = engine.stream(PROMPT, GREEDY)
+        threading.Timer(0.3, stream.close).start()
+        assert list(stream) == []
+        assert stream.result.finish_reason == "cancelled"
+        os.kill(engine._target.pid, signal.SIGCONT)
+        assert engine.generate([PROMPT], GREEDY)[0].tokens == greedy_text(PROMPT, 60)
 
 
 def test_preview_comes_on_request_and_is_no_part_of_the_text(toy: Engine) -> None:

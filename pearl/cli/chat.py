@@ -206,7 +206,8 @@ def chat(
 
 def _interactive(chat: Chat, reader: LineReader) -> None:
     """Reads and answers until the user leaves."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the terminal is put back as it was
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is put back as it was
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     engine = chat.engine.config
     chat.console.print(f"{engine.target} with {engine.draft}, method {chat.decoding.method}. /? for help", style="dim")
     while True:
@@ -243,7 +244,7 @@ def _converse(chat: Chat, reader: LineReader, message: str) -> None:
     except ContextFull as full:
         count = chat.conversation.turns_to_forget(chat.engine.context - _LEAST_ROOM, message)
         if not count:
-            raise RequestError(f"{full}. Your message alone is too long: shorten it") from None
+            raise RequestError(f"your message alone has too many tokens: {full}. Shorten it") from None
         chat.console.print(Text(str(full), "yellow"))
         if not reader.agrees(f"Drop the oldest {count} of {len(chat.conversation.turns)} turns?"):
             chat.console.print("Nothing was sent. /undo, /clear and /save are at hand.", style="dim")

@@ -1,0 +1,71 @@
+"""Does a long conversation slow down the first token of a reply?  It must not: what was said keeps its KV.
+
+Several conversations of ten turns, every message equally long, every reply of the same length; prints the median time
+to the first token of each turn, as the front sees it, and turn 10 over turn 2.
+
+    python scripts/bench_chat.py             # the embedded pair: about three minutes
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from statistics import median
+
+import click
+from bench_paced import stolen_seconds
+from rich.console import Console
+from rich.table import Table
+
+from pearl import Engine, SamplingParams
+from pearl.conversation import Conversation
+
+SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bird", "the rain", "a lamp", "the wind"]
+
+
+@click.command()
+@click.option("--target", default="embedded", help="Target model.")
+@click.option("--draft", default="embedded-draft", help="Draft model.")
+@click.option("--turns", default=10, help="Of a conversation.")
+@click.option("--conversations", default=5, help="How many.")
+@click.option("--tokens", default=24, help="Of a reply.")
+def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -> None:
+    """Prints the time to the first token by turn."""
+    console = Console(soft_wrap=True, highlight=False)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    seconds: list[list[float]] = [[] for _ in range(turns)]
+    new: list[list[int]] = [[] for _ in range(turns)]
+    lengths = [0] * turns
+    stolen, began = stolen_seconds(), time.monotonic()
+    with Engine(target, draft) as engine:
+        for i in range(-1, conversations):  # the first is for warming up
+            conversation = Conversation(engine.tokenizer)
+            for turn in range(turns):
+                message = f"Now say something about {SUBJECTS[(turn + i) % len(SUBJECTS)]}, please."
+                prompt = conversation.prompt(message)
+                asked = time.monotonic()
+                with engine.stream(prompt, params) as stream:
+                    next(stream)
+                    first = time.monotonic() - asked
+                    for _ in stream:
+                        pass
+                result = stream.result
+                conversation.add(message, prompt, result.text, result.tokens, result.finish_reason)
+                if i >= 0:
+                    seconds[turn].append(first)
+                    new[turn].append(len(prompt) - result.statistics.num_cached_tokens)
+                    lengths[turn] = len(prompt)
+    table = Table("turn", "prompt, tokens", "of them not cached", "first token, ms", "least", "most")
+    for turn, taken in enumerate(seconds):
+        row = (median(taken), min(taken), max(taken))
+        table.add_row(str(turn + 1), str(lengths[turn]), f"{median(new[turn]):.0f}", *(f"{t * 1e3:.0f}" for t in row))
+    console.print(table)
+    ratios = [last / second for last, second in zip(seconds[-1], seconds[1], strict=True)]
+    console.print(f"turn {turns} over turn 2: median {median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    share = (stolen_seconds() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
+    console.print(f"{conversations} conversations; stolen {share:.1%} of the cores' time; {platform.machine()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,490 @@
+"""The chat, as a person uses it: at a terminal that is driven and read, through pipes, under torchrun, attached.
+
+Replies are paced where a test has to do something while they are made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pearl import SamplingParams
+from pearl.attach import AttachedEngine, find_engine, running_engines
+from pearl.cli.commands import COMMANDS
+from pearl.engine import Engine
+from pearl.errors import ConfigError, TargetLost
+from pearl.trace.reading import read
+from pearl.trace.report import report
+from tests.conftest import TOY, greedy_text
+from tests.screen import BOUND, CTRL_C, CTRL_D, Person
+
+TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
+CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
+SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
+STATUS = "to the first token"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment whose directories are this test's own; at the end no engine may have left anything in them."""
+    for name in ("tmp", "state"):
+        (tmp_path / name).mkdir()
+    variables = {"TMPDIR": str(tmp_path / "tmp"), "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | variables
+    yield environment
+    eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
+    eventually(lambda: not started_with(environment), "no process is left")
+
+
+def started_with(environment: dict[str, str]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == environment["TMPDIR"]:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def worker(environment: dict[str, str], role: str) -> psutil.Process:
+    """The draft is the younger one."""
+    workers = [p for p in started_with(environment) if p.cmdline()[-1:] == ["pearl.worker"]]
+    return sorted(workers, key=lambda p: p.create_time())[{"target": 0, "draft": -1}[role]]
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def attached(toy: Engine) -> list[str]:
+    """Arguments of a chat with the engine that runs already: no models to load."""
+    return ["--connect", str(toy.directory), "--raw", "--ignore-eos"]
+
+
+def chatting(environment: dict[str, str], *arguments: str, rows: int = 30, columns: int = 100) -> Person:
+    command = [sys.executable, "-m", "pearl", "chat", *arguments]
+    return Person(command, environment, rows, columns)
+
+
+def wanted(text: str, length: int) -> str:
+    """The toy's greedy continuation of a text of its own characters."""
+    return "".join(CHARACTERS[t] for t in greedy_text([CHARACTERS.index(c) for c in text], length))
+
+
+# ---- at a terminal ----
+
+
+def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
+    """Several turns, the status line, and leaving; a reply continues all that went before."""
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "12") as person:
+        person.sees("/? for help")
+        person.sees(">>>")
+        person.send("123")
+        first = wanted("123", 12)
+        person.sees(first)
+        person.sees(STATUS)
+        for part in ("tokens/s", "of drafts accepted", "tokens a run", "c = ", "waited: target", "cut at max_tokens"):
+            person.sees(part)
+        person.send("4")
+        person.sees(wanted("123" + first + "4", 12))
+        person.sees(STATUS, 2)
+        person.type(CTRL_D)
+        assert person.leaves() == 0
+        assert person.echoes
+
+
+def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str]) -> None:
+    with chatting(home, *SLOW, "--temperature", "0") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(wanted("123", 10))
+        person.type(CTRL_C)
+        person.sees("stopped after")
+        person.send("/show")
+        person.sees("1 turns")
+        person.send("/set max_tokens 5")
+        person.sees("max_tokens 5")
+        person.send("4")
+        person.sees(STATUS)
+        person.type(CTRL_C)  # in an empty line it only says how to leave
+        person.sees("Ctrl-D or /bye leaves")
+        person.send("/bye")
+        assert person.leaves() == 0
+        assert person.echoes
+
+
+def test_keys_typed_while_a_reply_is_made_are_kept(home: dict[str, str]) -> None:
+    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "30") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(wanted("123", 3))
+        person.type("/he")
+        person.sees(STATUS)
+        person.sees(">>> /he")
+        person.send("lp")
+        person.sees("/exit")
+
+
+def test_a_draft_killed_amid_a_reply_is_said_and_the_reply_goes_on(home: dict[str, str]) -> None:
+    text = wanted("123", 60)
+    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "60") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(text[:5])
+        worker(home, "draft").kill()
+        person.sees(text)
+        person.sees("the draft was lost on the way")
+        person.sees(STATUS)
+
+
+def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_terminal_sound(home: dict[str, str]) -> None:
+    with chatting(home, *SLOW, "--temperature", "0") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(wanted("123", 5))
+        worker(home, "target").kill()
+        assert person.leaves() == 4
+        assert "error: target worker was killed by signal 9" in person.text.replace("\n", " ")
+        assert "Traceback" not in person.text
+        assert person.echoes
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_is_ended_puts_the_terminal_back(home: dict[str, str], number: signal.Signals) -> None:
+    with chatting(home, *SLOW, "--temperature", "0") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(wanted("123", 5))
+        assert not person.echoes
+        person.process.send_signal(number)
+        assert person.leaves() == 128 + number
+        assert person.echoes
+
+
+def test_a_resize_amid_a_reply_leaves_one_whole_reply(home: dict[str, str]) -> None:
+    text = wanted("123", 150)
+    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "150", "--no-markdown", "--show-draft") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(text[:50])
+        person.resize(20, 60)
+        person.sees(STATUS)
+        end = person.screen.replace("\n", "")
+        assert text in end
+        assert end.count(text[:40]) == 1
+
+
+def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str]) -> None:
+    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "40", "--show-draft") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(STATUS)
+        reply = wanted("123", 40)
+        colours = person.colours(reply)
+    run = piped(home, *TOYS, "--temperature", "0", "--max-tokens", "40", "--json", "123", command="generate")
+    provenance = json.loads(run.stdout)["provenance"]
+    assert colours == [{"accepted": "green", "corrected": "brown"}[source] for source in provenance]
+    assert any(guess and guess in reply for guess in person.italics)
+    assert any(guess and guess not in reply for guess in person.italics), "half of what the draft says is refused"
+
+
+def test_markdown_is_rendered_and_never_flickers(home: dict[str, str]) -> None:
+    """From the first character on no frame is without the text of the one before."""
+    arguments = ["--target-pace", "0.05", "--draft-pace", "0.01", "--max-tokens", "60", "--temperature", "0"]
+    with chatting(home, *arguments) as person:
+        person.sees(">>>")
+        person.send("Write the words red and blue as a Markdown list, then say why you like them.")
+        person.sees(STATUS)
+    shown = [frame.partition("like them.")[2].strip() for frame in person.frames]
+    assert len([frame for frame in shown if frame]) > 5
+    begun = False
+    for before, frame in pairwise(shown):
+        begun = begun or bool(before)
+        assert not begun or frame[:5] == before[:5] or len(before) < 10
+    assert "**" not in person.screen
+
+
+def test_commands_are_found_by_the_names_people_know(home: dict[str, str], attached: list[str]) -> None:
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
+        person.sees(">>>")
+        for alias in ("/help", "/?"):
+            person.send(alias)
+        person.sees("/exit and Ctrl-D too", 2)
+        assert all(command in person.text for command in COMMANDS)
+        person.send("/hlep")
+        person.sees("did you mean /help?")
+        person.send("/frobnicate")
+        person.sees("unknown command /frobnicate")
+        person.send("/set temprature 1")
+        person.sees("did you mean temperature?")
+        person.send("/set temperature hot")
+        person.sees("temperature:")
+        person.send("/set top_p 0.5")
+        person.sees("top_p 0.5")
+        person.send("/set top_p default")
+        person.sees("top_p default")
+        person.send("/method sad")
+        person.sees("no method 'sad'")
+        person.send("/system Be brief.")
+        person.sees("system prompt: Be brief.")
+        person.send("/undo")
+        person.sees("there is nothing to undo")
+        person.send("/regen")
+        person.sees("there is no reply yet")
+        person.send("/stats")
+        person.sees("nothing has been measured yet")
+        person.send("/exit")
+        assert person.leaves() == 0
+
+
+def test_methods_are_switched_in_place_and_compared(home: dict[str, str], attached: list[str]) -> None:
+    """All methods say the same in the same place."""
+    text = wanted("123", 10)
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
+        person.sees(">>>")
+        for i, method in enumerate(("pearl", "ar", "sd"), start=1):
+            person.send(f"/method {method}")
+            person.sees(f"method: {method}")
+            person.send("123")
+            person.sees(text, i)
+            person.sees(STATUS, i)
+            person.send("/undo")
+            person.sees("forgotten: 123", i)
+        person.send("/stats")
+        person.sees("first token tokens/s")
+        rows = [
+            line.split()[:3] for line in person.screen.splitlines() if line[:5].split() in (["ar"], ["sd"], ["pearl"])
+        ]
+        assert rows == [["pearl", "1", "10"], ["ar", "1", "10"], ["sd", "1", "10"]]
+
+
+def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    with chatting(home, *attached, "--temperature", "1", "--seed", "1", "--max-tokens", "10") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(STATUS)
+        person.send(f"/save {path}")
+        person.sees("1 turns are in")
+        first = json.loads(path.read_text())["turns"][0]["reply"]
+        person.send("/regen")
+        person.sees(STATUS, 2)
+        person.send(f"/save {path}")
+        person.sees("1 turns are in", 2)
+        second = json.loads(path.read_text())["turns"][0]["reply"]
+        assert first != second, "another sample under the same seed"
+        person.send("/clear")
+        person.sees("the conversation is forgotten")
+        person.send(f"/load {path}")
+        person.sees("1 turns from")
+        person.send("/undo")
+        person.sees("forgotten: 123")
+        person.send("/load /nowhere")
+        person.sees("cannot read /nowhere: No such file")
+        path.write_text("hello")
+        person.send(f"/load {path}")
+        person.sees("no saved conversation")
+
+
+def test_a_trace_of_some_replies(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(STATUS)
+        person.send(f"/trace {path}")
+        person.sees("recording both workers")
+        person.send("4")
+        person.sees(STATUS, 2)
+        person.send("/trace off")
+        person.sees("pearl trace report")
+        person.send("/trace off")
+        person.sees("no trace is being recorded")
+    assert report(read(path)).tokens == 10
+
+
+def test_several_lines_a_long_paste_and_history(home: dict[str, str], attached: list[str]) -> None:
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
+        person.sees(">>>")
+        person.send('"""12')
+        person.sees("...")
+        person.send('3"""')
+        person.sees(wanted("12" + CHARACTERS[ord("\n") % 32] + "3", 5))
+        person.sees(STATUS)
+        person.send("/clear")
+        person.sees("the conversation is forgotten")
+        person.paste("z" * 3000)
+        person.sees("[pasted text 1: 3,000 characters]")
+        person.type("\r")
+        person.sees("your message alone has too many tokens")
+        person.send("77")
+        person.sees(STATUS, 2)
+        person.type("\x1b[A\x1b[A\x1b[A")
+        person.sees(">>> /clear", 2)
+        person.type(CTRL_C)
+        person.type(CTRL_D)
+        assert person.leaves() == 0
+    history = Path(home["XDG_STATE_HOME"], "pearl", "history")
+    assert history.stat().st_mode & 0o077 == 0
+    assert "/clear" in history.read_text()
+
+
+def test_a_pasted_megabyte_is_refused_and_harmless(home: dict[str, str], attached: list[str]) -> None:
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5", "--no-history") as person:
+        person.sees(">>>")
+        person.paste("0123456789abcdef" * 65536)
+        person.sees("[pasted text 1: 1,048,576 characters]")
+        person.type("\r")
+        person.sees("your message alone has too many tokens")
+        person.send("123")
+        person.sees(wanted("123", 5))
+
+
+def test_a_full_context_offers_to_drop_the_oldest_turns(home: dict[str, str], attached: list[str]) -> None:
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "150") as person:
+        person.sees(">>>")
+        for i, message in enumerate(("1" * 100, "2" * 100), start=1):
+            person.send(message)
+            person.sees(STATUS, i)
+        person.send("3" * 10)
+        person.sees("the context is full")
+        person.sees("Drop the oldest 1 of 2 turns? [y/N]")
+        person.send("n")
+        person.sees("Nothing was sent")
+        person.send("3" * 10)
+        person.sees("[y/N]", 2)
+        person.send("y")
+        person.sees(STATUS, 3)
+        person.send("/show")
+        person.sees("2 turns")
+
+
+def test_a_reply_that_fills_the_context_says_so(home: dict[str, str], attached: list[str]) -> None:
+    with chatting(home, *attached, "--temperature", "0") as person:
+        person.sees(">>>")
+        person.send("1" * 480)
+        person.sees("the reply was cut: the context of 512 tokens is full")
+
+
+# ---- no terminal ----
+
+
+def piped(
+    environment: dict[str, str], *arguments: str, stdin: str = "", command: str = "chat"
+) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "pearl", command, *arguments]
+    return subprocess.run(
+        whole, input=stdin, capture_output=True, text=True, timeout=BOUND, env=environment, check=False
+    )
+
+
+def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[str]) -> None:
+    run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", stdin="123\n\n/4\n")
+    assert run.returncode == 0, run.stderr
+    first = wanted("123", 8)
+    slash = CHARACTERS[ord("/") % 32]
+    assert run.stdout == f"{first}\n{wanted('123' + first + slash + '4', 8)}\n"
+
+
+def test_one_question(home: dict[str, str], attached: list[str]) -> None:
+    run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", "-q", "123", stdin="ignored")
+    assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["-q", "1" * 600, *TOYS], 2, "the context is full"),
+        (["-q", "1", "--target", TOY, "--draft", TOY], 2, "no chat template"),
+        (["-q", "1", "--target", "/nowhere"], 3, "/nowhere"),
+        (["-q", "1", "--connect"], 2, "no engine is running"),
+        (["-q", "1", "--connect", "/nowhere"], 2, "no engine runs in /nowhere"),
+        (["--temperature", "x"], 2, "temperature"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_an_exit_code(
+    home: dict[str, str], arguments: list[str], code: int, why: str
+) -> None:
+    run = piped(home, *arguments)
+    assert run.returncode == code, run.stderr
+    assert why in " ".join(run.stderr.split())
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+# ---- under torchrun ----
+
+
+def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str]) -> None:
+    """The terminal is the agent's: were Ctrl-C a signal, it would end the job."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*agent, "-m", "pearl", "chat", *SLOW, "--temperature", "0"]
+    with Person(command, home) as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(wanted("123", 10))
+        person.type(CTRL_C)
+        person.sees("stopped after")
+        person.resize(24, 70)
+        person.send("/set max_tokens 5")
+        person.sees("max_tokens 5")
+        person.send("4")
+        person.sees(STATUS)
+        person.type(CTRL_D)
+        assert person.leaves() == 0
+        assert person.echoes
+
+
+# ---- attached to an engine that is running ----
+
+
+def test_a_second_front_attaches(toy: Engine) -> None:
+    """Both use one engine, and closing the second one leaves it running."""
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    assert toy.directory in running_engines()
+    with AttachedEngine(find_engine(str(toy.directory))) as other:
+        assert other.context == toy.context
+        assert other.generate([[1, 2, 3]], params)[0].tokens == toy.generate([[1, 2, 3]], params)[0].tokens
+    assert toy.generate([[1, 2, 3]], params)[0].tokens == greedy_text([1, 2, 3], 10)
+
+
+def test_an_attached_front_is_told_when_the_engine_goes() -> None:
+    with Engine(TOY, TOY) as engine:
+        other = AttachedEngine(engine.directory)
+        stream = other.stream([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+        next(stream)
+    began = time.monotonic()
+    with pytest.raises(TargetLost), other:
+        other.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True))
+    assert time.monotonic() - began < other.config.target_timeout / 2
+    with pytest.raises(ConfigError, match="no engine runs in"):
+        find_engine(str(engine.directory))
+
+
+def test_serve_and_connect(home: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
+    server = subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    lines = iter(server.stderr.readline, "")
+    directory = next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
+    for connect in (["--connect"], ["--connect", directory]):
+        run = piped(home, "--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123", *connect)
+        assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n"), run.stderr
+    server.send_signal(signal.SIGINT)
+    assert server.wait(BOUND) == 130
+    server.stderr.close()
