@@ -29,7 +29,6 @@ from pearl.errors import (
     ConfigError,
     EngineClosed,
     PearlError,
-    RequestError,
     StartError,
     TargetLost,
     TraceError,
@@ -41,7 +40,6 @@ from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Committed,
-    Decoding,
     Error,
     Finished,
     Heartbeat,
@@ -49,11 +47,10 @@ from pearl.protocol.messages import (
     Message,
     Preview,
     Role,
-    Sampling,
-    Submit,
     Trace,
     Welcome,
 )
+from pearl.request import Prompt, as_prompts, encode, submission
 from pearl.stream import Piece, Result, Stream
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, being_written
@@ -63,7 +60,6 @@ __all__ = ["Engine", "Piece", "Result", "Stream"]
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 Progress = Callable[[str], None]
 
 CARD = "engine.json"  # in the engine's directory: how another front of the same user reaches it
@@ -283,7 +279,15 @@ class Engine:
         """
         if self._closed:
             raise EngineClosed("this engine has been closed; make another")
-        submit = self._submission(prompt, params or SamplingParams(), self._decoding(method, decoding), preview, raw)
+        submit = submission(
+            next(self._requests),
+            self.encode(prompt, raw=raw),
+            self.context,
+            (params or SamplingParams()).with_seed(),
+            self.defaults,
+            self._decoding(method, decoding),
+            preview,
+        )
         stream = Stream(self, submit)
         if not self._streams:
             self._heard = time.monotonic()
@@ -299,7 +303,7 @@ class Engine:
     ) -> list[Result]:
         """Generates a text for each prompt, one after the other; arguments as for `stream`."""
         results = []
-        for prompt in _as_list(prompts):
+        for prompt in as_prompts(prompts):
             with self.stream(prompt, params, **options) as stream:
                 for _ in stream:
                     pass
@@ -360,46 +364,9 @@ class Engine:
             raise ConfigError(f"method {chosen.method} needs a draft model and this engine has none; use method ar")
         return chosen
 
-    def _submission(
-        self, prompt: Prompt, params: SamplingParams, decoding: DecodingConfig, preview: bool, raw: bool
-    ) -> Submit:
-        tokens = tuple(self.encode(prompt, raw=raw))
-        params = params.with_seed()
-        limit = len(tokens) + params.max_tokens if params.max_tokens else self.context
-        if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(tokens) >= self.context or limit > self.context:
-            wanted = f" + {params.max_tokens} to generate" if params.max_tokens else ""
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens{wanted}, the context holds {self.context}: "
-                "shorten the prompt, lower max_tokens, or raise max_context"
-            )
-        return Submit(
-            next(self._requests),
-            tokens,
-            limit,
-            resolve_sampling(params, self.defaults),
-            Decoding(**decoding.model_dump()),
-            () if params.ignore_eos else self.defaults.eos,
-            params.stop,
-            preview,
-        )
-
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
         """The tokens of a prompt; see `stream`."""
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-            chat = None if raw else self.tokenizer.apply_chat(messages)
-            return chat if chat is not None else list(self.tokenizer.encode(prompt))
-        items: list[Any] = list(prompt)
-        if items and all(isinstance(item, dict) for item in items):
-            chat = self.tokenizer.apply_chat(items)
-            if chat is None:
-                raise RequestError("this model has no chat template: give the prompt as text or token ids")
-            return chat
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-            raise RequestError("a prompt is text, a list of chat messages, or a list of token ids")
-        return items
+        return encode(self.tokenizer, prompt, raw)
 
     # ---- the socket, shared by all streams ----
 
@@ -494,28 +461,3 @@ class Engine:
                 self._endpoint.send(self._outbox.popleft())
         except TransportError as error:
             raise TargetLost(f"{self._target_fate(str(error))}; the text ends here. Make a new engine") from None
-
-
-def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:
-    """The user's choices over the checkpoint's own defaults."""
-    assert params.seed is not None
-
-    def chosen(mine: Any, default: Any) -> Any:
-        return default if mine is None else mine
-
-    return Sampling(
-        chosen(params.temperature, defaults.temperature),
-        chosen(params.top_k, defaults.top_k),
-        chosen(params.top_p, defaults.top_p),
-        chosen(params.min_p, defaults.min_p),
-        params.seed,
-        params.sample,
-    )
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several: a list of ints or of messages is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], (int, dict)) else prompts

@@ -14,7 +14,7 @@ LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a p
     {"pearl", "pearl.cli", "pearl.__main__"},
     {"pearl.attach", "pearl.torchrun", "pearl.conversation"},
     {"pearl.engine", "pearl.processes", "pearl.simulate"},
-    {"pearl.stream"},
+    {"pearl.stream", "pearl.request"},
     {"pearl.worker"},
     {"pearl.trace", "pearl.metrics"},
     {"pearl.transport"},

@@ -40,6 +40,7 @@ def test_every_flag_named_is_a_flag(flag):
         "--nproc-per-node",
         "--repeats",
         "--most-stolen",
+        "--other-repeats",
     }  # not the command line's
     assert flag in flags(cli) | others
 

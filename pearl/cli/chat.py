@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import click
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.text import Text
 
 from pearl.cli.commands import COMMANDS, Leave, obey
@@ -48,6 +50,7 @@ class Chat:
     """A conversation with an engine and how it is held; what the commands change.
 
     Attributes:
+        keys: whether Ctrl-C is a key that ends a reply, or the signal that ends the program.
         done: method -> its replies.
         typed: keys pressed while the last reply was made.
     """
@@ -58,6 +61,7 @@ class Chat:
     conversation: Conversation
     show_draft: bool = False
     markdown: bool = True
+    keys: bool = False
     console: Console = field(default_factory=lambda: Console(highlight=False))
     done: dict[str, list[Answer]] = field(default_factory=dict)
     typed: str = ""
@@ -95,7 +99,8 @@ class Chat:
     def _show(self, stream: Stream) -> float:
         """When its first text was there."""
         first = None
-        with stream, self._reply() as reply, WatchKeys(stream.close) as keys:
+        keys = WatchKeys(stream.close) if self.keys else nullcontext()
+        with stream, self._reply() as reply, keys:
             for piece in stream:
                 if piece.preview:
                     reply.guess(_guessed(self.engine, stream.result, piece.preview))
@@ -103,13 +108,13 @@ class Chat:
                     first = first or time.monotonic()
                     sources = piece.provenance or stream.result.provenance[-1:] or [Provenance.DIRECT]
                     reply.add(piece.texts or (piece.text,), sources)
-        self.typed = keys.typed
+        self.typed = keys.typed if isinstance(keys, WatchKeys) else ""
         return first or time.monotonic()
 
     @contextmanager
     def _reply(self) -> Iterator[Reply]:
         reply: Reply = PlainReply()
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             reply = TokenReply(self.console) if self.show_draft else reply
             reply = MarkdownReply(self.console) if self.markdown and not self.show_draft else reply
         try:
@@ -208,8 +213,10 @@ def _interactive(chat: Chat, reader: LineReader) -> None:
     """Reads and answers until the user leaves."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is put back as it was
         signal.signal(number, lambda received, _: sys.exit(128 + received))
-    engine = chat.engine.config
-    chat.console.print(f"{engine.target} with {engine.draft}, method {chat.decoding.method}. /? for help", style="dim")
+    logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
+    chat.keys = True
+    config = chat.engine.config
+    chat.console.print(Text(f"{config.target} with {config.draft}, method {chat.decoding.method}. /? for help", "dim"))
     while True:
         try:
             line = reader.read(chat.typed)
@@ -224,6 +231,8 @@ def _interactive(chat: Chat, reader: LineReader) -> None:
             _take(chat, reader, line)
         except Leave:
             return
+        except KeyboardInterrupt:  # amid a command
+            chat.console.print("interrupted", style="dim")
 
 
 def _take(chat: Chat, reader: LineReader, line: str) -> None:

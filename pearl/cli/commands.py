@@ -184,11 +184,20 @@ def _mean_run(all_of: list[Any]) -> str:
 
 def _save(chat: Chat, rest: str) -> None:
     path = _path(rest, "/save FILE")
+    if path.exists() and not _is_saved(path):
+        raise RequestError(f"{path} is there, and no saved conversation: name another file")
     try:
         path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}") from None
     _say(chat, f"{len(chat.conversation.turns)} turns are in {path}")
+
+
+def _is_saved(path: Path) -> bool:
+    try:
+        return '"pearl_chat"' in path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _load(chat: Chat, rest: str) -> None:

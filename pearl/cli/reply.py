@@ -188,5 +188,10 @@ def _finished_blocks(parser: MarkdownIt, source: str) -> tuple[str, str]:
 
 
 def _markdown(source: str) -> Markdown:
-    """Links are shown with where they lead: a text must not hide that."""
-    return Markdown(source, hyperlinks=False, code_theme="ansi_dark")
+    """Links are shown with where they lead, for a text must not hide that; lines end where the model ended them."""
+    rendered = Markdown(source, hyperlinks=False, code_theme="ansi_dark")
+    for token in rendered.parsed:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    return rendered

@@ -25,4 +25,7 @@ def serve(settings: Settings) -> None:
             return
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         click.echo(f"serving in {engine.directory}; talk to it with pearl chat --connect", err=True)
-        engine.wait_until_lost()
+        try:
+            engine.wait_until_lost()
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)

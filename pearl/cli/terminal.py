@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from prompt_toolkit import PromptSession
+from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import HTML
@@ -148,7 +148,7 @@ class LineReader:
     def agrees(self, question: str) -> bool:
         """Asks for a yes or no; whatever is no yes is a no."""
         try:
-            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+            return prompt(f"{question} [y/N] ").strip().lower() in ("y", "yes")
         except (EOFError, KeyboardInterrupt):
             return False
 

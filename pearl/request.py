@@ -1,0 +1,91 @@
+"""What a user asks for, made into what the target is asked. Pure; raises `RequestError` for what cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pearl.config import DecodingConfig, SamplingParams
+from pearl.errors import RequestError
+from pearl.models.tokenizer import GenerationDefaults
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.text import Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several: a list of ints or of messages is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], (int, dict)) else prompts
+
+
+def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
+    """The tokens of a prompt: text, token ids, or chat messages.
+
+    Args:
+        raw: take text as it is; False applies the chat template, where there is one.
+    """
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+        chat = None if raw else tokenizer.apply_chat(messages)
+        return chat if chat is not None else tokenizer.encode(prompt)
+    items: list[Any] = list(prompt)
+    if items and all(isinstance(item, dict) for item in items):
+        chat = tokenizer.apply_chat(items)
+        if chat is None:
+            raise RequestError("this model has no chat template: give the prompt as text or token ids")
+        return chat
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        raise RequestError("a prompt is text, a list of chat messages, or a list of token ids")
+    return items
+
+
+def submission(
+    number: int,
+    tokens: Sequence[int],
+    context: int,
+    params: SamplingParams,
+    defaults: GenerationDefaults,
+    decoding: DecodingConfig,
+    preview: bool = False,
+) -> Submit:
+    """Request `number`, of a seed that is set, for a target whose context holds `context` tokens."""
+    limit = len(tokens) + params.max_tokens if params.max_tokens else context
+    if not tokens:
+        raise RequestError("the prompt is empty: give at least one token")
+    if len(tokens) >= context or limit > context:
+        wanted = f" + {params.max_tokens} to generate" if params.max_tokens else ""
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens{wanted}, the context holds {context}: "
+            "shorten the prompt, lower max_tokens, or raise max_context"
+        )
+    return Submit(
+        number,
+        tuple(tokens),
+        limit,
+        resolve_sampling(params, defaults),
+        Decoding(**decoding.model_dump()),
+        () if params.ignore_eos else defaults.eos,
+        params.stop,
+        preview,
+    )
+
+
+def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:
+    """The user's choices over the checkpoint's own defaults."""
+    assert params.seed is not None
+
+    def chosen(mine: Any, default: Any) -> Any:
+        return default if mine is None else mine
+
+    return Sampling(
+        chosen(params.temperature, defaults.temperature),
+        chosen(params.top_k, defaults.top_k),
+        chosen(params.top_p, defaults.top_p),
+        chosen(params.min_p, defaults.min_p),
+        params.seed,
+        params.sample,
+    )
