@@ -64,6 +64,9 @@ class EngineConfig(_Settings):
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
         "auto", description="How a target on several GPUs is spread over them."
     )
+    forwards: Literal["auto", "transformers"] = Field(
+        "auto", description="auto: our own forward pass where it knows the model; transformers: always theirs."
+    )
     max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
     draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from pearl.errors import ModelError, RequestError
 from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.hf import HFRunner
+from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from tests.runner_contract import RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def load(kind: str = "llama", **options: object) -> HFRunner:
-    runner = load_runner(str(tiny_model(kind)), device=CPU, max_context=64, **options)
+    runner = load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards="transformers", **options)
     assert isinstance(runner, HFRunner)
     return runner
 
@@ -47,7 +48,7 @@ class TestContractEager(RunnerContract):
 class TestContractCuda(RunnerContract):
     @pytest.fixture
     def runner(self) -> HFRunner:
-        runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), max_context=64)
+        runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), max_context=64, forwards="transformers")
         assert isinstance(runner, HFRunner)
         return runner
 
@@ -138,7 +139,7 @@ def test_a_token_outside_the_vocabulary(token: int) -> None:
     ],
 )
 def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
-    runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted)
+    runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted, forwards="transformers")
     assert isinstance(runner, HFRunner)
     assert runner._model.dtype == found
     assert runner.forward([3, 4], 1).dtype == torch.float32
@@ -217,8 +218,8 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
     tokens = some_tokens(runner, 9)
     close(runner.forward(tokens, 9), load().forward(tokens, 9))
     automatic = load_runner(str(file), device=CPU, max_context=64)
-    assert isinstance(automatic, HFRunner)
-    assert automatic._model.dtype == torch.bfloat16
+    assert isinstance(automatic, LlamaRunner)
+    assert automatic.dtype == torch.bfloat16
 
 
 def _write_gguf(file: Path) -> None:

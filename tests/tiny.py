@@ -37,12 +37,28 @@ _SIZES = {
     "eos_token_id": EOS_ID,
     "bos_token_id": None,
 }
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
 _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _SIZES),
     "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": False}),
+    "qwen3": ("Qwen3", _SIZES | {"head_dim": 16}),  # heads wider than their share
+    "llama-biased": ("Llama", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True}),
+    "llama-long": ("Llama", _SIZES | {"rope_parameters": _LLAMA3_ROPE}),
+    "llama-dynamic": (
+        "Llama",
+        _SIZES | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "gpt2": ("GPT2", _GPT2),
     "opt": ("OPT", _OPT),
     "bloom": ("Bloom", {"hidden_size": 32, "n_head": 4, "initializer_range": 0.1}),  # ALiBi, no position ids

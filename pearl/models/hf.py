@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from pearl.errors import ModelError, RequestError
+from pearl.errors import ModelError
+from pearl.models.runner import check_room
 
 
 class FixedLayer(DynamicLayer):
@@ -86,7 +87,7 @@ class HFRunner:
     def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
         """See `ModelRunner.forward`."""
         end = self._length + len(tokens)
-        self._check(tokens, end)
+        check_room(tokens, end, self.context, self.vocab_size)
         try:
             with torch.inference_mode():
                 logits = self._model(input_ids=self._ids(tokens), **self._arguments(end, rows)).logits
@@ -112,19 +113,6 @@ class HFRunner:
         if self.device.type == "cuda":
             # This stream only: rows on their way to the other worker are not the forward's business.
             torch.cuda.current_stream(self.device).synchronize()
-
-    def _check(self, tokens: Sequence[int], end: int) -> None:
-        if end > self.context:
-            raise RequestError(
-                f"{end} tokens do not fit the context of {self.context}. Shorten the prompt, lower "
-                "max_tokens, or load the model with a larger context."
-            )
-        # On a GPU an id outside the table would abort the whole process, not this request.
-        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
-            raise RequestError(
-                f"A token id lies outside the model's vocabulary of {self.vocab_size}: "
-                "the prompt was made with another model's tokenizer."
-            )
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         """Token ids [1, n] on the device, sent without waiting for it."""

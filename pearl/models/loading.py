@@ -29,15 +29,18 @@ def load_runner(
     dtype: str = "auto",
     max_context: int | None = None,
     device_map: str | dict[str, Any] | None = None,
+    forwards: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> ModelRunner:
     """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`.
 
     `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16" or "float16".
-    `max_context` in tokens; None takes the model's own, up to 8192.  Raises `ModelError`.
+    `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers" keeps their forward
+    where "auto" has a faster one.  Raises `ModelError`.
     """
     from pearl.models.hf import HFRunner
+    from pearl.models.llama import LlamaRunner, is_llama
 
     checkpoint = resolve_checkpoint(spec, progress)
     progress(f"loading {spec}")
@@ -45,7 +48,8 @@ def load_runner(
     model = _load(spec, checkpoint, arguments)
     _refuse_offloaded(spec, model, device)
     with _explained(spec):
-        return HFRunner(model, _context(spec, model, max_context))
+        context = _context(spec, model, max_context)
+        return LlamaRunner(model, context) if forwards == "auto" and is_llama(model) else HFRunner(model, context)
 
 
 def _arguments(

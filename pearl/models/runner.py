@@ -7,6 +7,23 @@ from typing import Protocol
 
 import torch
 
+from pearl.errors import RequestError
+
+
+def check_room(tokens: Sequence[int], end: int, context: int, vocab_size: int) -> None:
+    """Raises `RequestError` where `tokens`, ending at position `end`, cannot be fed: before anything has changed."""
+    if end > context:
+        raise RequestError(
+            f"{end} tokens do not fit the context of {context}. Shorten the prompt, lower "
+            "max_tokens, or load the model with a larger context."
+        )
+    # On a GPU an id outside the table would abort the whole process, not this request.
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise RequestError(
+            f"A token id lies outside the model's vocabulary of {vocab_size}: "
+            "the prompt was made with another model's tokenizer."
+        )
+
 
 class ModelRunner(Protocol):
     """A causal language model with a KV cache that can be rolled back; one sequence, batch size 1.

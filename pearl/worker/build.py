@@ -145,6 +145,7 @@ def _runner(config: EngineConfig, role: str, device: torch.device, progress: Cal
             device_map=config.target_device_map
             if is_target and len(Device.parse(config.target_device).gpus) > 1
             else None,
+            forwards=config.forwards,
             trust_remote_code=config.trust_remote_code,
             progress=progress,
         )

@@ -1,0 +1,209 @@
+"""A fast forward for the Llama family, batch 1: Llama, Mistral (no sliding window), Qwen2, Qwen3, and what shares them.
+
+The same weights as the `transformers` model it is made from, laid out anew: query, key and value in one matrix, gate
+and up in another, packed for the CPU's bf16 instructions where there are any.  Keys and values stand in buffers
+allocated once.  What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from transformers import PreTrainedModel
+
+from pearl.models.runner import check_room
+
+_FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_ROTATIONS = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on how long the text is
+_LEAST_ROWS = 4  # packed matrices multiply three to six rows in less time than one or two
+
+Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
+
+
+def is_llama(model: PreTrainedModel) -> bool:
+    """Whether `LlamaRunner` computes what this model does."""
+    config, name = model.config, type(model).__name__
+    if name not in _FAMILY:
+        return False
+    rotation = config.rope_parameters
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return (
+        (name != "MistralForCausalLM" or config.sliding_window is None)
+        and not getattr(config, "use_sliding_window", False)
+        and layers == {"full_attention"}
+        and config.hidden_act in ("silu", "swish")
+        and rotation["rope_type"] in _ROTATIONS
+        and rotation.get("partial_rotary_factor", 1.0) == 1.0
+        and len({(weight.device, weight.dtype) for weight in model.parameters()}) == 1
+        and all(type(part) is torch.nn.Linear for part in model.modules() if isinstance(part, torch.nn.Linear))
+        and all(type(layer.mlp.down_proj) is torch.nn.Linear for layer in model.model.layers)  # not quantised
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer: its matrices, and the weights of its norms; q_norm and k_norm in Qwen3 only."""
+
+    attention_norm: torch.Tensor
+    qkv: Matrix
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Matrix
+    mlp_norm: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+class LlamaRunner:
+    """`ModelRunner` over the weights of `model`, for which `is_llama` holds; they are taken from it."""
+
+    def __init__(self, model: PreTrainedModel, context: int) -> None:
+        config, inner = model.config, model.model
+        self.context, self.vocab_size = context, int(config.vocab_size)
+        self.device, self.dtype = model.device, model.dtype
+        self._length = 0
+        self._eps = float(config.rms_norm_eps)
+        self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self._width = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
+        self._least_rows = _LEAST_ROWS if _packs(inner.embed_tokens.weight) else 1
+        self._positions = torch.arange(context + self._least_rows, device=self.device)
+        with torch.inference_mode():
+            self._cos, self._sin = self._angles(inner.rotary_emb)
+            self._embedding = inner.embed_tokens.weight
+            self._layers = [_layer(layer) for layer in inner.layers]
+            self._norm = inner.norm.weight
+            self._head = _matrix(model.lm_head)
+            # [layers, kv_heads, context, head_dim]; empty, not zeros: the pages of an unused context are never touched
+            shape = (len(self._layers), self._kv_heads, context, self._width)
+            self._keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._values = torch.empty_like(self._keys)
+
+    def _angles(self, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [positions, 1, head_dim].
+
+        The sines' first half is negated: turning a vector swaps its halves and negates one, and `roll` only swaps.
+        """
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        cos, sin = (table[0, :, None] for table in rotary(like, self._positions[None]))
+        return cos.contiguous(), torch.cat((-sin[..., : self._width // 2], sin[..., self._width // 2 :]), -1)
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        """See `ModelRunner.forward`."""
+        fed, end = len(tokens), self._length + len(tokens)
+        check_room(tokens, end, self.context, self.vocab_size)
+        with torch.inference_mode():
+            padded = [*tokens, *[0] * (self._least_rows - fed)]  # more rows, whose results nobody looks at
+            ids = torch.tensor(padded, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+            at = slice(self._length, self._length + len(padded))
+            turn = self._cos[at], self._sin[at]
+            mask = self._mask(end, at) if fed > 1 else None  # a single one sees all that there is
+            hidden = self._embedding[ids]  # [n, hidden]
+            for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+                mixed = self._attend(layer, hidden, turn, keys[:, :end], values[:, :end], fed, mask)
+                hidden = layer.out(mixed, hidden)
+                gate, up = layer.gate_up(self._normal(hidden, layer.mlp_norm), None).chunk(2, -1)
+                hidden = layer.down(silu(gate).mul_(up), hidden)
+            logits = self._head(self._normal(hidden[fed - rows : fed], self._norm), None) if rows else None
+        self._length = end
+        # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
+        if logits is None:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return logits.to(torch.float32, copy=True)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        fed: int,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What each row takes from the tokens up to it: [n, heads * head_dim].
+
+        Args:
+            keys, values: [kv_heads, end, head_dim]; the last `fed` are still to be written.
+        """
+        n, heads, both, width = len(hidden), self._heads, self._heads + self._kv_heads, self._width
+        states = layer.qkv(self._normal(hidden, layer.attention_norm), None).view(n, -1, width)
+        facing = states[:, :both]  # queries and keys
+        if layer.q_norm is not None and layer.k_norm is not None:
+            normal = self._normal(facing[:, :heads], layer.q_norm), self._normal(facing[:, heads:], layer.k_norm)
+            facing = torch.cat(normal, 1)
+        turned = torch.addcmul(facing * turn[0], facing.roll(width // 2, -1), turn[1])
+        keys[:, -fed:] = turned[:fed, heads:].transpose(0, 1)
+        values[:, -fed:] = states[:fed, both:].transpose(0, 1)
+        # Queries that share keys stand one below the other, so that no key is copied: [1, kv_heads, group * n, width].
+        queries = turned[:, :heads].view(n, self._kv_heads, -1, width).permute(1, 2, 0, 3)
+        queries = queries.reshape(1, self._kv_heads, -1, width)
+        mixed = scaled_dot_product_attention(queries, keys[None], values[None], mask)
+        return mixed.view(self._kv_heads, -1, n, width).permute(2, 0, 1, 3).reshape(n, -1)
+
+    def _mask(self, end: int, at: slice) -> torch.Tensor:
+        """[group * n, end]: 0 where a query may look, minus infinity at what comes after it."""
+        after = self._positions[:end] > self._positions[at, None]
+        mask = torch.zeros(after.shape, dtype=self.dtype, device=self.device).masked_fill_(after, -torch.inf)
+        return mask.repeat(self._heads // self._kv_heads, 1)
+
+    def _normal(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden, weight.shape, weight, self._eps)
+
+    def rollback(self, length: int) -> None:
+        """See `ModelRunner.rollback`."""
+        assert 0 <= length <= self._length
+        self._length = length
+
+    def synchronize(self) -> None:
+        """See `ModelRunner.synchronize`."""
+        if self.device.type == "cuda":
+            # This stream only: rows on their way to the other worker are not the forward's business.
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
+    return _Layer(
+        layer.input_layernorm.weight,
+        _matrix(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm,
+        k_norm,
+        _matrix(attention.o_proj),
+        layer.post_attention_layernorm.weight,
+        _matrix(mlp.gate_proj, mlp.up_proj),
+        _matrix(mlp.down_proj),
+    )
+
+
+def _matrix(*linears: Any) -> Matrix:
+    """Several matrices of one input as one, their outputs side by side.
+
+    Takes the weights away from where they were: a large model is then never there twice.
+    """
+    weight = torch.cat([each.weight for each in linears]) if len(linears) > 1 else linears[0].weight.detach()
+    bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
+    for each in linears:
+        each.weight = None
+    if _packs(weight):
+        packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
+        return lambda x, y: (
+            multiply(x, packed, bias, "none", [], "") if y is None else multiply.binary(x, y, packed, bias, "add")
+        )
+    return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    """Whether torch can lay this matrix out for the CPU beforehand: it otherwise does so in every multiplication."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,119 @@
+"""The fast forward of the Llama family: the contract, and that it computes what transformers computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pearl.errors import ModelError
+from pearl.models.hf import HFRunner
+from pearl.models.llama import LlamaRunner, is_llama
+from pearl.models.loading import load_runner
+from tests.runner_contract import RunnerContract, close, some_tokens
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+KINDS = ("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3")
+CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8)  # fed to both, so that every row has a cache behind it
+
+
+def load(kind: str = "llama", dtype: str = "float32", device: torch.device = CPU) -> LlamaRunner:
+    runner = load_runner(str(tiny_model(kind)), device=device, dtype=dtype, max_context=64)
+    assert isinstance(runner, LlamaRunner)
+    return runner
+
+
+def reference(kind: str, dtype: str) -> HFRunner:
+    runner = load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, max_context=64, forwards="transformers")
+    assert isinstance(runner, HFRunner)
+    return runner
+
+
+def logits(runner: LlamaRunner | HFRunner) -> torch.Tensor:
+    """Of all tokens, fed in chunks, with a rollback between any two."""
+    found = []
+    for count in CHUNKS:
+        start = runner.length
+        runner.forward(some_tokens(runner, 5, start=60), 5)
+        runner.rollback(start)
+        found.append(runner.forward(some_tokens(runner, count, start), count))
+    return torch.cat(found)
+
+
+class TestContract(RunnerContract):
+    @pytest.fixture(params=KINDS)
+    def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
+        return load(request.param)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+class TestContractCuda(RunnerContract):
+    @pytest.fixture
+    def runner(self) -> LlamaRunner:
+        return load(device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_those_of_transformers(kind: str) -> None:
+    close(logits(load(kind)), logits(reference(kind, "float32")))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_no_worse_than_that_of_transformers(kind: str, dtype: str) -> None:
+    """The bound: 1.5 times what transformers' logits are off from those of the same weights in float32."""
+    weights = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
+    exact = logits(HFRunner(weights.float(), 64))
+    theirs, ours = ((logits(runner) - exact).abs() for runner in (reference(kind, dtype), load(kind, dtype)))
+    assert theirs.max() > 0, "nothing was rounded, so nothing was tested"
+    assert ours.max() <= 1.5 * theirs.max()
+    assert ours.mean() <= 1.2 * theirs.mean()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama-dynamic"])
+def test_others_keep_the_forward_of_transformers(kind: str) -> None:
+    """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
+    assert isinstance(load_runner(str(tiny_model(kind)), device=CPU), HFRunner)
+
+
+def test_a_sliding_window_is_refused_as_ever() -> None:
+    with pytest.raises(ModelError, match="MistralForCausalLM"):
+        load_runner(str(tiny_model("mistral-sliding")), device=CPU)
+
+
+class Quantised(torch.nn.Module):
+    """Stands for what bitsandbytes and the like put in a matrix's place."""
+
+
+def test_quantised_matrices_are_left_to_transformers() -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    assert is_llama(model)
+    model.model.layers[1].mlp.down_proj = Quantised()
+    assert not is_llama(model)
+
+
+def test_weights_are_there_once() -> None:
+    """A model that fills a device must not be copied on it."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    runner = LlamaRunner(model, 64)
+    assert {name.split(".")[-2] for name, _ in model.named_parameters()} == {
+        "embed_tokens",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "norm",
+    }
+    assert runner.forward([3, 4], 1).isfinite().all()
+
+
+def test_greedy_text_equals_generate() -> None:
+    runner, prompt = load(), [20, 30, 40, 50]
+    text = list(prompt)
+    for _ in range(24):
+        text.append(int(runner.forward(text[runner.length :], 1).argmax()))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    ids = torch.tensor([prompt])
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
+    assert text == wanted[0].tolist()
+    assert len(set(text[4:])) > 3, "a text of one token proves nothing"
