@@ -14,7 +14,7 @@ from typing import Any
 from pearl.config import EngineConfig
 from pearl.engine import CARD, Engine, Progress
 from pearl.errors import ConfigError
-from pearl.transport.zeromq import private_directories
+from pearl.transport.zeromq import is_local, is_private, private_directories
 
 
 def running_engines() -> list[Path]:
@@ -41,8 +41,13 @@ def find_engine(name: str) -> Path:
 
 
 def _card(directory: Path) -> dict[str, Any]:
+    """What an engine has left there; nothing where another user could have put it, or it leads off this machine."""
     try:
+        if not is_private(directory):
+            return {}
         card = json.loads((directory / CARD).read_text())
+        if not is_local(str(card["address"])):
+            return {}
         return {"pid": int(card["pid"]), "address": str(card["address"]), "config": dict(card["config"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -70,8 +70,8 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """Tokens of the turns so far, as last sent; 0 where they have to be rendered anew."""
-        return len(self._tokens)
+        """Tokens of the turns so far."""
+        return len(self._tokens or (self.prompt("") if self.turns else ()))
 
     def prompt(self, message: str) -> list[int]:
         """The tokens that ask for the reply to `message`.
@@ -110,12 +110,18 @@ class Conversation:
 
         None where it is too long by itself.
         """
-        for count in range(len(self.turns) + 1):
-            rest = Conversation(self._tokenizer, self._raw, self._system)
-            rest.turns = self.turns[count:]
-            if len(self.prompt(message) if not count else rest.prompt(message)) <= room:
-                return count
-        return None
+        if len(self._without(len(self.turns)).prompt(message)) > room:
+            return None
+        if len(self.prompt(message)) <= room:
+            return 0
+        fits = (n for n in range(1, len(self.turns) + 1) if len(self._without(n).prompt(message)) <= room)
+        return next(fits)
+
+    def _without(self, count: int) -> Conversation:
+        """The same without the first `count` turns."""
+        rest = Conversation(self._tokenizer, self._raw, self._system)
+        rest.turns = self.turns[count:]
+        return rest
 
     def forget_oldest(self, count: int) -> None:
         """Removes the first `count` turns."""

@@ -15,7 +15,6 @@ import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -96,11 +95,11 @@ class Engine:
         given = {"target": target, "draft": draft, **settings}
         known = config.model_dump() if config else {}
         self.config = EngineConfig(**{**known, **{k: v for k, v in given.items() if v is not None}})
-        self._lock = threading.RLock()  # around the socket and the streams
+        self._turns = threading.Condition(threading.RLock())  # of those who wait, to read the socket
+        self._reading = False
         self._requests = count(1)
         # Weak, so that a stream which its user has dropped is collected, and so cancelled.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
-        self._outbox: deque[Message] = deque()
         self._closed = False
         self._heard = time.monotonic()
         self._welcome: Welcome | None = None
@@ -129,7 +128,10 @@ class Engine:
         self._meet_target(self._target.address, deadline)
         if self._draft:
             self._draft.keep()
-        card = {"pid": os.getpid(), "address": self._target.address, "config": self.config.model_dump(mode="json")}
+        config = self.config.model_dump(mode="json")
+        for role in ("target", "draft"):  # whoever attaches may do so from another directory
+            config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
+        card = {"pid": os.getpid(), "address": self._target.address, "config": config}
         (self._directory / CARD).write_text(json.dumps(card))
 
     def _own_directory(self) -> Path:
@@ -140,10 +142,9 @@ class Engine:
         self._endpoint = ZmqConnection(address)
         self._heard = time.monotonic()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-        while self._welcome is None:
-            self._read()
-            if time.monotonic() > deadline:
-                raise StartError("the target does not answer; see --log-level debug")
+        self._read_until(lambda: self._welcome is not None or time.monotonic() > deadline)
+        if self._welcome is None:
+            raise StartError("the target does not answer; see --log-level debug")
 
     def _start_draft(self, address: str, progress: Progress) -> None:
         """Launches the draft here; under torchrun another rank does."""
@@ -197,9 +198,10 @@ class Engine:
             with self._said_not_raised():
                 self.stop_trace()
         self._closed = True
-        with self._lock:
-            if self._endpoint is not None:
-                self._endpoint.close()
+        if self._endpoint is not None:
+            with self._turns:  # a reader would be left with a closed socket in its hands
+                self._turns.wait_for(lambda: not self._reading, 2 * _READ_SECONDS)
+            self._endpoint.close()
         workers = [w for w in (self._draft, self._target) if w is not None]
         for worker in workers:
             worker.close()
@@ -320,42 +322,47 @@ class Engine:
         path = Path(path).absolute()
         if self.config.trace or self._recording:
             raise TraceError("this engine is recording a trace already")
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
+        try:
+            writable = not path.is_dir() and os.access(path.parent, os.W_OK)
+        except (OSError, ValueError):
+            writable = False
+        if not writable:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
         number = secrets.randbits(62) + 1
         try:
             self._ask_to_record(Trace(number, True))
-        except TraceError:
+        except BaseException:
             self._post(Trace(number, False))  # should it have begun, or be about to
             raise
         self._recording = (path, number)
 
     def stop_trace(self) -> Path:
-        """Ends the recording and writes its file, whose path it returns. Raises `TraceError`."""
+        """Ends the recording and writes its file, whose path it returns. After a `TraceError` it can be tried again."""
         if self._recording is None:
             raise TraceError("no trace is being recorded")
-        (path, number), self._recording = self._recording, None
+        path, number = self._recording
         self._ask_to_record(Trace(number, False))
         merge(path, asked_for(self._directory, number))
+        self._recording = None
         return path
 
     def _ask_to_record(self, trace: Trace) -> None:
         """Returns once both workers do."""
-        with self._lock:
-            self._recorded = None
-            self._post(trace)
-            deadline = time.monotonic() + _RECORD_SECONDS
-            while self._recorded != trace:
-                if time.monotonic() > deadline:
-                    raise TraceError("the workers do not answer: is another front's text being made?")
-                self._read()
+        self._recorded = None
+        self._post(trace)
+        deadline = time.monotonic() + _RECORD_SECONDS
+        self._read_until(lambda: self._recorded == trace or time.monotonic() > deadline)
+        if self._recorded != trace:
+            raise TraceError("the workers do not answer: is another front's text being made?")
 
     def wait_until_lost(self) -> None:
         """Returns never. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
-        while True:
-            with self._lock:
-                self._heard = time.monotonic()  # nobody asks for anything, so silence means nothing
-                self._read()
+
+        def lost() -> bool:
+            self._heard = time.monotonic()  # nobody asks for anything, so silence means nothing
+            return False
+
+        self._read_until(lost)
 
     def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
         values = decoding.model_dump() if decoding else {}
@@ -371,17 +378,28 @@ class Engine:
     # ---- the socket, shared by all streams ----
 
     def await_message(self, stream: Stream) -> object | None:
-        """The next message of `stream`, None once it is closed; meanwhile it reads the socket, for all streams."""
-        while stream.open and not stream.inbox:
-            with self._lock:
-                if stream.open and not stream.inbox:
-                    self._read()
+        """The next message of `stream`, None once it is closed; meanwhile it may read the socket, for all streams."""
+        self._read_until(lambda: bool(stream.inbox) or not stream.open)
         return stream.inbox.popleft() if stream.open else None
+
+    def _read_until(self, done: Callable[[], bool]) -> None:
+        """Returns once `done`. Of several threads that wait one reads, and the others look whenever it has."""
+        while not done():
+            with self._turns:
+                if self._reading:
+                    self._turns.wait(_READ_SECONDS)
+                    continue
+                self._reading = True
+            try:
+                self._read()
+            finally:
+                with self._turns:
+                    self._reading = False
+                    self._turns.notify_all()
 
     def _read(self) -> None:
         if self._closed or self._endpoint is None:
             raise EngineClosed("this engine has been closed; make another")
-        self._flush()
         received = self._endpoint.receive(_READ_SECONDS)
         if received:
             self._heard = time.monotonic()
@@ -441,23 +459,11 @@ class Engine:
             log.debug("could not cancel request %d: the target is gone", request)
 
     def _post(self, message: Message) -> None:
-        """Sends, from any thread. Where another one is reading the socket, that one sends it on its next turn:
-        a lock is not fair, and the reader takes it again and again.
-        """
-        self._outbox.append(message)
-        while self._outbox and not self._closed:
-            if self._endpoint is not None:
-                self._endpoint.wake()
-            if self._lock.acquire(timeout=_READ_SECONDS):
-                try:
-                    self._flush()
-                finally:
-                    self._lock.release()
-
-    def _flush(self) -> None:
-        assert self._endpoint is not None
+        """Sends, from any thread."""
+        if self._endpoint is None or self._closed:
+            return
         try:
-            while self._outbox:
-                self._endpoint.send(self._outbox.popleft())
+            self._endpoint.send(message)
+            self._endpoint.wake()  # who waits for a piece of a text that this ends must look
         except TransportError as error:
             raise TargetLost(f"{self._target_fate(str(error))}; the text ends here. Make a new engine") from None

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
 from pearl import SamplingParams
 from pearl.attach import AttachedEngine, find_engine, running_engines
 from pearl.cli.commands import COMMANDS
+from pearl.cli.reply import MarkdownReply, TokenReply
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
+from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
 from pearl.trace.report import report
 from tests.conftest import TOY, greedy_text
@@ -267,10 +272,10 @@ def test_methods_are_switched_in_place_and_compared(home: dict[str, str], attach
             person.sees("forgotten: 123", i)
         person.send("/stats")
         person.sees("first token tokens/s")
-        rows = [
-            line.split()[:3] for line in person.screen.splitlines() if line[:5].split() in (["ar"], ["sd"], ["pearl"])
-        ]
-        assert rows == [["pearl", "1", "10"], ["ar", "1", "10"], ["sd", "1", "10"]]
+        lines = [["pearl", "1", "10"], ["ar", "1", "10"], ["sd", "1", "10"]]
+        person.until(
+            lambda: all(line in [row.split()[:3] for row in person.lines] for line in lines), "a line a method"
+        )
 
 
 def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
@@ -384,6 +389,80 @@ def test_a_reply_that_fills_the_context_says_so(home: dict[str, str], attached: 
         person.sees("the reply was cut: the context of 512 tokens is full")
 
 
+def test_wrong_files_and_hostile_ones_do_not_end_the_chat(
+    home: dict[str, str], attached: list[str], tmp_path: Path
+) -> None:
+    hostile = {"target": "x", "system": "\x1b[2J\x1b[31mSYSTEM", "tokens": [], "turns": []}
+    (tmp_path / "hostile.json").write_text(json.dumps(hostile))
+    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
+        person.sees(">>>")
+        person.send("/load ~nobody-of-this-name/x")
+        person.sees("cannot find ~nobody-of-this-name/x")
+        person.send("/save " + "x" * 300)
+        person.sees("File name too long")
+        person.send("/trace " + "y" * 300)
+        person.sees("File name too long", 2)
+        person.send(f"/load {tmp_path / 'hostile.json'}")
+        person.sees("0 turns from")
+        person.send("/system")
+        person.sees("␛[2J␛[31mSYSTEM")
+        person.send("[pasted text 7: 2,200 characters]")
+        person.sees("is not known any more: paste it again")
+        person.send("123")
+        person.sees(STATUS)
+
+
+def test_the_conversation_outlives_the_engine(home: dict[str, str]) -> None:
+    with chatting(home, *TOYS, "--temperature", "0", "--max-tokens", "5") as person:
+        person.sees(">>>")
+        person.send("123")
+        person.sees(STATUS)
+        worker(home, "target").kill()
+        person.send("4")
+        assert person.leaves() == 4
+        assert "last-chat.json; /load goes on with it" in " ".join(person.text.split())
+    kept = json.loads(Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json").read_text())
+    assert [turn["user"] for turn in kept["turns"]] == ["123"]
+
+
+def rendered(reply: type[MarkdownReply] | type[TokenReply], *texts: str) -> str:
+    """What a terminal has been given in the end, without its control sequences."""
+    file = StringIO()
+    shown = reply(Console(file=file, force_terminal=True, width=80, height=20))
+    for text in texts:
+        shown.add((text,), (Provenance.ACCEPTED,))
+    shown.finish()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+@pytest.mark.parametrize("reply", [MarkdownReply, TokenReply])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "std::vector<int> and List<String>",
+        "<think>hm</think>",
+        "<div>hello</div>",
+        "x <!-- hidden --> y",
+        "e\u0301 \u4e2d\U0001f600",
+        "a [link](http://example.com/where) b",
+    ],
+)
+def test_no_text_is_lost_in_rendering(reply: type[MarkdownReply], text: str) -> None:
+    """What only looks like HTML is text; where a link leads is shown."""
+    said = rendered(reply, *text, "\n\nend")
+    plain = text.replace("[link](http://example.com/where)", "link (http://example.com/where)")
+    assert any(wanted in said for wanted in (text, plain)), said
+
+
+def test_escapes_in_a_reply_are_shown_and_not_obeyed() -> None:
+    file = StringIO()
+    reply = MarkdownReply(Console(file=file, force_terminal=True, width=80))
+    reply.add(("a\x1b]0;title\x07b\x1b[2Jc",), (Provenance.ACCEPTED,))
+    reply.finish()
+    assert "\x1b]0" not in file.getvalue()
+    assert "a␛]0;title␇b␛[2Jc" in file.getvalue()
+
+
 # ---- no terminal ----
 
 
@@ -407,6 +486,11 @@ def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[s
 def test_one_question(home: dict[str, str], attached: list[str]) -> None:
     run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", "-q", "123", stdin="ignored")
     assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n")
+
+
+def test_without_a_draft_the_method_is_ar(home: dict[str, str]) -> None:
+    run = piped(home, *TOYS, "--draft", "none", "--temperature", "0", "--max-tokens", "8", "-q", "123")
+    assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n"), run.stderr
 
 
 @pytest.mark.parametrize(
@@ -433,8 +517,10 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
 # ---- under torchrun ----
 
 
-def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str]) -> None:
+def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) -> None:
     """The terminal is the agent's: were Ctrl-C a signal, it would end the job."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*agent, "-m", "pearl", "chat", *SLOW, "--temperature", "0"]
     with Person(command, home) as person:
@@ -444,6 +530,10 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str]) -> None:
         person.type(CTRL_C)
         person.sees("stopped after")
         person.resize(24, 70)
+        person.send("/load " + str(fifo))  # waits for a writer; Ctrl-C must not reach the agent meanwhile
+        person.type(CTRL_C)
+        fifo.write_text("hello")
+        person.sees("no saved conversation")
         person.send("/set max_tokens 5")
         person.sees("max_tokens 5")
         person.send("4")
@@ -464,6 +554,18 @@ def test_a_second_front_attaches(toy: Engine) -> None:
         assert other.context == toy.context
         assert other.generate([[1, 2, 3]], params)[0].tokens == toy.generate([[1, 2, 3]], params)[0].tokens
     assert toy.generate([[1, 2, 3]], params)[0].tokens == greedy_text([1, 2, 3], 10)
+
+
+def test_what_another_user_could_have_left_is_no_engine(toy: Engine, tmp_path: Path) -> None:
+    """A card names models to load and a place to connect to."""
+    card = json.loads((toy.directory / "engine.json").read_text())
+    for mode, address in ((0o777, card["address"]), (0o700, "tcp://10.9.9.9:1")):
+        directory = tmp_path / oct(mode)
+        directory.mkdir()
+        directory.chmod(mode)
+        (directory / "engine.json").write_text(json.dumps(card | {"address": address}))
+        with pytest.raises(ConfigError, match="no engine runs in"):
+            find_engine(str(directory))
 
 
 def test_an_attached_front_is_told_when_the_engine_goes() -> None:

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import DraftJoined, Forwarded, Judged
-from pearl.protocol.messages import Begin, Decoding, DraftTokens, Sampling, Submit
+from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sampling, Submit
 from pearl.protocol.sequence import extend_digest
 from pearl.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
@@ -694,6 +695,59 @@ def test_a_draft_that_joins_is_recorded_too(tmp_path: Path) -> None:
     trace = read(path)
     assert len(trace.drafts) == 2
     assert replay(trace).difference is None
+
+
+def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path) -> None:
+    """It is told to record and to begin in one breath: were it to begin first, it would be with the wrong machine."""
+    path = tmp_path / "t.json"
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=1500, ignore_eos=True)
+    with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
+        assert engine._draft is not None
+        first = engine._draft.worker.pid
+        engine.start_trace(path)
+        with engine.stream([1, 2, 3], params) as stream:
+            for _ in range(5):
+                next(stream)
+            os.kill(first, signal.SIGKILL)
+            back = 0
+            for piece in stream:
+                back += engine._draft.worker.pid != first and Provenance.ACCEPTED in piece.provenance
+                if back == 20:
+                    break
+        assert back == 20, "the draft that returned was of use before the text ended"
+        assert engine._draft._restarts == 1
+        engine.stop_trace()
+    assert replay(read(path)).difference is None
+
+
+KILLED_FRONT = """
+import sys, time
+from pathlib import Path
+from pearl.attach import AttachedEngine
+engine = AttachedEngine(Path(sys.argv[1]))
+engine.start_trace(sys.argv[2])
+print("recording", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_FRONT, str(toy.directory), str(tmp_path / "a.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        assert front.stdout.readline() == "recording\n"
+        front.kill()
+    deadline = time.monotonic() + BOUND
+    while True:
+        toy.generate([[1, 2, 3]], WARM)  # the target learns of it when it has something to say to it
+        try:
+            toy.start_trace(tmp_path / "b.json")
+            break
+        except TraceError:
+            assert time.monotonic() < deadline
+    toy.generate([[1, 2, 3]], WARM)
+    toy.stop_trace()
+    assert report(read(tmp_path / "b.json")).requests == 1
 
 
 def test_closing_the_engine_ends_the_recording(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
@@ -19,7 +20,7 @@ from pearl.cli.commands import COMMANDS, Leave, obey
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply
-from pearl.cli.terminal import LineReader, WatchKeys
+from pearl.cli.terminal import LineReader, WatchKeys, interrupt_is_a_key, printable, state_directory
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.conversation import Conversation
 from pearl.engine import Engine
@@ -198,12 +199,17 @@ def chat(
         if engine is None:
             return
         conversation = Conversation(engine.tokenizer, raw, system)
-        talk = Chat(engine, settings.sampling, settings.decoding, conversation, show_draft, markdown)
+        decoding = settings.decoding
+        if not engine.config.has_draft and "method" not in decoding.model_fields_set:
+            decoding = decoding.model_copy(update={"method": "ar"})
+        talk = Chat(engine, settings.sampling, decoding, conversation, show_draft, markdown)
         if question is not None:
             talk.answer(question)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            _interactive(talk, LineReader(COMMANDS, remember=history))
+            with interrupt_is_a_key():
+                _interactive(talk, LineReader(COMMANDS, remember=history))
         else:
+            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
             for line in sys.stdin:
                 if line.strip():
                     talk.answer(line.rstrip("\n"))
@@ -225,14 +231,15 @@ def _interactive(chat: Chat, reader: LineReader) -> None:
             continue
         except EOFError:
             return
+        except RequestError as error:
+            chat.console.print(Text(str(error), "red"))
+            continue
         finally:
             chat.typed = ""
         try:
             _take(chat, reader, line)
         except Leave:
             return
-        except KeyboardInterrupt:  # amid a command
-            chat.console.print("interrupted", style="dim")
 
 
 def _take(chat: Chat, reader: LineReader, line: str) -> None:
@@ -242,9 +249,21 @@ def _take(chat: Chat, reader: LineReader, line: str) -> None:
         if message and message.strip():
             _converse(chat, reader, message)
     except (TargetLost, EngineClosed):
+        _keep(chat)
         raise
     except PearlError as error:
-        chat.console.print(Text(str(error), "red"))
+        chat.console.print(Text(printable(str(error)), "red"))
+
+
+def _keep(chat: Chat) -> None:
+    """The engine is gone; what was said need not be."""
+    if chat.conversation.turns:
+        with contextlib.suppress(OSError, RuntimeError):
+            path = state_directory() / "last-chat.json"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
+            chat.console.print(Text(f"the conversation is in {path}; /load goes on with it", "yellow"))
 
 
 def _converse(chat: Chat, reader: LineReader, message: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.table import Table
 from rich.text import Text
 
+from pearl.cli.terminal import printable
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
 
@@ -184,30 +186,17 @@ def _mean_run(all_of: list[Any]) -> str:
 
 def _save(chat: Chat, rest: str) -> None:
     path = _path(rest, "/save FILE")
-    if path.exists() and not _is_saved(path):
-        raise RequestError(f"{path} is there, and no saved conversation: name another file")
-    try:
+    with _told(f"cannot write {path}"):
+        if path.exists() and '"pearl_chat"' not in path.read_text(encoding="utf-8", errors="replace"):
+            raise RequestError(f"{path} is there, and no saved conversation: name another file")
         path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}") from None
     _say(chat, f"{len(chat.conversation.turns)} turns are in {path}")
-
-
-def _is_saved(path: Path) -> bool:
-    try:
-        return '"pearl_chat"' in path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def _load(chat: Chat, rest: str) -> None:
     path = _path(rest, "/load FILE")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise RequestError(f"{path} is no saved conversation: it is not text") from None
+    with _told(f"cannot read {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
     chat.conversation.load(text, chat.engine.config.target)
     _say(chat, f"{len(chat.conversation.turns)} turns from {path}")
 
@@ -215,7 +204,17 @@ def _load(chat: Chat, rest: str) -> None:
 def _path(rest: str, usage: str) -> Path:
     if not rest:
         raise RequestError(f"name a file: {usage}")
-    return Path(rest).expanduser()
+    with _told(f"cannot find {rest}"):
+        return Path(rest).expanduser()
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever the system has against a file, as an error that the chat survives."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RequestError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _regen(chat: Chat, _: str) -> str | None:
@@ -242,6 +241,9 @@ def _trace(chat: Chat, rest: str) -> None:
         _say(chat, f"{path}: pearl trace report {path}")
     else:
         path = _path(rest, "/trace FILE, or /trace off")
+        with _told(f"cannot write {path}"):
+            if path.exists():
+                raise RequestError(f"{path} is there: name another file")
         chat.engine.start_trace(path)
         _say(chat, f"recording both workers; /trace off writes {path}")
 
@@ -279,7 +281,7 @@ _DO: dict[str, Callable[[Chat, str], str | None]] = {
 
 
 def _say(chat: Chat, text: str) -> None:
-    chat.console.print(Text(text, "dim"))
+    chat.console.print(Text(printable(text), "dim"))
 
 
 def _print_pairs(chat: Chat, pairs: list[tuple[str, str]]) -> None:
@@ -287,5 +289,5 @@ def _print_pairs(chat: Chat, pairs: list[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(style="dim", overflow="fold")
     for name, value in pairs:
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(name), Text(printable(value)))
     chat.console.print(table)

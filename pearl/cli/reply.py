@@ -7,8 +7,9 @@ list, the draft's guesses) is redrawn, and never more of it than fits the screen
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from markdown_it import MarkdownIt
@@ -29,6 +30,9 @@ STYLES = {
 }
 GUESSED = "dim italic"
 _FRAME_SECONDS = 0.04  # between two redrawings: a reader sees no more
+_REST = 3.0  # times what a drawing took: a long block must not keep a core busy
+# With HTML a text would lose what only looks like it: std::vector<int>, <think>.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _MARGIN = 2  # rows of the screen left to what is below
 _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # a terminal that knows these shows a frame only when whole
 
@@ -50,10 +54,11 @@ class Reply(Protocol):
 
 
 class PlainReply:
-    """As it comes, for a file or a pipe."""
+    """As it comes: for a file or a pipe, or a terminal that can do no more."""
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        sys.stdout.write("".join(texts))
+        text = "".join(texts)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
     def guess(self, text: str) -> None:
@@ -78,27 +83,44 @@ class _Bottom:
 
 
 class _Screen:
-    """A place at the bottom of the screen that is redrawn, and what leaves it upwards for good."""
+    """A place at the bottom of the screen that is redrawn, and what leaves it upwards for good.
 
-    def __init__(self, console: Console) -> None:
+    A thread draws, so that the latest is always shown soon, and a slow drawing holds nothing up.
+
+    Args:
+        compose: what is to be printed for good now, if anything, and what stands below it; called with `lock` held.
+    """
+
+    def __init__(self, console: Console, compose: Callable[[], tuple[RenderableType | None, RenderableType]]) -> None:
+        self.lock = threading.Lock()
         self._console = console
+        self._compose = compose
         self._size = console.size
-        self._drawn = 0.0
         self._live = self._started()
+        self._changed, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._paint, daemon=True, name="screen")
+        self._thread.start()
 
     def _started(self) -> Live:
         live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible")
         live.start()
         return live
 
-    @property
-    def due(self) -> bool:
-        """Whether enough time has passed for a reader to see another frame."""
-        return time.monotonic() - self._drawn >= _FRAME_SECONDS
+    def changed(self) -> None:
+        """There is something new to be drawn."""
+        self._changed.set()
 
-    def draw(self, done: RenderableType | None, rest: RenderableType) -> None:
-        """Prints `done` for good, if there is any, and shows `rest` below it."""
-        self._drawn = time.monotonic()
+    def _paint(self) -> None:
+        while not self._closing.is_set():
+            self._changed.wait()
+            self._changed.clear()
+            began = time.monotonic()
+            with self.lock:
+                done, rest = self._compose()
+            self._draw(done, rest)
+            self._closing.wait(max(_FRAME_SECONDS, _REST * (time.monotonic() - began)))
+
+    def _draw(self, done: RenderableType | None, rest: RenderableType) -> None:
         if self._console.size != self._size:
             self._after_resize()
         self._console.file.write(_BEGIN_FRAME)
@@ -120,8 +142,12 @@ class _Screen:
         self._console.file.write("\n" * (self._size.height - 1) + "\x1b[H\x1b[J")
         self._live = self._started()
 
-    def stop(self) -> None:
-        self._live.update(Text(), refresh=True)
+    def finish(self, last: RenderableType | None) -> None:
+        """Prints what is left for good."""
+        self._closing.set()
+        self._changed.set()
+        self._thread.join()
+        self._draw(last, Text())
         self._live.stop()
 
 
@@ -129,58 +155,59 @@ class MarkdownReply:
     """Rendered Markdown, block by block."""
 
     def __init__(self, console: Console) -> None:
-        self._screen = _Screen(console)
         self._rest = ""  # source of what is not printed for good
-        self._parser = MarkdownIt().enable("table")
+        self._screen = _Screen(console, self._compose)
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        self._rest += printable("".join(texts))
-        if self._screen.due:
-            done, self._rest = _finished_blocks(self._parser, self._rest)
-            self._screen.draw(Group(_markdown(done), "") if done else None, _markdown(self._rest))
+        with self._screen.lock:
+            self._rest += printable("".join(texts))
+        self._screen.changed()
 
     def guess(self, text: str) -> None:
         pass  # amid a table or a list it could not be told from the text
 
+    def _compose(self) -> tuple[RenderableType | None, RenderableType]:
+        done, self._rest = _finished_blocks(self._rest)
+        return Group(_markdown(done), "") if done else None, _markdown(self._rest)
+
     def finish(self) -> None:
-        self._screen.draw(_markdown(self._rest) if self._rest.strip() else None, Text())
-        self._screen.stop()
+        self._screen.finish(_markdown(self._rest) if self._rest.strip() else None)
 
 
 class TokenReply:
     """Plain text, each token coloured by where it came from, the draft's guess behind it."""
 
     def __init__(self, console: Console) -> None:
-        self._screen = _Screen(console)
         self._line = Text()  # since the last newline that was printed for good
         self._guess = ""
+        self._screen = _Screen(console, self._compose)
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        for text, source in zip(map(printable, texts), provenance, strict=True):
-            self._line.append(text, STYLES[source])
-            self._guess = self._guess.removeprefix(text) if self._guess.startswith(text) else ""
-        self._draw()
+        with self._screen.lock:
+            for text, source in zip(map(printable, texts), provenance, strict=True):
+                self._line.append(text, STYLES[source])
+                self._guess = self._guess.removeprefix(text) if self._guess.startswith(text) else ""
+        self._screen.changed()
 
     def guess(self, text: str) -> None:
-        self._guess = printable(text)
-        self._draw()
+        with self._screen.lock:
+            self._guess = printable(text)
+        self._screen.changed()
 
-    def _draw(self) -> None:
-        if self._screen.due:
-            done = None
-            if "\n" in self._line.plain:
-                *lines, self._line = self._line.split("\n", allow_blank=True)
-                done = Text("\n").join(lines)
-            self._screen.draw(done, self._line + Text(self._guess, GUESSED))
+    def _compose(self) -> tuple[RenderableType | None, RenderableType]:
+        done = None
+        if "\n" in self._line.plain:
+            *lines, self._line = self._line.split("\n", allow_blank=True)
+            done = Text("\n").join(lines)
+        return done, self._line + Text(self._guess, GUESSED)
 
     def finish(self) -> None:
-        self._screen.draw(self._line or None, Text())
-        self._screen.stop()
+        self._screen.finish(self._line or None)
 
 
-def _finished_blocks(parser: MarkdownIt, source: str) -> tuple[str, str]:
+def _finished_blocks(source: str) -> tuple[str, str]:
     """`source` up to its last block, which more text could still change, and from there on."""
-    starts = [token.map[0] for token in parser.parse(source) if token.level == 0 and token.map and token.nesting >= 0]
+    starts = [token.map[0] for token in _PARSER.parse(source) if token.level == 0 and token.map and token.nesting >= 0]
     if len(starts) < 2:
         return "", source
     lines = source.split("\n")
@@ -189,7 +216,8 @@ def _finished_blocks(parser: MarkdownIt, source: str) -> tuple[str, str]:
 
 def _markdown(source: str) -> Markdown:
     """Links are shown with where they lead, for a text must not hide that; lines end where the model ended them."""
-    rendered = Markdown(source, hyperlinks=False, code_theme="ansi_dark")
+    rendered = Markdown("", hyperlinks=False, code_theme="ansi_dark")
+    rendered.parsed = _PARSER.parse(source)
     for token in rendered.parsed:
         for child in token.children or ():
             if child.type == "softbreak":

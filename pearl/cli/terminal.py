@@ -13,7 +13,7 @@ import select
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession, prompt
@@ -25,8 +25,12 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 
+from pearl.errors import RequestError
+
 _INTERRUPT = b"\x03"
 _LONG_PASTE = 2000  # characters; more than that stands as a note in the line, for the screen holds no more
+_NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
+_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[@-~]|O.|.)?")  # keys that write nothing, and the brackets around a paste
 _QUOTES = '"""'
 # What Unicode has to show a control character with. The two that a text is made of stay.
 _PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421}
@@ -43,6 +47,21 @@ def state_directory() -> Path:
     """Where this user's programs keep what is theirs alone, such as a history."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pearl"
+
+
+@contextlib.contextmanager
+def interrupt_is_a_key() -> Iterator[None]:
+    """While it is open the terminal makes no signal of Ctrl-C; who reads the keys gets it."""
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+    attributes = termios.tcgetattr(file)
+    attributes[3] &= ~termios.ISIG
+    termios.tcsetattr(file, termios.TCSADRAIN, attributes)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
 class WatchKeys:
@@ -80,8 +99,7 @@ class WatchKeys:
         os.close(self._waker)
         with contextlib.suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
-        text = self._bytes.decode(errors="ignore")
-        self.typed = "" if "\x1b" in text else "".join(c for c in text if c.isprintable())
+        self.typed = _as_typed(self._bytes.decode(errors="ignore"))
 
     def _watch(self) -> None:
         while True:
@@ -97,6 +115,17 @@ class WatchKeys:
             if not keys:
                 return  # the terminal is gone
             self._bytes += keys.replace(_INTERRUPT, b"")
+
+
+def _as_typed(keys: str) -> str:
+    """The text that these keys would have left in a line."""
+    text = ""
+    for key in _ESCAPES.sub("", keys).replace("\r\n", "\n").replace("\r", "\n"):
+        if key in "\x7f\b":
+            text = text[:-1]
+        elif key.isprintable() or key == "\n":
+            text += key
+    return text.strip("\n")
 
 
 class Commands(Completer):
@@ -134,7 +163,8 @@ class LineReader:
     def read(self, typed: str = "") -> str:
         """The next message. `typed`: what the line holds at first.
 
-        Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C in an empty line.
+        Raises `EOFError` for Ctrl-D, `KeyboardInterrupt` for Ctrl-C in an empty line, and `RequestError` where it names
+        a paste that is not known any more.
         """
         hint = HTML("<placeholder>Send a message (/? for help)</placeholder>")
         text = self._session.prompt(">>> ", placeholder=hint, default=typed)
@@ -143,7 +173,8 @@ class LineReader:
                 text += "\n" + self._session.prompt("... ")
             except (KeyboardInterrupt, EOFError):
                 return ""
-        return self._unfolded(_without_quotes(text))
+        text = text.encode("utf-8", "replace").decode()  # a byte that was no character
+        return _NOTE.sub(self._pasted, _without_quotes(text))
 
     def agrees(self, question: str) -> bool:
         """Asks for a yes or no; whatever is no yes is a no."""
@@ -180,11 +211,10 @@ class LineReader:
         self._pastes[note] = data
         return note
 
-    def _unfolded(self, text: str) -> str:
-        for note, data in self._pastes.items():
-            text = text.replace(note, data)
-        self._pastes.clear()
-        return text
+    def _pasted(self, note: re.Match[str]) -> str:
+        if note[0] not in self._pastes:
+            raise RequestError(f"what {note[0]} stood for is not known any more: paste it again")
+        return self._pastes[note[0]]
 
 
 def _without_quotes(text: str) -> str:
@@ -197,11 +227,11 @@ def _without_quotes(text: str) -> str:
 
 def _history() -> History:
     """In a file that only this user can read; in memory where there can be none."""
-    path = state_directory() / "history"
     try:
+        path = state_directory() / "history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
         with path.open("a"):
             return FileHistory(path)
-    except OSError:
+    except (OSError, RuntimeError):  # no place, or no home
         return InMemoryHistory()

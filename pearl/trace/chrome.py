@@ -232,6 +232,7 @@ class _Merged:
     def _flow(self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]) -> Iterator[Event]:
         """An arrow between two slices, each given as process, track and a time within it."""
         self._flows += 1
+        start = (*start[:2], min(start[2], end[2]))  # it may be read before its sender has come back from sending
         for phase, (process, track, at) in (("s", start), ("f", end)):
             event = {"ph": phase, "name": name, "cat": "flow", "id": self._flows, "pid": process, "tid": track}
             yield event | {"ts": self._us(at)} | ({"bp": "e"} if phase == "f" else {})

@@ -239,7 +239,8 @@ class Tracer:
 class _TracedMailbox(Mailbox):
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[[Message], Message]) -> None:
         self._tracer = tracer
-        super().__init__(_TracedEndpoint(endpoint, tracer), **hooks)
+        self._traced = _TracedEndpoint(endpoint, tracer)
+        super().__init__(self._traced, **hooks)
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if self._tracer.recorder is None:
@@ -264,7 +265,12 @@ class _TracedMailbox(Mailbox):
         got = super().receive(timeout)
         if timeout > 0:
             first = got[0][1] if got else None
-            self._tracer.waited(start, self._tracer.clock(), None if isinstance(first, Exception) else first)
+            # What the loop had to read itself was there already: it has waited from then on, if at all.
+            self._tracer.waited(
+                max(start, self._traced.read_by_loop),
+                self._tracer.clock(),
+                None if isinstance(first, Exception) else first,
+            )
         else:
             self._tracer.note("communication", "receive", start)
         return got
@@ -273,6 +279,7 @@ class _TracedMailbox(Mailbox):
 class _TracedEndpoint:
     def __init__(self, endpoint: Endpoint, tracer: Tracer) -> None:
         self._endpoint, self._tracer = endpoint, tracer
+        self.read_by_loop = 0  # when the loop itself last read something
         self.wait, self.wake, self.close = endpoint.wait, endpoint.wake, endpoint.close
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
@@ -286,6 +293,8 @@ class _TracedEndpoint:
         if got and self._tracer.recorder is not None:
             messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
             self._tracer.note("communication", "read", start, messages=messages)
+            if self._tracer.track == LOOP:
+                self.read_by_loop = self._tracer.clock()
         return got
 
 

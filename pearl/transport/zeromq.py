@@ -53,8 +53,15 @@ def bind_address(control: str, directory: Path) -> str:
 
 def private_directories() -> list[Path]:
     """Those of this user that `private_directory` has made, newest first."""
-    found = [path for path in _runtime_directory().glob("pearl-*") if _is_private(path)]
+    found = [path for path in _runtime_directory().glob("pearl-*") if is_private(path)]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def is_local(address: str) -> bool:
+    """Whether `address` leads to this machine only: a socket file in a private directory, or the loopback."""
+    if address.startswith("ipc://"):
+        return is_private(Path(address.removeprefix("ipc://")).parent)
+    return _LOOPBACK.fullmatch(address) is not None
 
 
 def check_bind(address: str) -> None:
@@ -75,7 +82,7 @@ def _check_socket_file(path: Path) -> None:
             f"the socket path {path} has {length} bytes, a Unix socket at most {_MAX_IPC_PATH}: "
             "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory, or use tcp"
         )
-    if not path.is_absolute() or not _is_private(path.parent):
+    if not path.is_absolute() or not is_private(path.parent):
         raise ConfigError(
             f"refusing to bind {path}: its directory must be absolute, owned by this user and of mode 0700; "
             "others are refused until connections can be secured"
@@ -84,7 +91,8 @@ def _check_socket_file(path: Path) -> None:
         raise ConfigError(f"{path} exists: an engine listens there, or one was killed; then remove the file")
 
 
-def _is_private(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
+    """Whether only this user can reach what is in `directory`."""
     try:
         status = os.lstat(directory)
     except OSError:
@@ -94,7 +102,7 @@ def _is_private(directory: Path) -> bool:
 
 def _runtime_directory() -> Path:
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    return runtime if runtime.is_absolute() and _is_private(runtime) else Path(tempfile.gettempdir())
+    return runtime if runtime.is_absolute() and is_private(runtime) else Path(tempfile.gettempdir())
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

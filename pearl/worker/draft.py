@@ -96,12 +96,10 @@ class DraftWorker:
 
     def _on_message(self, message: Message | Fault) -> None:
         match message:
-            case Begin() | Verdict() | Finish():
-                if isinstance(message, Begin) and self._drafter.state is State.IDLE:
-                    self._waited = 0.0
-                self._todo.extend(self._decide(message))
-            case Trace():
-                self._todo.append(message)  # after what the message before it has led to
+            case Begin() | Verdict() | Finish() if not any(isinstance(todo, Trace) for todo in self._todo):
+                self._take(message)
+            case Trace() | Begin() | Verdict() | Finish():
+                self._todo.append(message)  # a recording begins between what came before it and what came after
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()))
             case Welcome():
@@ -112,6 +110,11 @@ class DraftWorker:
                 raise message
             case _:
                 raise RemoteProtocolError(f"draft does not expect {type(message).__name__} from the target")
+
+    def _take(self, message: Begin | Verdict | Finish) -> None:
+        if isinstance(message, Begin) and self._drafter.state is State.IDLE:
+            self._waited = 0.0
+        self._todo.extend(self._decide(message))
 
     def _meet(self, welcome: Welcome) -> None:
         if welcome.version != PROTOCOL_VERSION:
@@ -161,6 +164,8 @@ class DraftWorker:
                 pass
             case Trace():
                 self._record(command)
+            case Begin() | Verdict() | Finish():
+                self._take(command)
             case _:
                 if isinstance(command, Draft) and len(command.tokens) > _LONG:
                     self._mail.send(Heartbeat(self._steps, "prefill", len(command.tokens)))

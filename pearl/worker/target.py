@@ -91,7 +91,8 @@ class TargetWorker:
         self._tracer = tracer
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
-        self._to_record: tuple[Peer, Trace] | None = None  # a front's wish, until there is no request
+        self._to_record: deque[tuple[Peer, Trace]] = deque()  # fronts' wishes, until there is no request
+        self._recorder: Peer | None = None  # the front whose recording is on
         self._recording: tuple[Peer, Trace] | None = None  # the front that waits for our echo, and for which
         self._todo: deque[object] = deque()
         self._fronts: set[Peer] = set()
@@ -168,9 +169,10 @@ class TargetWorker:
             case Cancel(request) if peer in self._fronts:
                 self._cancel(peer, request)
             case Trace() if peer in self._fronts:
-                self._to_record = (peer, message)
+                self._to_record.append((peer, message))
             case Trace() if peer == self._draft:
-                self._recorded()
+                if self._recording is not None and message == self._recording[1]:  # else it has only just joined
+                    self._recorded()
             case DraftTokens() if peer == self._draft:
                 self._handle(self._with_rows(message))
             case Resync() if peer == self._draft:
@@ -219,8 +221,11 @@ class TargetWorker:
         )
 
     def _lose_front(self, peer: Peer) -> None:
-        """One that is gone takes its requests with it."""
+        """One that is gone takes its requests with it, and its recording."""
         self._fronts.discard(peer)
+        if self._recorder == peer:
+            self._recorder = None
+            self._to_record.append((peer, Trace(self._tracer.number, False)))
         for number, (owner, _) in list(self._requests.items()):
             if owner == peer:
                 log.info("front is gone: cancelling its request")
@@ -341,8 +346,8 @@ class TargetWorker:
 
     def _record_between_requests(self) -> None:
         """Does what a front has asked for: a recording holds whole requests."""
-        if self._to_record is not None and not self._requests:
-            (front, trace), self._to_record = self._to_record, None
+        if self._to_record and self._recording is None and not self._requests:
+            front, trace = self._to_record.popleft()
             try:
                 self._record(front, trace)
             except TraceError as error:
@@ -357,8 +362,10 @@ class TargetWorker:
             self._decide = self._tracer.deciding(self._coordinator)
             if self._draft is not None:
                 self._handle(DraftJoined(self._draft_context))
+            self._recorder = front
         else:
             self._tracer.stop(trace.number)
+            self._recorder = self._recorder if self._tracer.number else None
         self._recording = (front, trace)
         if self._draft is not None:
             self._mail.post(trace, self._draft)
@@ -383,9 +390,9 @@ class TargetWorker:
             self._probe_draft(now)
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
-            for peer in {
-                owner for owner, _ in self._requests.values()
-            }:  # one that waits for nothing may not be reading
+            # One that waits for nothing may not be reading; but one whose recording is on must be known to live.
+            waiting = {owner for owner, _ in self._requests.values()} | ({self._recorder} if self._recorder else set())
+            for peer in waiting:
                 self._mail.post(Heartbeat(self._work, self._coordinator.state.value, 0), peer)
 
     def _probe_draft(self, now: float) -> None:
