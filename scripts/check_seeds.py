@@ -38,6 +38,7 @@ from pearl.protocol.messages import (
     Submit,
     Welcome,
 )
+from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Peer, Received
 from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
@@ -102,6 +103,7 @@ class DelayedPair:
             TargetSettings(target.vocab_size, target.context, b"same", 300.0, expects_draft=True),
             ready.set,
             self._stop.is_set,
+            Tracer(),
         )
         packer = RowPacker()
         draft_worker = DraftWorker(
@@ -111,6 +113,7 @@ class DelayedPair:
             lambda: None,
             self._stop.is_set,
             1.0,
+            Tracer(),
         )
         self._threads = [threading.Thread(target=w.run, daemon=True) for w in (target_worker, draft_worker)]
         for thread in self._threads:
