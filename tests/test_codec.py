@@ -69,7 +69,7 @@ def draft_tokens(draw: st.DrawFn) -> m.DraftTokens:
     entry = {m.RowKind.SPARSE: st.tuples(row, row), m.RowKind.FRAMES: row}.get(kind)
     data = () if entry is None else tuple(draw(entry) for _ in run)
     return m.DraftTokens(
-        draw(counts), draw(counts), draw(positions), run, draw(seconds), draw(seconds), m.Rows(kind, data)
+        draw(counts), draw(counts), draw(positions), run, draw(seconds), m.Rows(kind, data), draw(seconds)
     )
 
 

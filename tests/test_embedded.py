@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pearl.errors import ModelError
 from pearl.models import embedded
-from pearl.models.hf import HFRunner
+from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
         hashlib.sha256((target / "tokenizer.json").read_bytes()).digest()
     )
     runners = [load_runner(name, device=CPU, max_context=128) for name in ("embedded", "embedded-draft")]
-    assert all(isinstance(runner, HFRunner) and runner._model.dtype == torch.bfloat16 for runner in runners)
+    assert all(isinstance(runner, LlamaRunner) and runner.dtype == torch.bfloat16 for runner in runners)
     assert len(runners[1]._layers) == 2
     tokenizer = AutoTokenizer.from_pretrained(target)
     chat = [{"role": "user", "content": "Give me three tips for staying healthy."}]

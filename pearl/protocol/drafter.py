@@ -129,7 +129,7 @@ class Drafter:
             self.counts.drafted += 1
             seconds = event.seconds if self._in_flight == 1 else 0.0  # a prefix's forward says nothing of a token's
             tokens = (event.token,)
-            do(Send(DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows=event.rows)))
+            do(Send(DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, event.rows)))
         self._go_on(do)
 
     # ---- what to do next ----

@@ -173,8 +173,8 @@ class DraftTokens:
     start: int
     tokens: tuple[int, ...]
     seconds: float = 0.0
-    waited: float = 0.0
     rows: Rows = NO_ROWS
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -357,8 +357,8 @@ _SHAPES: dict[int, _Shape] = {
         start=_POSITION,
         tokens=_RUN,
         seconds=_SECONDS,
-        waited=_SECONDS,
         rows=_Kind(_rows, _pack_rows),
+        waited=_SECONDS,
     ),
     9: _Shape(
         Verdict,
