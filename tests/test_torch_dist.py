@@ -178,7 +178,10 @@ except TransportError:
         pairs[0].channel.send(known_rows()[0])
         pairs[0].channel.close()
         pairs[0].channel.close()
-        assert not [thread for thread in threading.enumerate() if thread.name == "pearl-gloo-rows"]
+        for thread in threading.enumerate():
+            if thread.name == "pearl-gloo-rows":
+                thread.join(60)
+                assert not thread.is_alive()
         with pytest.raises(TransportError, match="closed"):
             pairs[0].channel.receive(1)
         pairs[0].go_on()
