@@ -253,7 +253,7 @@ def test_commands_are_found_by_the_names_people_know(home: dict[str, str], attac
         person.sees("there is no reply yet")
         person.send("/stats")
         person.sees("nothing has been measured yet")
-        person.send("/exit")
+        person.type(CTRL_D)  # at once, be there a prompt yet or not
         assert person.leaves() == 0
 
 
@@ -276,6 +276,8 @@ def test_methods_are_switched_in_place_and_compared(home: dict[str, str], attach
         person.until(
             lambda: all(line in [row.split()[:3] for row in person.lines] for line in lines), "a line a method"
         )
+        person.send("/exit")
+        assert person.leaves() == 0
 
 
 def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:

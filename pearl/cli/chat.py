@@ -20,7 +20,7 @@ from pearl.cli.commands import COMMANDS, Leave, obey
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply
-from pearl.cli.terminal import LineReader, WatchKeys, interrupt_is_a_key, printable, state_directory
+from pearl.cli.terminal import LineReader, WatchKeys, keys_are_keys, printable, state_directory
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.conversation import Conversation
 from pearl.engine import Engine
@@ -206,7 +206,7 @@ def chat(
         if question is not None:
             talk.answer(question)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            with interrupt_is_a_key():
+            with keys_are_keys():
                 _interactive(talk, LineReader(COMMANDS, remember=history))
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -50,12 +50,16 @@ def state_directory() -> Path:
 
 
 @contextlib.contextmanager
-def interrupt_is_a_key() -> Iterator[None]:
-    """While it is open the terminal makes no signal of Ctrl-C; who reads the keys gets it."""
+def keys_are_keys() -> Iterator[None]:
+    """While it is open the terminal makes nothing of what is typed, neither a signal of Ctrl-C nor an end of Ctrl-D.
+
+    Who reads next gets it, be it typed while nobody does.
+    """
     file = sys.stdin.fileno()
     before = termios.tcgetattr(file)
     attributes = termios.tcgetattr(file)
-    attributes[3] &= ~termios.ISIG
+    attributes[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
+    attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 1, 0
     termios.tcsetattr(file, termios.TCSADRAIN, attributes)
     try:
         yield
@@ -80,11 +84,8 @@ class WatchKeys:
         if not sys.stdin.isatty():
             return self
         self._file = sys.stdin.fileno()
-        self._before = termios.tcgetattr(self._file)
-        attributes = termios.tcgetattr(self._file)
-        attributes[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
-        attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 1, 0
-        termios.tcsetattr(self._file, termios.TCSADRAIN, attributes)
+        self._mode = keys_are_keys()
+        self._mode.__enter__()
         self._wakeup, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="keys")
         self._thread.start()
@@ -97,8 +98,7 @@ class WatchKeys:
         self._thread.join()
         os.close(self._wakeup)
         os.close(self._waker)
-        with contextlib.suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+        self._mode.__exit__(None, None, None)
         self.typed = _as_typed(self._bytes.decode(errors="ignore"))
 
     def _watch(self) -> None:
