@@ -69,9 +69,9 @@ def keys_are_keys() -> Iterator[None]:
 
 
 class WatchKeys:
-    """While it is open a terminal's keys are read here: Ctrl-C calls `interrupt`, the rest is kept in `typed`.
+    """While it is open the keys of a terminal, whose `keys_are_keys`, are read here.
 
-    A context manager; the terminal is as before when it is left. Where standard input is none it does nothing.
+    Ctrl-C calls `interrupt`, the rest is kept in `typed`. A context manager.
     """
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
@@ -80,25 +80,17 @@ class WatchKeys:
         self._bytes = bytearray()
 
     def __enter__(self) -> WatchKeys:
-        self._thread: threading.Thread | None = None
-        if not sys.stdin.isatty():
-            return self
         self._file = sys.stdin.fileno()
-        self._mode = keys_are_keys()
-        self._mode.__enter__()
         self._wakeup, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="keys")
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is None:
-            return
         os.write(self._waker, b"!")
         self._thread.join()
         os.close(self._wakeup)
         os.close(self._waker)
-        self._mode.__exit__(None, None, None)
         self.typed = _as_typed(self._bytes.decode(errors="ignore"))
 
     def _watch(self) -> None:
