@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
 KINDS = ("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3")
-CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8)  # fed to both, so that every row has a cache behind it
+CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
 
 def load(kind: str = "llama", dtype: str = "float32", device: torch.device = CPU) -> LlamaRunner:
