@@ -50,6 +50,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.request import Prompt, as_prompts, encode, submission
+from pearl.silence import Silence
 from pearl.stream import Piece, Result, Stream
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, being_written
@@ -100,8 +101,8 @@ class Engine:
         self._requests = count(1)
         # Weak, so that a stream which its user has dropped is collected, and so cancelled.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
-        self._closed = False
-        self._heard = time.monotonic()
+        self._closed = self._ended = False
+        self._silence = Silence(10 * _READ_SECONDS)  # the target's
         self._welcome: Welcome | None = None
         self._recording: tuple[Path, int] | None = None
         self._recorded: Trace | None = None  # the workers' last word on it
@@ -140,7 +141,7 @@ class Engine:
 
     def _meet_target(self, address: str, deadline: float) -> None:
         self._endpoint = ZmqConnection(address)
-        self._heard = time.monotonic()
+        self._silence.heard()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
         self._read_until(lambda: self._welcome is not None or time.monotonic() > deadline)
         if self._welcome is None:
@@ -202,12 +203,7 @@ class Engine:
             with self._turns:  # a reader would be left with a closed socket in its hands
                 self._turns.wait_for(lambda: not self._reading, 2 * _READ_SECONDS)
             self._endpoint.close()
-        workers = [w for w in (self._draft, self._target) if w is not None]
-        for worker in workers:
-            worker.close()
-        for worker in workers:
-            worker.end()
-        self._remove_directory()
+        self._end_workers()
         if self.config.trace:
             self._write_trace(Path(self.config.trace))
 
@@ -292,7 +288,7 @@ class Engine:
         )
         stream = Stream(self, submit)
         if not self._streams:
-            self._heard = time.monotonic()
+            self._silence.heard()
         self._streams[submit.request] = stream
         self._post(submit)
         return stream
@@ -359,7 +355,7 @@ class Engine:
         """Returns never. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
 
         def lost() -> bool:
-            self._heard = time.monotonic()  # nobody asks for anything, so silence means nothing
+            self._silence.heard()  # nobody asks for anything, so silence means nothing
             return False
 
         self._read_until(lost)
@@ -402,13 +398,31 @@ class Engine:
             raise EngineClosed("this engine has been closed; make another")
         received = self._endpoint.receive(_READ_SECONDS)
         if received:
-            self._heard = time.monotonic()
+            self._silence.heard()
         elif not self._target_alive():
-            raise TargetLost(f"{self._target_fate()}; the text ends here. Make a new engine")
-        elif time.monotonic() - self._heard > self.config.target_timeout:
-            raise TargetLost(f"the target has been silent for {self.config.target_timeout:.0f} s. Make a new engine")
+            raise self._lost(self._target_fate())
+        elif self._silence.seconds > self.config.target_timeout:
+            raise self._lost(f"the target has been silent for {self.config.target_timeout:.0f} s")
         for _, message in received:
             self._sort(message)
+
+    def _lost(self, why: str) -> TargetLost:
+        """The target is of no more use. Nothing of this engine is left running, even if nobody closes it."""
+        if self._target is not None:
+            self._target.kill()
+        self._end_workers()
+        return TargetLost(f"{why}; the text ends here. Make a new engine")
+
+    def _end_workers(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        workers = [w for w in (self._draft, self._target) if w is not None]
+        for worker in workers:
+            worker.close()
+        for worker in workers:
+            worker.end()
+        self._remove_directory()
 
     def _sort(self, message: object) -> None:
         match message:
@@ -420,12 +434,12 @@ class Engine:
                 self._recorded = message
             case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:
                 stream = self._streams.get(request)
-                if stream is not None:
-                    stream.inbox.append(message)
+                if stream is not None and not stream.take(message):
+                    raise self._lost("the target's messages have a gap, or come twice")
             case Error(_, kind, text):
                 raise getattr(errors, kind, StartError)(text)
             case Exception():
-                raise message
+                raise self._lost(f"the target sent what is no message ({message})")
             case _:
                 log.warning("the target sent an unexpected %s", type(message).__name__)
 
@@ -466,4 +480,4 @@ class Engine:
             self._endpoint.send(message)
             self._endpoint.wake()  # who waits for a piece of a text that this ends must look
         except TransportError as error:
-            raise TargetLost(f"{self._target_fate(str(error))}; the text ends here. Make a new engine") from None
+            raise self._lost(self._target_fate(str(error))) from None

@@ -56,6 +56,20 @@ class DraftLost(PearlError):
     exit_code = 4
 
 
+class ForwardError(PearlError):
+    """The target's forward gave nothing that can be used; this request is lost, the engine is unharmed."""
+
+    exit_code = 4
+
+
+class NumericalError(ForwardError):
+    """A model's logits are not finite: NaN, infinite, or nothing but minus infinity."""
+
+
+class OutOfMemory(ForwardError):
+    """A forward found no memory on its device."""
+
+
 class EngineClosed(PearlError):
     """The engine has been closed."""
 

@@ -20,10 +20,13 @@ from typing import Any
 
 from pearl import errors
 from pearl.config import Device, EngineConfig
+from pearl.silence import Silence
 
 log = logging.getLogger(__name__)
 
 _END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
+_LOOK_SECONDS = 0.2  # between two looks at a draft
+_SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
 
 
 class Worker:
@@ -40,6 +43,8 @@ class Worker:
     ) -> None:
         self.role = role
         self.address = ""  # the target's, once it is bound
+        self.silence = Silence(_LOOK_SECONDS * 5)
+        self.began = time.monotonic()
         self.error: errors.PearlError | None = None
         self._progress = progress
         self._states: set[str] = set()
@@ -93,6 +98,7 @@ class Worker:
             self._changed.notify_all()
 
     def _on_status(self, said: dict[str, Any]) -> None:
+        self.silence.heard(said.get("allowance", 0.0))
         if said["state"] == "loading" and self._progress:
             self._progress(f"{self.role}: {said['message']}")
         with self._changed:
@@ -133,6 +139,11 @@ class Worker:
         hint = "; a kill by signal 9 is often the kernel's, for lack of memory" if code == -9 else ""
         return errors.StartError(f"{self.role} worker was {how}{hint}")
 
+    def kill(self) -> None:
+        """Ends it at once, with what it has started itself: it leads a session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Lets go of the worker's stdin, which tells it to end. Does not wait."""
         self._closing = True
@@ -147,7 +158,7 @@ class Worker:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             log.warning("%s worker does not end by itself: killing it", self.role)
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session: with what it has started itself
+            self.kill()
             self._process.wait()
         self._reader.join(1.0)
         if self._process.stdout is not None:
@@ -155,7 +166,11 @@ class Worker:
 
 
 class DraftKeeper:
-    """Keeps a draft worker alive: one that dies is started again, at most `config.draft_restarts` times."""
+    """Keeps a draft worker alive: one that dies or falls silent is started again, later each time.
+
+    After `config.draft_restarts` in a row it is given up.  Silence is noticed here too, where no text is being made and
+    the target does not look; and a draft that hangs must be ended by somebody.
+    """
 
     def __init__(
         self, config: EngineConfig, address: str, directory: Path, progress: Callable[[str], None] | None = None
@@ -171,19 +186,32 @@ class DraftKeeper:
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._closing.is_set():
-            if self.worker.alive:
-                self._closing.wait(0.2)
-            elif self._restarts < self._config.draft_restarts:
-                self._restarts += 1
-                log.warning("%s; starting it again (%d)", self.worker.fate(), self._restarts)
-                self._closing.wait(0.5 * 2**self._restarts)  # a draft that dies at once must not become a busy loop
-                if not self._closing.is_set():
-                    self.worker.end()
-                    self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
-            else:
-                log.error("%s; the target goes on alone", self.worker.fate())
+        while not self._closing.wait(_LOOK_SECONDS):
+            trouble = self._trouble()
+            if trouble is None:
+                continue
+            if self.worker.reached("ready") and time.monotonic() - self.worker.began > _SOUND_SECONDS:
+                self._restarts = 0
+            self.worker.kill()
+            self.worker.end()
+            if self._restarts == self._config.draft_restarts:
+                log.error("%s; it is not started again, the target goes on alone", trouble)
                 return
+            self._restarts += 1
+            log.warning("%s; starting it again (%d)", trouble, self._restarts)
+            if not self._closing.wait(0.5 * 2**self._restarts):  # one that dies at once must not become a busy loop
+                self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
+
+    def _trouble(self) -> str | None:
+        """What is wrong with the draft, if anything."""
+        worker, config = self.worker, self._config
+        if not worker.alive:
+            return str(worker.fate())
+        if worker.reached("ready"):
+            silent = worker.silence.seconds
+            return f"draft worker was silent for {silent:.1f} s" if silent > config.draft_timeout else None
+        late = time.monotonic() - worker.began > config.startup_timeout
+        return "draft worker is not ready in time; see startup_timeout" if late else None
 
     def close(self) -> None:
         self._closing.set()

@@ -74,8 +74,18 @@ class Stream:
         self.inbox: deque[object] = deque()
         self.open = True
         self.result = Result(seed=submit.sampling.seed, prompt_tokens=list(submit.prompt))
+        self._end = len(submit.prompt)  # position after the last token that has come
         self._source = source
         self._text = TextStream(source.tokenizer, submit.prompt, submit.stops)
+
+    def take(self, message: object) -> bool:
+        """Puts a message into the inbox; False for committed tokens that do not follow those before."""
+        if isinstance(message, Committed):
+            if message.start != self._end:
+                return False
+            self._end += len(message.tokens)
+        self.inbox.append(message)
+        return True
 
     def __iter__(self) -> Iterator[Piece]:
         return self

@@ -71,13 +71,13 @@ class TorchrunEngine(Engine):
         self._store.set(_DIRECTORY, str(self._directory))
         self._store.set(_ADDRESS, address)
 
-    def close(self) -> None:
-        if not self._closed and hasattr(self, "_store"):
+    def _end_workers(self) -> None:
+        if hasattr(self, "_store"):
             try:
                 self._store.set(_CLOSED, "yes")
             except TransportError:
                 log.debug("torchrun's store is gone already")
-        super().close()
+        super()._end_workers()
 
 
 def serve_draft(config: EngineConfig, progress: Progress) -> None:

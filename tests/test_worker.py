@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.errors import ModelError, RequestError
+from pearl.errors import DraftLost, ModelError, RequestError
 from pearl.metrics import Statistics
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
@@ -112,7 +112,7 @@ class Front:
             if isinstance(message, kind):
                 return message
             if isinstance(message, Error):
-                raise RequestError(message.message)
+                raise RequestError(message.message, message.kind)
         raise AssertionError(f"no {kind.__name__} within {BOUND} s")
 
     @staticmethod
@@ -152,7 +152,7 @@ class Loops:
         self.target_model = Hanging(vocab, alpha_pair(vocab, alpha)[0], CONTEXT)
         self.kinds: set[RowKind] = set()  # in which the drafts' distributions left
         self.errors: list[BaseException] = []
-        self._stop, self._ready = threading.Event(), threading.Event()
+        self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._endpoints = [listener]
         self._channel = channel
@@ -173,6 +173,8 @@ class Loops:
         def guarded() -> None:
             try:
                 run()
+            except DraftLost:
+                self._lost.set()  # told that it was given up, a draft ends
             except BaseException as error:
                 self.errors.append(error)
 
@@ -185,10 +187,16 @@ class Loops:
         self._endpoints.append(self.connect())
         return self._endpoints[-1]
 
-    def draft(self, digest: bytes = DIGEST, stop: threading.Event | None = None) -> Hanging:
+    def draft(
+        self,
+        digest: bytes = DIGEST,
+        stop: threading.Event | None = None,
+        kind: type[Hanging] = Hanging,
+        wrap: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+    ) -> Hanging:
         """Starts a draft worker; returns its model."""
-        endpoint = self.endpoint()
-        model = Hanging(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
+        endpoint = wrap(self.endpoint())
+        model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
         stop = stop or self._stop
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
@@ -205,6 +213,9 @@ class Loops:
 
     def front(self) -> Front:
         return Front(self.endpoint())
+
+    def wait_lost(self) -> None:
+        assert self._lost.wait(BOUND), "no draft has been told that it was given up"
 
     def wait_ready(self) -> None:
         assert self._ready.wait(BOUND), self.errors
@@ -666,21 +677,95 @@ def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
     assert not again.statistics.draft_lost
 
 
-def test_draft_that_was_only_slow_is_admitted_again(loops: MakeLoops) -> None:
-    """A machine that was suspended, a swapped-out process: it comes back by itself and is not dead weight for ever."""
+def test_draft_that_was_given_up_ends_and_another_takes_its_place(loops: MakeLoops) -> None:
+    """It wakes up, reads that it was given up, and ends; its launcher starts a sound one."""
     pair = loops(draft_timeout=0.5)
     draft, front = _hanging_request(pair, 100)
     assert front.ask(submission(10, sampling=GREEDY, request=2)).tokens  # both done, alone
-    draft.after = 1 << 60
     draft.release.set()
+    pair.wait_lost()
+    pair.draft()
+    told = Told()
     deadline = time.monotonic() + BOUND
     for request in range(3, 10_000):
         told = front.ask(submission(50, request=request))
         if told.statistics.num_accepted_draft_tokens or time.monotonic() > deadline:
             break
-        time.sleep(0.05)
     assert told.statistics.num_accepted_draft_tokens
     assert front.ask(submission(50, request=20_000)).tokens == simulated(submission(50))
+
+
+class Ailing(Hanging):
+    """A model that is `pause` seconds slower from forward `after` on."""
+
+    pause = 0.0
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        if len(self.fed) >= self.after:
+            time.sleep(self.pause)
+        self.fed.append(len(tokens))
+        return ToyRunner.forward(self, tokens, rows)
+
+
+def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops) -> None:
+    """It sends tokens and beats, so it is not silent; but each token costs more than it can save."""
+    pair = loops(draft_timeout=1000.0)
+    draft = pair.draft(kind=Ailing)
+    assert isinstance(draft, Ailing)
+    front = pair.front()
+    draft.after, draft.pause = len(draft.fed) + 10, 0.2
+    told = front.ask(submission(100, sampling=GREEDY))
+    assert told.tokens == simulated(submission(100, sampling=GREEDY))
+    assert told.statistics.draft_lost
+    assert told.statistics.provenance["direct"] > 50
+    pair.wait_lost()
+
+
+def test_model_that_gives_no_distribution_fails_its_request_only(loops: MakeLoops) -> None:
+    """NaN in the target: a named error to that front; the next request is served, from an empty cache."""
+    pair = loops()
+    pair.draft()
+    front = pair.front()
+    fine = pair.target_model._distribution
+    fed = len(pair.target_model.fed)
+
+    def broken(tokens: Sequence[int]) -> torch.Tensor:
+        return fine(tokens) * (NAN if len(pair.target_model.fed) > fed + 4 else 1.0)
+
+    pair.target_model._distribution = broken
+    front.endpoint.send(submission(60))
+    with pytest.raises(RequestError, match="not finite") as caught:
+        front.until(Finished)
+    assert caught.value.args[1:] == ("NumericalError",)
+    pair.target_model._distribution = fine
+    before = len(pair.target_model.fed)
+    assert front.ask(submission(60, request=2)).tokens == simulated(submission(60))
+    assert pair.target_model.fed[before] == len(PROMPT), "nothing of the cache was kept"
+
+
+def test_lost_message_is_made_good(loops: MakeLoops) -> None:
+    """Target and draft wait for each other: the beats of a draft at rest tell, and it is given the whole prefix."""
+    pair = loops()
+    lost: list[object] = []
+
+    def lossy(endpoint: Endpoint) -> Endpoint:
+        send = endpoint.send
+
+        def sometimes(message: object, peer: bytes | None = None) -> None:
+            if isinstance(message, DraftTokens) and message.start == len(PROMPT) + 5 and not lost:
+                lost.append(message)
+            else:
+                send(message, peer)  # type: ignore[arg-type]
+
+        endpoint.send = sometimes  # type: ignore[method-assign]
+        return endpoint
+
+    pair.draft(wrap=lossy)
+    told = pair.front().ask(submission(6, window="fixed", gamma=1))  # type: ignore[arg-type]
+    assert lost
+    assert told.tokens == simulated(submission(6))
+    assert told.statistics.resyncs == 1
+    assert not told.statistics.draft_lost
 
 
 def test_dead_channel_leaves_the_target_alone(loops: MakeLoops) -> None:

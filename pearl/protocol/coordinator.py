@@ -23,6 +23,7 @@ from pearl.protocol.events import (
     DraftGone,
     DraftJoined,
     End,
+    Failed,
     Forward,
     Forwarded,
     Judge,
@@ -33,6 +34,7 @@ from pearl.protocol.events import (
     Sample,
     Sampled,
     Send,
+    Stalled,
     Wait,
 )
 from pearl.protocol.messages import (
@@ -72,25 +74,28 @@ _RUNNING = {
     Phase.POST_VERIFY: State.POST_VERIFY,
 }
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
+_ENDED = frozenset({State.IDLE})
 _DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.IDLE})
 
 # state -> event -> the states that may follow. What is not listed is illegal. The README's diagram is drawn from this.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.IDLE: {Submit: frozenset({State.PREFILL})},
-    State.PREFILL: {Forwarded: _FED | {State.PREFILL}},
-    State.PRE_VERIFY: {Forwarded: _FED},
-    State.POST_VERIFY: {Forwarded: _FED},
+    State.PREFILL: {Forwarded: _FED | {State.PREFILL}, Failed: _ENDED},
+    State.PRE_VERIFY: {Forwarded: _FED, Failed: _ENDED},
+    State.POST_VERIFY: {Forwarded: _FED, Failed: _ENDED},
     State.JUDGING: {Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD}},
     State.SAMPLING: {Sampled: _DECIDED},
     State.HELD: {
         DraftTokens: frozenset({State.JUDGING}),
         DraftGone: frozenset({State.SAMPLING}),
-        Cancel: frozenset({State.IDLE}),
+        Stalled: frozenset({State.HELD}),
+        Cancel: _ENDED,
     },
     State.GATHERING: {
         DraftTokens: frozenset({State.POST_VERIFY}),
         DraftGone: frozenset({State.PRE_VERIFY}),
-        Cancel: frozenset({State.IDLE}),
+        Stalled: frozenset({State.GATHERING}),
+        Cancel: _ENDED,
     },
 }
 # Legal in every state, and by themselves they change none: the world outside does not wait for our forwards.
@@ -205,6 +210,11 @@ class Coordinator:
         else:
             self._decide(do)
 
+    def _failed(self, _: Failed, do: Callable[[object], None]) -> None:
+        self._ending = FinishReason.CANCELLED
+        self._finish(do)
+        self.sequence.fed = 0  # what the cache holds may be what the model choked on
+
     def _judged(self, event: Judged, do: Callable[[object], None]) -> None:
         judged = event.accepted + (event.token is not None)
         self.speeds.observe_judgement(event.accepted, judged)
@@ -258,6 +268,9 @@ class Coordinator:
         self._discard_pending()
         if self.state in (State.HELD, State.GATHERING):
             self._decide(do)
+
+    def _stalled(self, _: Stalled, do: Callable[[object], None]) -> None:
+        self._resynchronise(do)
 
     def _resync(self, message: Resync, do: Callable[[object], None]) -> None:
         stale = self.request is None or message.request != self.request.request or message.epoch < self.epoch
@@ -472,6 +485,8 @@ _HANDLERS: dict[type, Callable[[Coordinator, Any, Callable[[object], None]], Non
     Submit: Coordinator._submit,
     Cancel: Coordinator._cancel,
     Forwarded: Coordinator._forwarded,
+    Failed: Coordinator._failed,
+    Stalled: Coordinator._stalled,
     Judged: Coordinator._judged,
     Sampled: Coordinator._sampled,
     DraftTokens: Coordinator._draft_tokens,

@@ -74,6 +74,18 @@ class DraftGone:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """The target waits for draft tokens, and the draft waits as well: something that one has sent was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The target's forward gave nothing that can be used. Only this request ends by it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drafted:
     """The draft's forward is done. `token` is None where it only fed a part of a long prefix."""
 

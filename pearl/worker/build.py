@@ -87,6 +87,7 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
             tracer=tracer,
+            beat=lifeline.beat,
         )
         with torch.inference_mode():
             worker.run()

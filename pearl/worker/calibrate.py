@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, check_finite
 from pearl.protocol.window import Speeds
 
 FED = (1, 2, 4, 8)  # tokens fed to the target: the sizes of windows that matter; others are interpolated
@@ -52,6 +52,8 @@ def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
     runner.rollback(base)
     runner.synchronize()
     began = time.perf_counter()
-    runner.forward([i % runner.vocab_size for i in range(fed)], fed)
+    logits = runner.forward([i % runner.vocab_size for i in range(fed)], fed)
     runner.synchronize()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    check_finite(logits, base + 1)  # a model that gives NaN for anything is refused at start, not in a text
+    return seconds

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from pearl import errors
 from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.protocol.drafter import Drafter, State
 from pearl.protocol.events import Draft, Send, Wait
@@ -35,6 +36,7 @@ from pearl.worker.rows import RowPacker, inline
 
 log = logging.getLogger(__name__)
 
+SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
 _LONG = 8  # tokens: a forward of more is announced, for it may take longer than silence is suffered
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
@@ -44,6 +46,7 @@ class DraftWorker:
 
     Args:
         welcomed: called with the target's introduction, before anything is drafted; returns the executor that fits it.
+        beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class DraftWorker:
         stopping: Callable[[], bool],
         heartbeat_seconds: float,
         tracer: Tracer,
+        beat: Callable[[float], None] = lambda allowance: None,
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
@@ -63,6 +67,8 @@ class DraftWorker:
         self._ready = ready
         self._stopping = stopping
         self._heartbeat_seconds = heartbeat_seconds
+        self._launcher_beat = beat
+        self._usual_pace = 0.0  # seconds of a token, as measured at start
         self._drafter = Drafter(hello.context)
         self._tracer = tracer
         self._decide = tracer.deciding(self._drafter)
@@ -104,8 +110,8 @@ class DraftWorker:
                 self._mail.post(Pong(sent, time.monotonic_ns()))
             case Welcome():
                 self._meet(message)
-            case Error(_, _, text):
-                raise ModelError(text)
+            case Error(_, kind, text):
+                raise getattr(errors, kind)(text)
             case ProtocolError() | TransportError():
                 raise message
             case _:
@@ -122,7 +128,7 @@ class DraftWorker:
         self._executor, self._packer = self._welcomed(welcome)
         self._execute = self._tracer.computing(self._executor.execute)
         # a target that knows our speed has met a draft before, and may be waiting for us
-        seconds = welcome.t_draft or calibrate_draft(self._executor.runner)
+        seconds = self._usual_pace = welcome.t_draft or calibrate_draft(self._executor.runner)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
@@ -147,6 +153,12 @@ class DraftWorker:
         if self._executor is not None and now - self._beat > self._heartbeat_seconds:
             self._beat = now
             self._mail.post(Heartbeat(self._steps, self._drafter.state.value, 0))
+            self._launcher_beat(0.0)
+
+    def _announce(self, tokens: int) -> None:
+        """Long work, of which silence is no sign of trouble."""
+        self._mail.send(Heartbeat(self._steps, "prefill", tokens))
+        self._launcher_beat(tokens * SLACK * self._usual_pace)
 
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
@@ -154,9 +166,8 @@ class DraftWorker:
         match command:
             case Send(message):
                 if isinstance(message, DraftTokens):
-                    self._mail.post(
-                        replace(message, waited=self._waited)
-                    )  # most of it is done while the next forward runs
+                    # most of it is done while the next forward runs
+                    self._mail.post(replace(message, waited=self._waited))
                     self._packer.flush(announced=True)
                 else:
                     self._mail.send(message)
@@ -168,7 +179,7 @@ class DraftWorker:
                 self._take(command)
             case _:
                 if isinstance(command, Draft) and len(command.tokens) > _LONG:
-                    self._mail.send(Heartbeat(self._steps, "prefill", len(command.tokens)))
+                    self._announce(len(command.tokens))
                 event = self._execute(command)
                 if isinstance(command, Draft):
                     self._steps += 1

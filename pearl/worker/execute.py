@@ -5,11 +5,13 @@ but the one that times a forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from pearl.models.runner import ModelRunner
+from pearl.errors import OutOfMemory
+from pearl.models.runner import ModelRunner, check_finite
 from pearl.protocol.events import (
     Draft,
     Drafted,
@@ -27,6 +29,14 @@ from pearl.text import TextStream
 from pearl.verification import Rule, make_rule
 
 Event = Forwarded | Judged | Sampled | Drafted
+
+
+@contextmanager
+def _memory_named() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"{error}. Shorten the prompt, lower max_context, or take a smaller model.") from error
 
 
 class TargetExecutor:
@@ -55,7 +65,10 @@ class TargetExecutor:
         return self._rule is not None and self._rule.needs_rows
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None where it needs no answer."""
+        """The event that answers `command`; None where it needs no answer.
+
+        Raises `ForwardError` where a forward gives nothing that can be used.
+        """
         match command:
             case Open():
                 self._open(command)
@@ -81,10 +94,13 @@ class TargetExecutor:
     def _forward(self, command: Forward) -> Forwarded:
         assert self.runner.length == command.start, (self.runner.length, command)
         began = time.perf_counter()
-        self._logits = self.runner.forward(command.tokens, command.rows)
-        self.runner.synchronize()
+        with _memory_named():
+            self._logits = self.runner.forward(command.tokens, command.rows)
+            self.runner.synchronize()
+        seconds = time.perf_counter() - began
         self._first = command.start + len(command.tokens) - command.rows + 1
-        return Forwarded(time.perf_counter() - began)
+        check_finite(self._logits, self._first)
+        return Forwarded(seconds)
 
     def _judge(self, command: Judge) -> Judged:
         assert self._rule is not None
@@ -151,6 +167,7 @@ class DraftExecutor:
         if not command.sample:
             return Drafted(None, seconds)
         position = command.start + len(command.tokens)
+        check_finite(logits, position)
         token, probs = self._rule.draft(self._fit(logits[0]), position)
         return Drafted(token, seconds, NO_ROWS if probs is None else self._pack(probs))
 

@@ -14,10 +14,19 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from pearl.config import LEAST_TEMPERATURE
-from pearl.errors import DraftLost, ProtocolError, RemoteProtocolError, RequestError, TraceError, TransportError
+from pearl.errors import (
+    DraftLost,
+    ForwardError,
+    ProtocolError,
+    RemoteProtocolError,
+    RequestError,
+    TraceError,
+    TransportError,
+)
 from pearl.metrics import Stopwatch, fold
 from pearl.protocol.coordinator import Coordinator, State
-from pearl.protocol.events import Deliver, DraftGone, DraftJoined, End, Forward, Open, Send, Wait
+from pearl.protocol.drafter import State as Working
+from pearl.protocol.events import Deliver, DraftGone, DraftJoined, End, Failed, Forward, Open, Send, Stalled, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -40,20 +49,26 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.window import METHODS
+from pearl.silence import Silence
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault, Peer, TensorChannel
 from pearl.worker.calibrate import calibrate_target
+from pearl.worker.draft import SLACK
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.rows import are_probabilities, unpack
 
 log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
-_SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
-_RETURNS = 3  # how often a draft that fell silent may come back: one that is always too slow must not stall every text
+_TOO_SLOW = 20.0  # times what a draft's token took when it joined
+_LEAST_SLOW = 0.01  # seconds; below that slowness harms nobody, and the noise of a busy machine is larger
+_SLOW_TOKENS = 8  # that many in a row, and the draft is given up
+_STALLED_BEATS = 2  # so many of a draft at rest while we wait for it: something was lost, and it is told all again
+_STALLED_FOR_GOOD = 8  # so many, and it is given up
+_AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
 
 
 @dataclass(frozen=True)
@@ -104,11 +119,12 @@ class TargetWorker:
         self._is_ready = False
         self._draft: Peer | None = None
         self._draft_context = 0
-        self._draft_allowance = 0.0  # seconds of silence granted for work that it has announced
-        self._silent_draft: Peer | None = None  # lost for its silence only
-        self._returns = 0
-        self._draft_heard = self._draft_probed = self._fronts_told = 0.0
+        self._draft_silence = Silence()
+        self._usual_pace = 0.0  # seconds of a draft token, measured at start
+        self._slow_tokens = self._stalled_beats = 0
+        self._draft_probed = self._fronts_told = 0.0
         self._work = 0  # forwards so far
+        self._failure: ForwardError | None = None  # what ends the request that is being ended
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
@@ -143,7 +159,7 @@ class TargetWorker:
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
             if peer == self._draft:
-                self._draft_heard, self._draft_allowance = time.monotonic(), 0.0
+                self._draft_silence.heard()
             try:
                 self._on_message(peer, message)
             except (ProtocolError, TransportError, DraftLost) as error:
@@ -174,13 +190,13 @@ class TargetWorker:
                 if self._recording is not None and message == self._recording[1]:  # else it has only just joined
                     self._recorded()
             case DraftTokens() if peer == self._draft:
+                self._stalled_beats = 0
                 self._handle(self._with_rows(message))
+                self._check_pace(message.seconds)
             case Resync() if peer == self._draft:
                 self._handle(message)
             case Heartbeat() if peer == self._draft:
                 self._on_heartbeat(message)
-            case Heartbeat() if peer == self._silent_draft:
-                self._readmit_draft(peer)
             case Error(_, kind, text) if peer == self._draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
             case DraftTokens() | Resync() | Heartbeat() | Trace():
@@ -191,7 +207,6 @@ class TargetWorker:
     def _on_fault(self, peer: Peer, error: Exception) -> None:
         if peer == self._draft:
             self._lose_draft(str(error))
-            self._mail.post(Error(-1, "DraftLost", str(error)), peer)  # it ends, and its launcher starts a sound one
         elif isinstance(error, TransportError):
             self._lose_front(peer)
         else:
@@ -271,7 +286,7 @@ class TargetWorker:
         if self._draft is not None:
             self._lose_draft("another draft took its place")
         self._draft, self._draft_context = peer, hello.context
-        self._silent_draft, self._returns = None, 0
+        self._slow_tokens = self._stalled_beats = 0
         speeds = self._coordinator.speeds
         self._mail.post(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
         if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
@@ -283,30 +298,41 @@ class TargetWorker:
             if self._open_channel:
                 self._channel = self._open_channel()
             calibrate_target(self._executor.runner, speeds)
-        self._draft_heard = time.monotonic()
-
-    def _readmit_draft(self, peer: Peer) -> None:
-        """It was suspended, or swapped out, and is back. A whole prefix (Begin) is all that it needs."""
-        self._silent_draft = None
-        if self._open_channel is not None:  # it would announce rows on a channel that is closed: let it start anew
-            self._mail.post(Error(-1, "DraftLost", "silent for too long; the tensor channel is closed"), peer)
-        elif self._returns < _RETURNS:
-            log.warning("the draft is back")
-            self._returns += 1
-            self._draft, self._draft_heard = peer, time.monotonic()
-            self._handle(DraftJoined(self._draft_context))
+        self._draft_silence.heard()
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """The first one after joining carries the draft's calibration and makes us ready.
 
         One that announces long work is allowed a multiple of what that many tokens take one by one.
         """
-        self._draft_allowance = heartbeat.tokens * _SLACK * self._coordinator.speeds.t_draft
+        self._draft_silence.heard(heartbeat.tokens * SLACK * self._coordinator.speeds.t_draft)
+        self._check_progress(heartbeat)
         if not self._is_ready:
+            self._usual_pace = heartbeat.seconds
             self._coordinator.speeds.observe_draft(heartbeat.seconds)
             self._handle(DraftJoined(self._draft_context))
             self._become_ready()
             self._compare_clocks()
+
+    def _check_progress(self, heartbeat: Heartbeat) -> None:
+        """A draft that waits while it is waited for has missed something: it is given the whole prefix."""
+        if heartbeat.work not in _AT_REST or self._coordinator.state not in (State.HELD, State.GATHERING):
+            self._stalled_beats = 0
+            return
+        self._stalled_beats += 1
+        if self._stalled_beats == _STALLED_FOR_GOOD:
+            raise DraftLost("it waits while it is waited for, though it was told all")
+        if self._stalled_beats % _STALLED_BEATS == 0:
+            log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
+            self._handle(Stalled())
+
+    def _check_pace(self, seconds: float) -> None:
+        """Raises `DraftLost` where the draft has become so slow that each of its tokens costs more than it can save."""
+        speeds = self._coordinator.speeds
+        bound = max(_TOO_SLOW * self._usual_pace, 2 * speeds.t_target(1), _LEAST_SLOW)
+        self._slow_tokens = self._slow_tokens + 1 if seconds > bound else 0
+        if self._slow_tokens >= _SLOW_TOKENS:
+            raise DraftLost(f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual")
 
     def _become_ready(self) -> None:
         self._is_ready = True
@@ -333,7 +359,10 @@ class TargetWorker:
         return replace(message, rows=Rows(RowKind.CHANNEL, tuple(rows)))
 
     def _lose_draft(self, why: str) -> None:
+        """Goes on alone. A draft that still listens ends by what it is told, and its launcher starts a sound one."""
         log.warning("draft lost: %s; the target goes on alone", why)
+        if self._draft is not None:
+            self._mail.post(Error(-1, "DraftLost", why), self._draft)
         self._draft = None
         self._watch.draft_lost = True
         if self._channel is not None:
@@ -397,10 +426,10 @@ class TargetWorker:
 
     def _probe_draft(self, now: float) -> None:
         assert self._draft is not None
-        if now - self._draft_heard > self._settings.draft_timeout + self._draft_allowance:
-            self._silent_draft = self._draft
-            self._lose_draft(f"silent for {now - self._draft_heard:.1f} s")
-        elif now - max(self._draft_probed, self._draft_heard) > _PROBE_SECONDS:
+        silent = self._draft_silence.seconds
+        if silent > self._settings.draft_timeout:
+            self._lose_draft(f"silent for {silent:.1f} s")
+        elif silent > _PROBE_SECONDS and now - self._draft_probed > _PROBE_SECONDS:
             self._draft_probed = now
             self._mail.post(Ping(time.monotonic_ns()), self._draft)
 
@@ -437,7 +466,7 @@ class TargetWorker:
         if isinstance(command, Open):
             alone = self._settings.expects_draft and self._draft is None
             self._watch = Stopwatch(begun=now, draft_lost=alone)
-        event = self._execute(command)
+        event = self._computed(command)
         self._watch.busy += time.monotonic() - now
         if isinstance(command, Forward):
             self._work += 1
@@ -445,6 +474,14 @@ class TargetWorker:
             self._look_after_peers()
         if event is not None:
             self._handle(event)
+
+    def _computed(self, command: object) -> object | None:
+        try:
+            return self._execute(command)
+        except ForwardError as error:
+            log.error("%s", error)
+            self._failure = error
+            return Failed(str(error))
 
     def _deliver(self, message: Message, now: float) -> None:
         assert isinstance(message, (Committed, Preview))
@@ -456,7 +493,10 @@ class TargetWorker:
 
     def _end(self, end: End) -> None:
         owner = self._requests.pop(end.request, None)
-        if owner is not None:
+        failure, self._failure = self._failure, None
+        if owner is not None and failure is not None:
+            self._mail.post(Error(owner[1], type(failure).__name__, str(failure)), owner[0])
+        elif owner is not None:
             speeds = self._coordinator.speeds
             statistics = fold(end.counts, self._watch, speeds, end.prompt_tokens, end.window)
             self._mail.post(Finished(owner[1], end.reason, statistics.to_json()), owner[0])
