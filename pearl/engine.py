@@ -426,6 +426,11 @@ class Engine:
 
     def _sort(self, message: object) -> None:
         match message:
+            case Welcome(version) if version != PROTOCOL_VERSION:
+                raise StartError(
+                    f"the target speaks version {version} of the wire, this side {PROTOCOL_VERSION}: "
+                    "run the same release of PEARL on both sides"
+                )
             case Welcome():
                 self._welcome = message
             case Heartbeat():

@@ -203,8 +203,14 @@ class Loops:
             packer = RowPacker(self._channel(1) if self._channel else None)
             return DraftExecutor(model, welcome.vocab_size, lambda probs: self._noted(packer.pack(probs))), packer
 
+        def run() -> None:
+            try:
+                DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2, Tracer()).run()
+            finally:
+                endpoint.close()  # as its process would
+
         hello = Hello(PROTOCOL_VERSION, Role.DRAFT, self.vocab, CONTEXT, digest)
-        self._start(DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2, Tracer()).run)
+        self._start(run)
         return model
 
     def _noted(self, rows: Rows) -> Rows:

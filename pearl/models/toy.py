@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
 from pearl.errors import ModelError, RequestError
+from pearl.models.faulty import FaultyRunner
+from pearl.models.runner import ModelRunner
 
 Distribution = Callable[[Sequence[int]], torch.Tensor]
 
@@ -77,13 +80,14 @@ def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> 
     return target, draft
 
 
-def load_toy(spec: str, role: str, max_context: int | None) -> ToyRunner:
+def load_toy(spec: str, role: str, max_context: int | None) -> ModelRunner:
     """A runner from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`; `role` is "target" or "draft".
 
+    `fault=hang@drafting` and `once=FILE` make it go wrong: see `FaultyRunner`.
     Raises ModelError for an unknown key or a bad value.
     """
-    kinds = {"vocab": int, "alpha": float, "seed": int, "context": int, "eos": int}
-    values: dict[str, float] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20}
+    kinds = {"vocab": int, "alpha": float, "seed": int, "context": int, "eos": int, "fault": str, "once": str}
+    values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20, "fault": "", "once": ""}
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
         if key not in kinds:
@@ -97,4 +101,5 @@ def load_toy(spec: str, role: str, max_context: int | None) -> ToyRunner:
     vocab = int(values["vocab"])
     pair = alpha_pair(vocab, values["alpha"], int(values["seed"]))
     context = min(int(values["context"]), max_context or 1 << 20)
-    return ToyRunner(vocab, pair[role == "draft"], context)
+    runner = ToyRunner(vocab, pair[role == "draft"], context)
+    return FaultyRunner(runner, values["fault"], role, values["once"]) if values["fault"] else runner

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from statistics import median
 
+from pearl.errors import ModelError, NumericalError
 from pearl.models.runner import ModelRunner, check_finite
 from pearl.protocol.window import Speeds
 
@@ -55,5 +56,8 @@ def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
     logits = runner.forward([i % runner.vocab_size for i in range(fed)], fed)
     runner.synchronize()
     seconds = time.perf_counter() - began
-    check_finite(logits, base + 1)  # a model that gives NaN for anything is refused at start, not in a text
+    try:
+        check_finite(logits, base + 1)
+    except NumericalError as error:  # a model that gives NaN for anything is refused at start, not in a text
+        raise ModelError(f"It cannot be used: {error}") from error
     return seconds

@@ -108,8 +108,12 @@ class DraftWorker:
                 self._todo.append(message)  # a recording begins between what came before it and what came after
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()))
-            case Welcome():
+            case Pong():
+                pass
+            case Welcome() if self._executor is None:
                 self._meet(message)
+            case Welcome():
+                pass  # a second time
             case Error(_, kind, text):
                 raise getattr(errors, kind)(text)
             case ProtocolError() | TransportError():
@@ -148,11 +152,13 @@ class DraftWorker:
         self._mail.send(trace)
 
     def _heartbeat(self) -> None:
-        """From the work loop, so that a hung loop falls silent."""
+        """From the work loop, so that a hung loop falls silent. Where the connection was cut, sending tells."""
         now = time.monotonic()
-        if self._executor is not None and now - self._beat > self._heartbeat_seconds:
+        if now - self._beat > self._heartbeat_seconds:
             self._beat = now
-            self._mail.post(Heartbeat(self._steps, self._drafter.state.value, 0))
+            met = self._executor is not None
+            beat = Heartbeat(self._steps, self._drafter.state.value, 0) if met else Ping(time.monotonic_ns())
+            self._mail.post(beat)
             self._launcher_beat(0.0)
 
     def _announce(self, tokens: int) -> None:

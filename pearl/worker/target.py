@@ -172,6 +172,8 @@ class TargetWorker:
         match message:
             case ProtocolError() | TransportError():
                 raise message
+            case Hello() if peer == self._draft or peer in self._fronts:
+                pass  # a second time
             case Hello(role=Role.DRAFT):
                 self._meet_draft(peer, message)
             case Hello():

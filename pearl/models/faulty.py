@@ -1,0 +1,98 @@
+"""A runner that goes wrong on purpose, at a chosen moment: for tests of what then happens, and for `scripts/soak`.
+
+Part of the toy models' names (`toy:fault=hang@drafting`), so that it happens in a real worker process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pearl.errors import ModelError
+from pearl.models.runner import ModelRunner
+
+FAULTS = ("kill", "stop", "hang", "raise", "nan", "slow")
+PHASES = ("start", "prefill", "drafting", "verifying")
+PROMPT = 40  # tokens: a forward of so many is a prompt's; the start-up measurement feeds fewer
+_SLOW_SECONDS = 0.3
+_LATER = 6  # tokens that a draft has drafted before a target can be verifying them
+
+
+class FaultyRunner:
+    """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" and "nan" ever after.
+
+    Args:
+        name: "FAULT@PHASE". For a draft "verifying" is when it drafts beside a target that verifies.
+        once: a file; where it exists nothing happens, and it is made when the fault strikes. So what is started in
+            this process's place is sound.
+
+    Raises ModelError for a name that is none.
+    """
+
+    def __init__(self, runner: ModelRunner, name: str, role: str, once: str = "") -> None:
+        fault, _, phase = name.partition("@")
+        if fault not in FAULTS or phase not in PHASES:
+            raise ModelError(f"fault {name!r} is not one of {', '.join(FAULTS)} at one of {', '.join(PHASES)}")
+        self.runner, self.device = runner, runner.device
+        self.vocab_size, self.context = runner.vocab_size, runner.context
+        self._fault, self._phase, self._role, self._once = fault, phase, role, once
+        self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
+        self._struck = False
+
+    @property
+    def length(self) -> int:
+        return self.runner.length
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        if self._since_prompt or len(tokens) >= PROMPT:
+            self._since_prompt.append(len(tokens))
+        if not self._struck and self._is_time(len(tokens)) and self._is_first():
+            self._struck = True
+            self._strike()
+        if self._struck and self._fault == "slow":
+            time.sleep(_SLOW_SECONDS)
+        logits = self.runner.forward(tokens, rows)
+        return torch.full_like(logits, torch.nan) if self._struck and self._fault == "nan" else logits
+
+    def _is_time(self, fed: int) -> bool:
+        after = len(self._since_prompt) - 1
+        match self._phase:
+            case "start":
+                return True
+            case "prefill":
+                return after >= 0
+            case "drafting":
+                return after >= 1
+            case _:
+                return after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
+
+    def _is_first(self) -> bool:
+        if not self._once:
+            return True
+        try:
+            os.close(os.open(self._once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _strike(self) -> None:
+        match self._fault:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                while True:
+                    time.sleep(3600)
+            case "raise":
+                raise RuntimeError("a fault on purpose")
+
+    def rollback(self, length: int) -> None:
+        self.runner.rollback(length)
+
+    def synchronize(self) -> None:
+        self.runner.synchronize()

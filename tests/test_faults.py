@@ -1,0 +1,460 @@
+"""Every cell of FAULTS.md is made to happen: the table says what must come of it, and of nothing may anything be left.
+
+Process faults strike real workers, which do it to themselves at the right moment (`pearl.models.faulty`) or are sent a
+signal; message faults are done to what real sockets carry between loops in threads of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pearl.config import SamplingParams
+from pearl.engine import Engine
+from pearl.errors import NumericalError, PearlError, TargetLost
+from pearl.protocol.messages import (
+    Begin,
+    Committed,
+    DraftTokens,
+    Finish,
+    Finished,
+    Heartbeat,
+    Hello,
+    Message,
+    Verdict,
+    Welcome,
+)
+from pearl.transport.base import Endpoint, Peer
+from pearl.transport.codec import MAX_FRAME, encode
+from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address, private_directory
+from tests.conftest import TOY, greedy_text
+from tests.test_processes import BOUND, children, eventually, gone, temporary
+from tests.test_worker import Loops
+
+__all__ = ["temporary"]  # a fixture
+
+PHASES = ("start-up", "prefill", "drafting", "verifying", "idle", "shutdown")
+PROCESS_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "hang", "exception in a forward", "NaN")
+TAMPERING = ("garbage", "oversize", "truncated", "duplicate", "reordered", "delayed", "lost")
+MESSAGE_FAULTS = (*TAMPERING, "wrong version", "wrong vocabulary")
+WORKERS = ("draft", "target")
+LINKS = ("draft", "target to draft", "target to front")
+OUTCOMES = ("identical", "TargetLost", "NumericalError", "refused")
+
+PROMPT = [i % 31 + 1 for i in range(48)]  # long enough to be announced, and to be told from the start-up measurement
+TOKENS = 60
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+TEXT = greedy_text(PROMPT, TOKENS)
+
+
+# ---- the table ----
+
+
+@dataclass(frozen=True)
+class Cell:
+    fault: str
+    of: str
+    phase: str
+    outcome: str
+
+    def __str__(self) -> str:
+        return f"{self.fault}-{self.of}-{self.phase}"
+
+
+def cells() -> dict[tuple[str, str, str], str]:
+    """FAULTS.md, read: (fault, of, phase) -> what it says."""
+    found = {}
+    for line in (Path(__file__).parent / "FAULTS.md").read_text().splitlines():
+        fields = [field.strip() for field in line.strip("|").split("|")]
+        if line.startswith("|") and len(fields) == 2 + len(PHASES) and fields[0] != "fault" and "---" not in fields[0]:
+            found |= {(fields[0], fields[1], phase): said for phase, said in zip(PHASES, fields[2:], strict=True)}
+    return found
+
+
+TABLE = cells()
+
+
+def those(faults: tuple[str, ...]) -> list[Cell]:
+    return [Cell(*where, said) for where, said in TABLE.items() if where[0] in faults and said in OUTCOMES]
+
+
+def test_the_table_is_whole() -> None:
+    """No cell is forgotten, and each that cannot be has its reason."""
+    wanted = set(product(PROCESS_FAULTS, WORKERS, PHASES)) | set(product(MESSAGE_FAULTS, LINKS, PHASES))
+    assert set(TABLE) == wanted
+    reasons = set(re.findall(r"(?m)^(\d+)\. ", (Path(__file__).parent / "FAULTS.md").read_text()))
+    assert set(TABLE.values()) == set(OUTCOMES) | reasons
+
+
+# ---- nothing is left ----
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """This process has the children, threads and open files afterwards that it had before."""
+
+    def footprint() -> tuple[set[int], int, int]:
+        return children(), threading.active_count(), psutil.Process().num_fds()
+
+    _ = psutil.Process().num_fds()
+    before = footprint()
+    yield
+    eventually(lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)), f"as {before}")
+
+
+# ---- a worker process ----
+
+SELF_INFLICTED = {
+    "SIGKILL": "kill",
+    "SIGSTOP": "stop",
+    "SIGSTOP, SIGCONT": "stop",
+    "hang": "hang",
+    "exception in a forward": "raise",
+    "NaN": "nan",
+}
+AILS = {  # what the error of a start says, or of a lost target
+    "SIGKILL": "killed by signal 9|the target is gone",
+    "SIGSTOP": "startup_timeout|silent",
+    "hang": "startup_timeout|silent",
+    "exception in a forward": "a fault on purpose",
+    "NaN": "not finite",
+}
+
+
+def pids(engine: Engine) -> dict[str, int]:
+    assert engine._target is not None
+    assert engine._draft is not None
+    return {"target": engine._target.pid, "draft": engine._draft.worker.pid}
+
+
+def engine_with(cell: Cell, once: Path) -> Engine:
+    """An engine to one of whose workers the fault of `cell` will happen, unless it is one of the test's own."""
+    phase = "start" if cell.phase == "start-up" else cell.phase
+    specs = {"target": TOY, "draft": TOY}
+    if cell.phase not in ("idle", "shutdown"):
+        specs[cell.of] += f",fault={SELF_INFLICTED[cell.fault]}@{phase},once={once}"
+    elif cell.fault == "hang":
+        specs[cell.of] += ",fault=hang@drafting"
+    patient = cell.fault == "SIGSTOP, SIGCONT" or cell.phase == "shutdown"
+    waits = cell.phase == "start-up" and cell.fault in ("SIGSTOP", "hang")
+    return Engine(
+        **specs,  # type: ignore[arg-type]
+        target_pace=0.004,
+        draft_pace=0.001,
+        draft_timeout=BOUND if patient else 1.0,
+        target_timeout=BOUND if patient else 4.0,
+        startup_timeout=6.0 if waits else BOUND,
+    )
+
+
+@contextmanager
+def waker() -> Iterator[None]:
+    """Sends SIGCONT to any child that has stopped, a moment after."""
+    done = threading.Event()
+
+    def wake() -> None:
+        while not done.wait(0.05):
+            for child in psutil.Process().children():
+                if child.status() == psutil.STATUS_STOPPED:
+                    done.wait(0.3)
+                    child.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def text(engine: Engine) -> Any:
+    (result,) = engine.generate([PROMPT], GREEDY)
+    assert result.tokens == TEXT
+    return result.statistics
+
+
+def strike(cell: Cell, engine: Engine) -> None:
+    """What the test does itself, to an idle worker."""
+    if cell.fault != "hang":
+        os.kill(pids(engine)[cell.of], signal.SIGKILL if cell.fault == "SIGKILL" else signal.SIGSTOP)
+
+
+def wait_until_speculation_resumes(engine: Engine, first: int) -> None:
+    deadline = time.monotonic() + BOUND
+    while (statistics := text(engine)).draft_lost or not statistics.num_accepted_draft_tokens:
+        assert time.monotonic() < deadline, "the draft has not come back"
+        time.sleep(0.05)
+    assert pids(engine)["draft"] != first
+
+
+def check_survived(cell: Cell, engine: Engine) -> None:
+    first = pids(engine)["draft"]
+    if cell.phase == "shutdown":
+        check_ends(cell, engine)
+        return
+    if cell.phase == "idle":
+        text(engine)
+        strike(cell, engine)
+    statistics = text(engine)
+    if cell.fault == "SIGSTOP, SIGCONT":
+        assert not statistics.draft_lost
+    elif cell.phase == "idle":  # noticed where no text is being made, or by the one that is
+        wait_until_speculation_resumes(engine, first)
+    else:
+        assert statistics.draft_lost
+        assert statistics.provenance["direct"] > 0
+        if cell.phase == "drafting":
+            wait_until_speculation_resumes(engine, first)
+
+
+def check_ends(cell: Cell, engine: Engine) -> None:
+    if cell.fault == "hang":
+        stream = engine.stream(PROMPT, GREEDY)
+        time.sleep(0.5)  # it hangs by now, or will while it is being ended; either way the end must be clean
+        assert stream.open
+    else:
+        text(engine)
+    strike(cell, engine)
+    engine.close()
+
+
+def check_lost(cell: Cell, engine: Engine) -> None:
+    workers = list(pids(engine).values())
+    if cell.phase == "idle":
+        text(engine)
+        strike(cell, engine)
+    with pytest.raises(TargetLost, match=AILS[cell.fault]) as caught:
+        text(engine)
+    assert "Make a new engine" in str(caught.value)
+    eventually(lambda: all(map(gone, workers)), "the workers are gone, though nobody has closed the engine")
+    assert not engine.directory.exists()
+    with pytest.raises(PearlError):
+        text(engine)
+
+
+def check_named(engine: Engine) -> None:
+    with pytest.raises(NumericalError, match="not finite"):
+        text(engine)
+    with pytest.raises(NumericalError, match="not finite"):  # it is broken for good; and the engine still answers
+        text(engine)
+
+
+@pytest.mark.parametrize("cell", those(PROCESS_FAULTS), ids=str)
+def test_process_fault(cell: Cell, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    once = tmp_path_factory.mktemp("faults") / "struck"
+    with nothing_left(), waker() if cell.fault == "SIGSTOP, SIGCONT" else nothing():
+        if cell.outcome == "refused":
+            with pytest.raises(PearlError, match=AILS[cell.fault]) as caught:
+                engine_with(cell, once)
+            assert caught.value.exit_code == 3
+        else:
+            with engine_with(cell, once) as engine:
+                match cell.outcome:
+                    case "identical":
+                        check_survived(cell, engine)
+                    case "TargetLost":
+                        check_lost(cell, engine)
+                    case "NumericalError":
+                        check_named(engine)
+        assert once.exists() == (cell.phase not in ("idle", "shutdown")), "the fault has struck"
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+# ---- a message ----
+
+# which message of its link is tampered with: its type, and the how-manieth that fits
+Chosen = tuple[Callable[[Message], bool], int]
+
+
+def of(kind: type, number: int = 1, **fields: object) -> Chosen:
+    return (
+        lambda message: (
+            isinstance(message, kind) and all(getattr(message, name) == value for name, value in fields.items())
+        ),
+        number,
+    )
+
+
+CHOSEN: dict[str, dict[str, Chosen]] = {
+    "draft": {
+        "start-up": of(Hello),
+        "prefill": of(Heartbeat, work="prefill"),
+        "drafting": of(DraftTokens),
+        "verifying": of(DraftTokens, 5),
+        "idle": of(Heartbeat, work="idle"),
+    },
+    "target to draft": {
+        "start-up": of(Welcome),
+        "prefill": of(Begin),
+        "drafting": of(Verdict),
+        "verifying": of(Verdict, 3),
+        "idle": of(Finish),
+    },
+    "target to front": {
+        "start-up": of(Welcome, 2),  # the draft's is the first
+        "prefill": of(Committed),
+        "drafting": of(Committed, 2),
+        "verifying": of(Committed, 4),
+        "idle": of(Finished),
+    },
+}
+_DELAY_SECONDS = 0.3
+
+
+class Tampered:
+    """Makes `endpoint` do `fault` to one of the messages that it sends."""
+
+    def __init__(self, endpoint: Any, fault: str, chosen: Chosen) -> None:
+        self.struck = threading.Event()
+        self._endpoint, self._whole, self._fault = endpoint, endpoint.send, fault
+        self._fits, self._left = chosen
+        self._held: list[tuple[Message, Peer | None]] = []
+        self._lock = threading.RLock()
+        endpoint.send = self.send
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        with self._lock:
+            self._left -= self._fits(message)
+            if self._left == 0 and not self.struck.is_set():
+                self.struck.set()
+                self._tamper(message, peer)
+            elif self._held and self._fault == "delayed":
+                self._held.append((message, peer))  # a connection delays, it does not reorder
+            else:
+                self._whole(message, peer)
+                if self._held and self._held[0][1] == peer:
+                    self._release()
+
+    def _tamper(self, message: Message, peer: Peer | None) -> None:
+        header = encode(message)[0]
+        match self._fault:
+            case "garbage":
+                self._raw(b"\xc1 is no msgpack", peer)
+            case "oversize":
+                self._raw(bytes(MAX_FRAME + 1), peer)
+            case "truncated":
+                self._raw(header[:-1], peer)
+            case "duplicate":
+                self._whole(message, peer)
+                self._whole(message, peer)
+            case "reordered":
+                self._held.append((message, peer))
+            case "delayed":
+                self._held.append((message, peer))
+                threading.Timer(_DELAY_SECONDS, self._release).start()
+            case "lost":
+                pass
+            case "wrong version":
+                self._whole(replace(message, version=message.version + 1), peer)  # type: ignore[union-attr, call-arg]
+            case "wrong vocabulary":
+                self._whole(replace(message, vocab_digest=b"other tokens"), peer)  # type: ignore[call-arg]
+
+    def _raw(self, frame: bytes, peer: Peer | None) -> None:
+        self._endpoint._send([frame] if peer is None else [peer, frame])
+
+    def _release(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+            for message, peer in held:
+                self._whole(message, peer)
+
+
+class FaultyLoops(Loops):
+    """Loops over a Unix socket, one of whose links is tampered with. What ends a draft is kept, as its exit is."""
+
+    def __init__(self, directory: Path, cell: Cell) -> None:
+        self.ended: list[BaseException] = []
+        listener = ZmqListener(bind_address("ipc", directory))
+        self.address = listener.address
+        chosen = CHOSEN[cell.of][cell.phase]
+        tampered: list[Tampered] = []
+        if cell.of != "draft":
+            tampered.append(Tampered(listener, cell.fault, chosen))
+        super().__init__(listener, lambda: ZmqConnection(listener.address), draft_timeout=2.0)
+
+        def wrap(endpoint: Endpoint) -> Endpoint:
+            if cell.of == "draft":
+                tampered.append(Tampered(endpoint, cell.fault, chosen))
+            return endpoint
+
+        self.draft(wrap=wrap)
+        (self.tampered,) = tampered
+
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                run()
+            except PearlError as error:
+                self.ended.append(error)
+
+        return super()._start(guarded)
+
+
+class Attached(Engine):
+    """The user's side, on loops that run already."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        super().__init__(TOY, TOY, target_timeout=4.0)
+
+    def _own_directory(self) -> Path:
+        return private_directory()
+
+    def _start(self, progress: Callable[[str], None]) -> None:
+        self.tokenizer, self.defaults = self._load_tokenizer(progress)
+        self._meet_target(self._address, time.monotonic() + BOUND)
+
+
+def check_refused(cell: Cell, pair: FaultyLoops) -> None:
+    if cell.of == "target to front":
+        pair.wait_ready()
+        with pytest.raises(PearlError):
+            Attached(pair.address)
+    else:
+        eventually(lambda: bool(pair.ended), "the draft has ended, with an error")
+        assert not pair._ready.is_set()
+
+
+def check_served(cell: Cell, pair: FaultyLoops) -> None:
+    pair.wait_ready()
+    with Attached(pair.address) as engine:
+        if cell.outcome == "TargetLost":
+            with pytest.raises(TargetLost, match="Make a new engine"):
+                text(engine)
+            return
+        text(engine)
+        if cell.phase == "idle":
+            eventually(pair.tampered.struck.is_set, "the idle loop has sent that message")
+        for _ in range(2):
+            text(engine)
+
+
+@pytest.mark.parametrize("cell", those(MESSAGE_FAULTS), ids=str)
+def test_message_fault(cell: Cell, temporary: Path) -> None:
+    with nothing_left():
+        directory = private_directory()
+        pair = FaultyLoops(directory, cell)
+        try:
+            (check_refused if cell.outcome == "refused" else check_served)(cell, pair)
+            assert pair.tampered.struck.is_set()
+        finally:
+            pair.close()
+            directory.rmdir()
+        assert not pair.errors
