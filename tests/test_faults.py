@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -108,7 +108,6 @@ def nothing_left() -> Iterator[None]:
     def footprint() -> tuple[set[int], int, int]:
         return children(), threading.active_count(), psutil.Process().num_fds()
 
-    _ = psutil.Process().num_fds()
     before = footprint()
     yield
     eventually(lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)), f"as {before}")
@@ -139,7 +138,7 @@ def pids(engine: Engine) -> dict[str, int]:
     return {"target": engine._target.pid, "draft": engine._draft.worker.pid}
 
 
-def engine_with(cell: Cell, once: Path) -> Engine:
+def engine_with(cell: Cell, once: Path, startup_timeout: float = BOUND) -> Engine:
     """An engine to one of whose workers the fault of `cell` will happen, unless it is one of the test's own."""
     phase = "start" if cell.phase == "start-up" else cell.phase
     specs = {"target": TOY, "draft": TOY}
@@ -148,14 +147,13 @@ def engine_with(cell: Cell, once: Path) -> Engine:
     elif cell.fault == "hang":
         specs[cell.of] += ",fault=hang@drafting"
     patient = cell.fault == "SIGSTOP, SIGCONT" or cell.phase == "shutdown"
-    waits = cell.phase == "start-up" and cell.fault in ("SIGSTOP", "hang")
     return Engine(
         **specs,  # type: ignore[arg-type]
         target_pace=0.004,
         draft_pace=0.001,
         draft_timeout=BOUND if patient else 1.0,
         target_timeout=BOUND if patient else 4.0,
-        startup_timeout=6.0 if waits else BOUND,
+        startup_timeout=startup_timeout,
     )
 
 
@@ -167,9 +165,10 @@ def waker() -> Iterator[None]:
     def wake() -> None:
         while not done.wait(0.05):
             for child in psutil.Process().children():
-                if child.status() == psutil.STATUS_STOPPED:
-                    done.wait(0.3)
-                    child.send_signal(signal.SIGCONT)
+                with suppress(psutil.NoSuchProcess):
+                    if child.status() == psutil.STATUS_STOPPED:
+                        done.wait(0.3)
+                        child.send_signal(signal.SIGCONT)
 
     thread = threading.Thread(target=wake)
     thread.start()
@@ -231,6 +230,16 @@ def check_ends(cell: Cell, engine: Engine) -> None:
     engine.close()
 
 
+def check_not_started(cell: Cell, once: Path) -> None:
+    silent = cell.fault in ("SIGSTOP", "hang")
+    for bound in (6.0, 20.0, BOUND) if silent else (BOUND,):  # a busy machine may not come to the fault in the first
+        with pytest.raises(PearlError, match=AILS[cell.fault]) as caught:
+            engine_with(cell, once, bound)
+        assert caught.value.exit_code == 3
+        if once.exists():
+            return
+
+
 def check_lost(cell: Cell, engine: Engine) -> None:
     workers = list(pids(engine).values())
     if cell.phase == "idle":
@@ -255,11 +264,9 @@ def check_named(engine: Engine) -> None:
 @pytest.mark.parametrize("cell", those(PROCESS_FAULTS), ids=str)
 def test_process_fault(cell: Cell, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     once = tmp_path_factory.mktemp("faults") / "struck"
-    with nothing_left(), waker() if cell.fault == "SIGSTOP, SIGCONT" else nothing():
+    with nothing_left(), waker() if cell.fault == "SIGSTOP, SIGCONT" else nullcontext():
         if cell.outcome == "refused":
-            with pytest.raises(PearlError, match=AILS[cell.fault]) as caught:
-                engine_with(cell, once)
-            assert caught.value.exit_code == 3
+            check_not_started(cell, once)
         else:
             with engine_with(cell, once) as engine:
                 match cell.outcome:
@@ -270,11 +277,6 @@ def test_process_fault(cell: Cell, temporary: Path, tmp_path_factory: pytest.Tem
                     case "NumericalError":
                         check_named(engine)
         assert once.exists() == (cell.phase not in ("idle", "shutdown")), "the fault has struck"
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 # ---- a message ----
