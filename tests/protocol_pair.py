@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from pearl.protocol.coordinator import Coordinator, Counts
+from pearl.protocol.coordinator import Coordinator, Counts, State
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
 from pearl.protocol.events import (
@@ -33,6 +33,7 @@ from pearl.protocol.events import (
     Sample,
     Sampled,
     Send,
+    Stalled,
     Wait,
 )
 from pearl.protocol.messages import Begin, Committed, Decoding, Preview, Provenance, Sampling, Submit, Verdict
@@ -41,6 +42,7 @@ from pearl.protocol.window import Speeds
 
 PROMPT = (3, 1)
 WRONG = 1_000  # what a scripted draft says where it is wrong
+STALLS = 3  # so many in a row, and the worker gives the draft up: more would be a deadlock that only time resolves
 LOST = 2_000  # what a scripted model says in a context that is not the script's
 
 
@@ -186,6 +188,8 @@ class Pair:
         self.submits = deque(submits)
         self.results: dict[int, Result] = {}
         self.log: list[object] = []  # every command of either side
+        self.stalls = 0  # since a message arrived
+        self.lossy = False  # whether a message was lost
         if draft_context is not None:
             self.join_draft(draft_context)
             self.move("to_target")
@@ -201,7 +205,16 @@ class Pair:
             "target": self.target_answer,
             "draft": self.draft_answer,
         }
-        return [move for move, what in enabled.items() if what]
+        return [move for move, what in enabled.items() if what] or self._stalled
+
+    @property
+    def _stalled(self) -> list[str]:
+        """Time passes where nothing else can happen: a draft at rest beats, and a target that waits for it sees.
+
+        Only after a loss: that both wait while nothing was lost is a deadlock, though time would resolve it.
+        """
+        waits = self.coordinator.state in (State.HELD, State.GATHERING)
+        return ["stall"] if self.lossy and waits and self.drafter is not None and self.stalls < STALLS else []
 
     @property
     def done(self) -> bool:
@@ -214,6 +227,7 @@ class Pair:
                 self.results[submit.request] = Result(len(submit.prompt))
                 self.tell_target(submit)
             case "to_target":
+                self.stalls = 0
                 self.tell_target(self.to_target.popleft())
             case "to_draft":
                 self.tell_draft(self.to_draft.popleft())
@@ -223,8 +237,28 @@ class Pair:
             case "draft":
                 answer, self.draft_answer = self.draft_answer, None
                 self.tell_draft(answer)
+            case "stall":
+                self.stalls += 1
+                self.tell_target(Stalled())
             case _:
                 raise AssertionError(move)
+        self.check_invariants()
+
+    def check_invariants(self) -> None:
+        """What holds between any two moves (DESIGN section 3)."""
+        target = self.coordinator
+        for sequence in [target.sequence] + ([self.drafter.sequence] if self.drafter else []):
+            assert 0 <= sequence.fed <= sequence.cached, "a rollback only shortens"
+            assert sequence.committed <= len(sequence.tokens)
+            assert sequence.digest == extend_digest(0, sequence.tokens[: sequence.committed])
+        if self.drafter is not None and self.drafter.begun is not None and target.request is not None:
+            theirs = self.drafter.begun.request, self.drafter.epoch
+            ours = target.request.request, target.epoch
+            assert theirs <= ours, "a draft ahead of its target"
+            prefix = self.drafter.sequence.tokens[: self.drafter.sequence.committed]
+            if theirs[0] == ours[0] and self.drafter.state is not DraftState.LOST:
+                assert target.sequence.tokens[: len(prefix)] == prefix, "only what the target committed is final"
+                assert len(prefix) <= target.sequence.committed
 
     def run(self, pick: Callable[[list[str]], str], limit: int = 20_000) -> None:
         """Makes moves until every request has ended. Fails where nothing can move any more: a deadlock."""
@@ -302,7 +336,10 @@ def at_random(seed: int) -> Callable[[list[str]], str]:
     def pick(moves: list[str]) -> str:
         if not weights or chance.random() < 0.05:
             weights.update(
-                {m: chance.choice((0.05, 1, 10)) for m in ("submit", "to_target", "to_draft", "target", "draft")}
+                {
+                    m: chance.choice((0.05, 1, 10))
+                    for m in ("submit", "to_target", "to_draft", "target", "draft", "stall")
+                }
             )
         return chance.choices(moves, [weights[m] for m in moves])[0]
 

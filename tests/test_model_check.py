@@ -9,22 +9,35 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pearl.errors import ProtocolError
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.coordinator import Counts as TargetCounts
+from pearl.protocol.drafter import _HANDLERS, Drafter
 from pearl.protocol.drafter import Counts as DraftCounts
-from pearl.protocol.drafter import Drafter
-from pearl.protocol.messages import DraftTokens, Verdict
+from pearl.protocol.events import Drafted
+from pearl.protocol.messages import DraftTokens, Resync, Verdict
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Speeds
-from tests.protocol_pair import PROMPT, Cache, Pair, ScriptDraft, ScriptTarget, check_counts, script, submission
+from tests.protocol_pair import (
+    PROMPT,
+    Cache,
+    Pair,
+    ScriptDraft,
+    ScriptTarget,
+    at_random,
+    check_counts,
+    script,
+    submission,
+)
 
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
@@ -64,6 +77,10 @@ class FaultyPair(Pair):
                 return any(isinstance(m, Verdict) for m in self.to_draft)
             case "garble verdict":
                 return bool(self.to_draft) and isinstance(self.to_draft[0], Verdict)
+            case "lose to target" | "lose two to target":  # but not the news that a draft has come or gone
+                return isinstance(self.to_target and self.to_target[0], (DraftTokens, Resync))
+            case "lose to draft" | "lose two to draft":
+                return bool(self.to_draft)
         raise AssertionError(fault)
 
     def move(self, move: str) -> None:
@@ -83,6 +100,11 @@ class FaultyPair(Pair):
                 self.to_draft.append(next(m for m in self.to_draft if isinstance(m, Verdict)))
             case "garble verdict":
                 self.to_draft[0] = replace(self.to_draft[0], digest=self.to_draft[0].digest ^ 1)  # type: ignore
+            case "lose to target" | "lose two to target":
+                self.lossy = bool(self.to_target.popleft())
+            case "lose to draft" | "lose two to draft":
+                self.lossy = bool(self.to_draft.popleft())
+        self.check_invariants()
 
 
 def finals(start: FaultyPair) -> Iterator[FaultyPair]:
@@ -141,13 +163,15 @@ def test_every_interleaving_ends_with_the_right_text(method: str, window: str, g
         assert explore(method, window, gamma, wrong) > 0
 
 
-FAULTS = [("kill",), ("kill", "join"), ("repeat tokens",), ("repeat verdict",)]
+LOSSES = [("lose to target",), ("lose to draft",), ("lose to target", "lose two to target")]
+LOSSES += [("lose to draft", "lose two to draft"), ("lose to target", "lose to draft"), ("lose to draft", "kill")]
+FAULTS = [("kill",), ("kill", "join"), ("repeat tokens",), ("repeat verdict",), *LOSSES]
 
 
 @pytest.mark.parametrize("faults", FAULTS, ids=str)
 @pytest.mark.parametrize("window", ["fixed", "stream"])
 def test_every_interleaving_survives_a_fault_at_any_time(window: str, faults: tuple[str, ...]) -> None:
-    """A draft that dies (and returns), and messages that come twice."""
+    """A draft that dies (and returns), messages that come twice, and messages that do not come."""
     for wrong in ((), (3,)):
         assert explore("pearl", window, 2, wrong, TEXT[:-1], faults) > 0
 
@@ -158,12 +182,70 @@ def test_every_interleaving_survives_a_divergence_at_any_time(wrong: tuple[int, 
     assert explore("pearl", window, 2, wrong, TEXT[:-1], ("garble verdict",)) > 0
 
 
+ANY_FAULT = ("kill", "join", "repeat tokens", "repeat verdict", "garble verdict", "lose to target", "lose to draft")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    method=st.sampled_from([method for method in METHODS if method != "ar"]),
+    window=st.sampled_from(["fixed", "stream"]),
+    gamma=st.integers(1, 9),
+    length=st.integers(3, 80),
+    wrong=st.sets(st.integers(2, 80)),
+    seed=st.integers(0, 2**32),
+    troubles=st.lists(st.tuples(st.integers(0, 400), st.sampled_from(ANY_FAULT)), max_size=12),
+)
+def test_long_runs_come_to_their_end_whatever_happens(
+    method: str, window: str, gamma: int, length: int, wrong: set[int], seed: int, troubles: list[tuple[int, str]]
+) -> None:
+    """Two requests, long windows, many faults: what cannot be explored whole is tried at random, and shrunk."""
+    text = script(length)
+    submits = [submission(text, method, window=window, gamma=gamma, request=number) for number in (1, 2)]
+    pair = FaultyPair(submits, ScriptTarget(text), partial(ScriptDraft, text, frozenset(wrong)))
+    pick, due = at_random(seed), sorted(troubles)
+    for step in range(40_000):
+        while due and due[0][0] <= step:
+            fault = due.pop(0)[1]
+            if pair._possible(fault):
+                pair.faults = (fault,)
+                pair.move(fault)
+        if pair.done:
+            break
+        moves = pair.moves
+        assert moves, f"deadlock: {pair.coordinator.state}, {pair.drafter and pair.drafter.state}"
+        pair.move(pick(moves))
+    for result in pair.results.values():
+        assert tuple(result.tokens) == text[len(PROMPT) :]
+        check_counts(result)
+
+
 def test_the_exploration_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: what the target lets the draft draft is one token short of what it waits for."""
     grant = Coordinator._grant
     monkeypatch.setattr(Coordinator, "_grant", lambda self: grant(self) - 1)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "fixed", 1, ())
+
+
+def test_the_exploration_notices_that_nothing_makes_a_loss_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: a target that is told that both wait does nothing about it."""
+    monkeypatch.setattr(Coordinator, "_resynchronise", lambda self, do: None)
+    with pytest.raises(AssertionError, match="deadlock"):
+        explore("pearl", "fixed", 1, (), TEXT[:-1], ("lose to target",))
+
+
+def test_the_exploration_notices_a_draft_that_commits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: the draft takes what it drafted for final before it is told."""
+    drafted = Drafter._drafted
+
+    def hasty(self: Drafter, event: Drafted, do: Callable[[object], None]) -> None:
+        drafted(self, event, do)
+        if self.sequence.pending:
+            self.sequence.accept()
+
+    monkeypatch.setitem(_HANDLERS, Drafted, hasty)
+    with pytest.raises((AssertionError, ProtocolError)):
+        explore("pearl", "stream", 2, (2,))
 
 
 def test_the_exploration_notices_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
