@@ -37,7 +37,7 @@ from pearl.protocol.sequence import extend_digest
 from pearl.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
 from pearl.trace.gantt import chart, terminal
-from pearl.trace.reading import Trace, read
+from pearl.trace.reading import Trace, read, read_document
 from pearl.trace.recorder import GPU, LOOP, Part, Recorder, part_path, part_paths, where_and_what
 from pearl.trace.replay import replay
 from pearl.trace.report import report
@@ -609,6 +609,11 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     trace = read(path)
     assert len(trace.metadata["workers"]) == len(trace.drafts) + 1 >= 2
     assert replay(trace).difference is None
+    marks = [e["name"] for e in read_document(path)["traceEvents"] if e["ph"] == "i"]
+    assert [mark.partition(":")[0] for mark in marks] == ["a draft joins", "draft lost", "a draft joins"]
+    notes = " ".join(report(trace).notes)
+    assert "s: draft lost: the peer is gone" in notes
+    assert "s: a draft joins" in notes
 
 
 def test_a_run_of_before_that_was_cut_off_is_left_alone(tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ class _Merged:
         counters: dict[str, Any] = {}
         for record, sent in self._waits_told(self._records(self._target)):
             yield from self._slices(record, 1, sent)
+            if record.name == "decide" and (trouble := told(record.args["event"])):
+                yield {"ph": "i", "s": "g", "name": trouble, "pid": 1, "tid": LOOP, "ts": self._us(record.end)}
             for name in _COUNTERS if record.name == "decide" else ():
                 value = record.args.get(name)
                 if value is not None and counters.get(name) != value:
@@ -271,6 +273,20 @@ class _Merged:
                 "workers": workers,
             },
         }
+
+
+def told(event: dict[str, Any]) -> str | None:
+    """What to say of an event that tells of something gone wrong, or right again."""
+    match event["type"]:
+        case "DraftGone":
+            return f"draft lost: {event['reason']}"
+        case "DraftJoined":
+            return "a draft joins"
+        case "Stalled":
+            return "a message was lost: the draft is given the whole prefix"
+        case "Failed":
+            return f"the request fails: {event['reason']}"
+    return None
 
 
 def _sent(decision: dict[str, Any]) -> Iterator[dict[str, Any]]:

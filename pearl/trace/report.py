@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pearl.trace.chrome import told
 from pearl.trace.reading import FORWARDS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
 
@@ -245,6 +246,9 @@ def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
         for w in trace.metadata["workers"]
         if w["clock_uncertainty_ns"]
     ]
+    for one in _between(trace.target, trace.start, trace.end):
+        if one.name == "decide" and (trouble := told(one.args["event"])):
+            notes.append(f"at {one.end - trace.start:.3f} s: {trouble}")
     for name, share in zip(("target", "draft"), shares, strict=True):
         if share is not None and share.uncovered > 0.02:
             notes.append(f"{share.uncovered:.1%} of the {name}'s time is covered by no slice")

@@ -10,6 +10,7 @@ from typing import Any
 Event = dict[str, Any]
 
 _REQUIRED = {"X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args"), "M": ("name", "pid", "args")}
+_REQUIRED |= {"i": ("name", "pid", "tid", "ts", "s")}
 _REQUIRED |= dict.fromkeys("sf", ("name", "pid", "tid", "ts", "id", "cat"))
 _SLACK_US = 0.002  # times are written to a thousandth
 
