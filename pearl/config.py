@@ -74,10 +74,10 @@ class EngineConfig(_Settings):
     tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
         "auto", description="How dense draft distributions travel; auto: NCCL between GPUs, otherwise ZeroMQ frames."
     )
-    draft_timeout: Seconds = Field(30.0, description="Seconds of silence after which the draft counts as lost.")
+    draft_timeout: Seconds = Field(10.0, description="Seconds of silence after which the draft counts as lost.")
     target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
     startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
-    draft_restarts: int = Field(3, ge=0, description="How often a draft that died is started again.")
+    draft_restarts: int = Field(3, ge=0, description="How often in a row a lost draft is started again.")
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
     trace: str | None = Field(None, description="File to write a timeline of both workers to; see pearl trace --help.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")

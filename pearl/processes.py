@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
 _LOOK_SECONDS = 0.2  # between two looks at a draft
+_MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
 
 
@@ -199,7 +200,7 @@ class DraftKeeper:
                 return
             self._restarts += 1
             log.warning("%s; starting it again (%d)", trouble, self._restarts)
-            if not self._closing.wait(0.5 * 2**self._restarts):  # one that dies at once must not become a busy loop
+            if not self._closing.wait(min(0.5 * 2**self._restarts, _MOST_BACK_OFF_SECONDS)):
                 self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
 
     def _trouble(self) -> str | None:

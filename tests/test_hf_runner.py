@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError, RequestError
+from pearl.models import loading
 from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
@@ -152,6 +153,31 @@ def test_context() -> None:
     for wrong in (0, 257):
         with pytest.raises(ModelError, match="256 positions"):
             load_runner(path, device=CPU, max_context=wrong)
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's cache takes 2 x layers x kv heads x head width x tokens x 4 bytes; a byte less is too little."""
+    runner = load_runner(str(tiny_model()), device=CPU, max_context=64)
+    assert isinstance(runner, LlamaRunner)
+    needed = runner._keys.nbytes + runner._values.nbytes
+    monkeypatch.setattr(loading, "available_memory", lambda: needed)
+    load_runner(str(tiny_model()), device=CPU, max_context=64)
+    monkeypatch.setattr(loading, "available_memory", lambda: needed - 1)
+    with pytest.raises(ModelError, match=r"KV cache .* 64 tokens .* Lower max_context"):
+        load_runner(str(tiny_model()), device=CPU, max_context=64)
+
+
+def test_available_memory_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\n")
+    (tmp_path / "memory.current").write_text("300000\n")
+    assert loading.available_memory(meminfo, tmp_path) == 1_024_000
+    (tmp_path / "memory.max").write_text("500000\n")
+    assert loading.available_memory(meminfo, tmp_path) == 200_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert loading.available_memory(meminfo, tmp_path) == 1_024_000
+    assert loading.available_memory(tmp_path / "none", tmp_path) is None
+    assert loading.available_memory() is not None
 
 
 def test_vocabulary_counts_padding_ids() -> None:

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 
 from pearl.models.tokenizer import ToyTokenizer
 from tests.conftest import greedy_text
+from tests.test_processes import eventually, gone
 
 BOUND = 120.0  # seconds; far more than anything here takes
 SPEC = "toy:vocab=32,alpha=0.5"
@@ -44,13 +44,6 @@ def _with_temporary(directory: Path) -> list[int]:
         except psutil.Error:
             continue
     return found
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
-        time.sleep(0.05)
 
 
 def plain(*arguments: str) -> dict[str, object]:
@@ -108,17 +101,24 @@ def test_nothing_is_left_when_torchrun_is_ended(temporary: dict[str, str], numbe
 
 
 @pytest.mark.slow
-def test_draft_worker_that_dies_does_not_take_the_job_down(temporary: dict[str, str]) -> None:
-    """Rank 1 only keeps it: torchrun must not hear of it, and the text is the same."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_draft_worker_that_is_lost_does_not_take_the_job_down(
+    temporary: dict[str, str], number: signal.Signals
+) -> None:
+    """Rank 1 only keeps it: torchrun must not hear of it, and the text is the same; and it starts another."""
     arguments = ["--target", SPEC, "--draft", SPEC, "--temperature", "0", "--target-pace", "0.03"]
-    run = launch([*ALONE, *arguments, "--max-tokens", "150", "123"], temporary)
+    run = launch([*ALONE, *arguments, "--draft-timeout", "1", "--max-tokens", "700", "123"], temporary)
     assert run.stdout is not None
     first = run.stdout.read(1)
-    os.kill(workers(temporary["TMPDIR"])["draft"], signal.SIGKILL)
+    draft = workers(temporary["TMPDIR"])["draft"]
+    os.kill(draft, number)
+    eventually(lambda: gone(draft), "a draft that is stopped is ended")
+    assert workers(temporary["TMPDIR"])["draft"] != draft
     rest, said = run.communicate(timeout=BOUND)
     assert run.returncode == 0, said
-    assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 150)) + "\n"
+    assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 700)) + "\n"
     assert "lost on the way" in said
+    assert "starting it again (1)" in said
 
 
 def test_failing_start_is_told_with_its_cause(temporary: dict[str, str]) -> None:

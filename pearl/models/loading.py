@@ -6,7 +6,8 @@ It must not know toy or paced runners, nor roles.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ def load_runner(
     _refuse_offloaded(spec, model, device)
     with _explained(spec):
         context = _context(spec, model, max_context)
+        _check_cache_fits(spec, model, context)
         return LlamaRunner(model, context) if forwards == "auto" and is_llama(model) else HFRunner(model, context)
 
 
@@ -126,6 +128,31 @@ def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -
         raise ModelError(
             f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
         )
+
+
+def _check_cache_fits(spec: str, model: PreTrainedModel, context: int) -> None:
+    """A cache on the CPU takes its memory only as it fills: that there is enough is looked at before any request."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    needed = 2 * config.num_hidden_layers * heads * width * context * model.dtype.itemsize
+    free = available_memory()
+    if model.device.type == "cpu" and free is not None and needed > free:
+        raise ModelError(
+            f"The KV cache of {spec!r} for {context} tokens takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+            "free. Lower max_context, or end what else runs."
+        )
+
+
+def available_memory(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process could still take, by the kernel's estimate and its control group; None: unknown."""
+    found = []
+    with suppress(OSError, ValueError):
+        lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError):  # "max" is no number: no limit
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(found, default=None)
 
 
 def _context(spec: str, model: PreTrainedModel, wanted: int | None) -> int:
