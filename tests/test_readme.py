@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 import pytest
 
+from pearl import errors
 from pearl.cli import cli
+from pearl.errors import PearlError
 from pearl.protocol.diagram import section
 from pearl.protocol.window import METHODS
 
@@ -43,6 +45,14 @@ def test_every_flag_named_is_a_flag(flag):
         "--other-repeats",
     }  # not the command line's
     assert flag in flags(cli) | others
+
+
+ERRORS = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_every_error_is_listed_with_its_exit_code(error):
+    assert re.search(rf"(?m)^\| {error.exit_code} \| .*`{error.__name__}`", README)
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)h][^)]*)\)", README))))
