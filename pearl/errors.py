@@ -9,33 +9,42 @@ from __future__ import annotations
 
 
 class PearlError(Exception):
-    """Base of all errors raised on purpose. `exit_code` is what the command line returns for it."""
+    """Base of all errors raised on purpose.
+
+    `exit_code` is what the command line returns for it; `advice` what it prints below it: what to do next, where the
+    message itself cannot know.
+    """
 
     exit_code = 1
+    advice = "Run it again with --log-level debug; if that does not explain it, report it with what that prints."
 
 
 class ConfigError(PearlError):
     """A setting, option or file is wrong; nothing was started."""
 
     exit_code = 2
+    advice = ""
 
 
 class TraceError(PearlError):
     """A trace cannot be written or read, or is none."""
 
     exit_code = 2
+    advice = "`pearl trace --help` says how one is made, merged and checked."
 
 
 class RequestError(PearlError):
     """This request cannot be served (too long for the context, say); the engine is unharmed."""
 
     exit_code = 2
+    advice = ""
 
 
 class ModelError(PearlError):
     """A model could not be loaded, cannot be used here, or the two models do not belong together."""
 
     exit_code = 3
+    advice = ""
 
 
 class StartError(PearlError):
@@ -48,6 +57,7 @@ class TargetLost(PearlError):
     """The target worker died or fell silent; the request is lost."""
 
     exit_code = 4
+    advice = "Run it again; if it is lost again, --log-level debug tells what it did last."
 
 
 class DraftLost(PearlError):
@@ -60,6 +70,7 @@ class ForwardError(PearlError):
     """The target's forward gave nothing that can be used; this request is lost, the engine is unharmed."""
 
     exit_code = 4
+    advice = ""
 
 
 class NumericalError(ForwardError):
@@ -74,6 +85,7 @@ class EngineClosed(PearlError):
     """The engine has been closed."""
 
     exit_code = 1
+    advice = ""
 
 
 class TransportError(PearlError):
@@ -86,6 +98,7 @@ class ProtocolError(PearlError):
     """Base of the two below. Raising one leaves the state machine as it was."""
 
     exit_code = 5
+    advice = "This is a bug: report it, with what --log-level debug prints and, if it can be repeated, a --trace FILE."
 
 
 class LocalProtocolError(ProtocolError):

@@ -225,3 +225,23 @@ def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
     assert "Traceback" not in said
     assert "interrupted" in said
     assert time.monotonic() - began < BOUND
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "advice"),
+    [
+        ("raise@drafting", "RuntimeError: a fault on purpose", "--log-level debug"),
+        ("kill@drafting", "target worker was killed by signal 9", "lack of memory"),
+        ("nan@drafting", "the logits for position 49 are not finite", "Try a wider dtype"),
+    ],
+)
+def test_what_is_lost_is_told_once_with_what_to_do(fault: str, says: str, advice: str) -> None:
+    run = pearl("generate", "--target", f"{TOY},fault={fault}", "--draft", TOY, "--method", "ar", "1" * 48)
+    assert run.returncode == 4
+    assert run.stderr.count(says) == 1, run.stderr
+    assert advice in run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) < 8, run.stderr

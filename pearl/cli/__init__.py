@@ -27,7 +27,7 @@ cli.add_command(trace)
 
 
 def main() -> None:
-    """Entry point: an error on purpose is one line and its exit code; Ctrl-C is 130, a broken pipe click's own 1."""
+    """Entry point: an error on purpose is told in a line or two; Ctrl-C is 130, a broken pipe click's own 1."""
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -37,6 +37,6 @@ def main() -> None:
         click.echo("interrupted", err=True)
         code = 130
     except PearlError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""), err=True)
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -481,7 +481,7 @@ class TargetWorker:
         try:
             return self._execute(command)
         except ForwardError as error:
-            log.error("%s", error)
+            log.info("%s", error)  # who asked is told; once is enough
             self._failure = error
             return Failed(str(error))
 
