@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine
@@ -160,6 +161,16 @@ def test_model_that_cannot_be_loaded_is_told_with_its_cause(temporary: Path, rol
         Engine(**{"target": TOY, "draft": TOY, role: spec})  # type: ignore[arg-type]
     assert str(caught.value).count(said) == 1
     assert caught.value.exit_code == 3
+    assert children() <= before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be there")
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_device_that_is_not_there_is_told(temporary: Path, role: str) -> None:
+    before = children()
+    with pytest.raises(ModelError, match=f"{role} worker: device cuda:1 is not there") as caught:
+        Engine(TOY, TOY, **{f"{role}_device": "cuda:1"})
+    assert str(caught.value).count("cuda:1") == 1
     assert children() <= before
 
 
