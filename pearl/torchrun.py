@@ -2,15 +2,20 @@
 
 The ranks find each other through torchrun's own store.  torchrun takes the job down when one rank fails, so a rank is
 only a launcher: a draft worker that dies is started again by rank 1, and torchrun never hears of it.
+
+Where the control channel has an address the ranks may be on two hosts: they share nothing but it and the keys.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +23,8 @@ from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
 from pearl.errors import ConfigError, StartError, TransportError
 from pearl.processes import DraftKeeper
+from pearl.transport.address import is_engine_directory, is_local, private_directory
+from pearl.transport.keys import read_keys
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import TorchrunStore
@@ -81,23 +88,44 @@ class TorchrunEngine(Engine):
 
 
 def serve_draft(config: EngineConfig, progress: Progress) -> None:
-    """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start."""
+    """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start.
+
+    What the store says may be anybody's, for torchrun authenticates nobody: it is checked before it is used.
+    """
+    if config.keys:
+        read_keys(Path(config.keys))  # a missing file is told at once, not when rank 0 has loaded its model
     store = _store()
     address = store.get(_ADDRESS, config.startup_timeout)
-    directory = Path(store.get(_DIRECTORY, config.startup_timeout))
-    if not directory.is_dir():
-        raise StartError(
-            f"rank 0's directory {directory} is not on this machine: both ranks must run on one host, "
-            "for connections between hosts cannot be secured yet"
-        )
-    keeper = DraftKeeper(config, address, directory, progress)
-    try:
-        _wait_until_ready(keeper, store, config)
-        keeper.keep()
-        while not _closed(store):
-            pass
-    finally:
-        keeper.end()
+    with _directory(config, store, address) as directory:
+        keeper = DraftKeeper(config, address, directory, progress)
+        try:
+            _wait_until_ready(keeper, store, config)
+            keeper.keep()
+            while not _closed(store):
+                pass
+        finally:
+            keeper.end()
+
+
+@contextmanager
+def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
+    """Rank 0's on the same host; on another one of this rank's own, removed at the end."""
+    if config.one_host:
+        directory = Path(store.get(_DIRECTORY, config.startup_timeout))
+        if not (is_engine_directory(directory) and is_local(address)):
+            raise StartError(
+                f"rank 0's directory {directory} is not on this machine, or not this user's. For two hosts give both "
+                "ranks --control tcp://HOST:PORT, an address of rank 0's host, and --keys FILE (pearl keys FILE)"
+            )
+        yield directory
+    elif not address.startswith("tcp://"):
+        raise StartError(f"rank 0 listens at {address}: give both ranks the same --control")
+    else:
+        directory = private_directory()
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineConfig) -> None:

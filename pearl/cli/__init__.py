@@ -8,6 +8,7 @@ import click
 
 from pearl.cli.chat import chat
 from pearl.cli.generate import generate
+from pearl.cli.keys import keys
 from pearl.cli.serve import serve
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
@@ -22,6 +23,7 @@ def cli() -> None:
 
 cli.add_command(chat)
 cli.add_command(generate)
+cli.add_command(keys)
 cli.add_command(serve)
 cli.add_command(trace)
 
