@@ -78,8 +78,8 @@ class EngineConfig(_Settings):
     draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
     control: str = Field(
         "ipc",
-        description="Control channel: ipc (private socket files), tcp (127.0.0.1), or for two hosts tcp://HOST:PORT, an "
-        "address of the target's host; PORT * is a free one.",
+        description="Control channel: ipc (private socket files), tcp (127.0.0.1), or for two hosts tcp://HOST:PORT, "
+        "an address of the target's host; PORT * is a free one.",
     )
     keys: str | None = Field(
         None,
@@ -107,7 +107,7 @@ class EngineConfig(_Settings):
     @classmethod
     def _channel(cls, value: str) -> str:
         if value not in _ONE_HOST and not _ADDRESS.fullmatch(value):
-            raise ValueError("use ipc, tcp or tcp://HOST:PORT; HOST: an address or interface of this host")
+            raise ValueError("use ipc, tcp or tcp://HOST:PORT, an address of the target's host")
         return value
 
     @field_validator("keys")

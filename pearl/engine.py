@@ -174,13 +174,17 @@ class Engine:
     def _wait_until_ready(self, deadline: float) -> None:
         assert self._target is not None
         while not self._target.reached("ready"):
-            if self._draft and not self._draft.worker.alive:
-                raise self._start_failure(self._draft.worker)
+            self._check_draft()
             try:
                 self._target.wait_for("ready", min(deadline, time.monotonic() + 0.2))
             except StartError:
                 if not self._target.alive or time.monotonic() > deadline:
                     raise
+
+    def _check_draft(self) -> None:
+        """Raises why the draft that is waited for will not come."""
+        if self._draft and not self._draft.worker.alive:
+            raise self._start_failure(self._draft.worker)
 
     def _start_failure(self, draft: Worker) -> PearlError:
         """Whose failure it was: a draft also ends because the target it talks to has failed."""

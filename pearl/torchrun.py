@@ -15,13 +15,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
-from pearl.errors import ConfigError, StartError, TransportError
+from pearl.errors import ConfigError, PearlError, StartError, TransportError
 from pearl.processes import DraftKeeper
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ADDRESS, _DIRECTORY, _CLOSED = "address", "directory", "closed"
+_ADDRESS, _DIRECTORY, _CLOSED, _FAILED = "address", "directory", "closed", "failed"
 _POLL_SECONDS = 0.5
 
 
@@ -78,6 +78,10 @@ class TorchrunEngine(Engine):
         self._store.set(_DIRECTORY, str(self._directory))
         self._store.set(_ADDRESS, address)
 
+    def _check_draft(self) -> None:
+        if (why := self._store.peek(_FAILED)) is not None:
+            raise StartError(f"rank 1: {why}")
+
     def _end_workers(self) -> None:
         if hasattr(self, "_store"):
             try:
@@ -92,19 +96,35 @@ def serve_draft(config: EngineConfig, progress: Progress) -> None:
 
     What the store says may be anybody's, for torchrun authenticates nobody: it is checked before it is used.
     """
-    if config.keys:
-        read_keys(Path(config.keys))  # a missing file is told at once, not when rank 0 has loaded its model
     store = _store()
-    address = store.get(_ADDRESS, config.startup_timeout)
-    with _directory(config, store, address) as directory:
-        keeper = DraftKeeper(config, address, directory, progress)
-        try:
-            _wait_until_ready(keeper, store, config)
-            keeper.keep()
-            while not _closed(store):
-                pass
-        finally:
-            keeper.end()
+    with _told_to_rank_0(store):
+        _check_keys(config)  # a missing file is told at once, not when rank 0 has loaded its model
+        address = store.get(_ADDRESS, config.startup_timeout)
+        with _directory(config, store, address) as directory:
+            keeper = DraftKeeper(config, address, directory, progress)
+            try:
+                _wait_until_ready(keeper, store, config)
+                keeper.keep()
+                while not _closed(store):
+                    pass
+            finally:
+                keeper.end()
+
+
+def _check_keys(config: EngineConfig) -> None:
+    if config.keys is not None:
+        read_keys(Path(config.keys))
+
+
+@contextmanager
+def _told_to_rank_0(store: TorchrunStore) -> Iterator[None]:
+    """Why this rank fails: not every torchrun takes the other down with it, and rank 0 would wait in vain."""
+    try:
+        yield
+    except PearlError as error:
+        with suppress(TransportError):
+            store.set(_FAILED, str(error))
+        raise
 
 
 @contextmanager
