@@ -15,8 +15,8 @@ import click
 import pytest
 
 from pearl.cli import cli
-from pearl.cli.terminal import printable
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
+from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
 
 BOUND = 120.0  # seconds

@@ -10,8 +10,10 @@ from pearl.cli.chat import chat
 from pearl.cli.generate import generate
 from pearl.cli.keys import keys
 from pearl.cli.serve import serve
+from pearl.cli.terminal import say
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
+from pearl.printable import printable
 from pearl.version import __version__
 
 
@@ -33,12 +35,13 @@ def main() -> None:
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
+        error.message = printable(error.message)
         error.show()
         code = error.exit_code
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         code = 130
     except PearlError as error:
-        click.echo(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""), err=True)
+        say(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from pearl.cli.terminal import say
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 
@@ -18,6 +19,4 @@ def keys(file: Path) -> None:
     Whoever can read it can use the engines that are started with it. It is never overwritten.
     """
     write_keys(file, new_keys())
-    click.echo(
-        f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both", err=True
-    )
+    say(f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both")
