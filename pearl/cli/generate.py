@@ -59,7 +59,8 @@ def _prompt(prompt: str | None) -> str:
 def _follow(stream: Stream, quiet: bool) -> None:
     for piece in stream:
         if not quiet:
-            click.echo(printable(piece.text) if sys.stdout.isatty() else piece.text, nl=False)
+            # Not by click, which takes colours out of what goes to a file: there the text is to be the model's own.
+            sys.stdout.write(printable(piece.text) if sys.stdout.isatty() else piece.text)
             sys.stdout.flush()
     if not quiet:
         click.echo()

@@ -33,6 +33,7 @@ from pearl.transport.keys import Keys
 
 _QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than a text has, so that it may be slow
 _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
+_HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
 _MAX_TAKEN = 64 << 20  # bytes that one `receive` takes, or one message
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
@@ -76,6 +77,7 @@ class _Socket:
         self._socket.setsockopt(zmq.LINGER, 0)  # should it be dropped unclosed, nothing may wait for it
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, queue)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # a frame; who sends a longer one is disconnected
         self._wakeup, self._waker = os.pipe()
         os.set_blocking(self._wakeup, False)
