@@ -18,7 +18,7 @@ from pearl.printable import PrintableFormatter, printable
 from tests.conftest import TOY
 from tests.screen import Person
 
-# A window title, a colour, a cursor movement, a C1 control sequence, a bell, a carriage return, a right-to-left override.
+# A window title, a colour, a cleared screen, a C1 control sequence, a bell, a carriage return, a right-to-left mark.
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[2J\x9b31m\x07\rover\u202egnp"
 BOUND = 120.0
 

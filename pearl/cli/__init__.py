@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
@@ -13,7 +14,6 @@ from pearl.cli.serve import serve
 from pearl.cli.terminal import say
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
-from pearl.printable import printable
 from pearl.version import __version__
 
 
@@ -35,8 +35,9 @@ def main() -> None:
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
-        error.message = printable(error.message)
-        error.show()
+        shown = io.StringIO()  # usage and all, which may quote what somebody else has put into a script
+        error.show(shown)
+        say(shown.getvalue().rstrip("\n"))
         code = error.exit_code
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
