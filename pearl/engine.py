@@ -55,8 +55,8 @@ from pearl.stream import Piece, Result, Stream
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, being_written
 from pearl.transport.address import bind_address, check_bind, private_directory
-from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
-from pearl.transport.zeromq import ZmqConnection, new_keys
+from pearl.transport.keys import channel_keys
+from pearl.transport.zeromq import ZmqConnection, ensured_keys
 
 __all__ = ["Engine", "Piece", "Result", "Stream"]
 
@@ -123,8 +123,8 @@ class Engine:
     def _start(self, progress: Progress) -> None:
         deadline = time.monotonic() + self.config.startup_timeout
         address = bind_address(self.config.control, self._directory)
-        self._make_keys()
-        check_bind(address, keys=self._keys() is not None)
+        keys = ensured_keys(self.config.control, self.config.keys, self._directory)
+        check_bind(address, keys=keys is not None)
         self._target = Worker("target", self.config, address, self._directory, progress=progress)
         self._target.wait_for("bound", deadline)
         self._start_draft(self._target.address, progress)
@@ -143,16 +143,8 @@ class Engine:
         """Where the sockets are; nobody else can reach it."""
         return private_directory()
 
-    def _make_keys(self) -> None:
-        """Any user of this machine can reach the loopback, so a channel there has keys of the engine's own."""
-        if self.config.control == "tcp" and self.config.keys is None:
-            write_keys(self._directory / OWN_KEYS, new_keys())
-
-    def _keys(self) -> Keys | None:
-        return channel_keys(self.config.keys, self._directory)
-
     def _meet_target(self, address: str, deadline: float) -> None:
-        self._endpoint = ZmqConnection(address, self._keys())
+        self._endpoint = ZmqConnection(address, channel_keys(self.config.keys, self._directory))
         self._silence.heard()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
         self._read_until(lambda: self._welcome is not None or time.monotonic() > deadline)

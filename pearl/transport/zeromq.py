@@ -29,7 +29,7 @@ from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.gate import Gate
-from pearl.transport.keys import Keys
+from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
 
 _QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than a text has, so that it may be slow
 _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
@@ -47,6 +47,13 @@ def new_keys() -> Keys:
     _check_curve()
     (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
     return Keys(server.decode(), client.decode())
+
+
+def ensured_keys(control: str, given: str | None, directory: Path) -> Keys | None:
+    """As `channel_keys`. On the loopback, which any user of this machine can reach, the engine makes its own."""
+    if control == "tcp" and given is None:
+        write_keys(directory / OWN_KEYS, new_keys())
+    return channel_keys(given, directory)
 
 
 def _check_curve() -> None:
