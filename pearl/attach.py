@@ -14,7 +14,7 @@ from typing import Any
 from pearl.config import EngineConfig
 from pearl.engine import CARD, Engine, Progress
 from pearl.errors import ConfigError
-from pearl.transport.zeromq import is_local, is_private, private_directories
+from pearl.transport.address import is_local, is_private, private_directories
 
 
 def running_engines() -> list[Path]:
@@ -41,14 +41,16 @@ def find_engine(name: str) -> Path:
 
 
 def _card(directory: Path) -> dict[str, Any]:
-    """What an engine has left there; nothing where another user could have put it, or it leads off this machine."""
+    """What an engine has left there; nothing where another user could have put it, or it leads off this machine to
+    who need not prove a key."""
     try:
         if not is_private(directory):
             return {}
         card = json.loads((directory / CARD).read_text())
-        if not is_local(str(card["address"])):
+        config = dict(card["config"])
+        if not (is_local(str(card["address"])) or config.get("keys")):
             return {}
-        return {"pid": int(card["pid"]), "address": str(card["address"]), "config": dict(card["config"])}
+        return {"pid": int(card["pid"]), "address": str(card["address"]), "config": config}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -8,6 +8,7 @@ for the workers.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -30,6 +32,10 @@ from pearl.errors import ConfigError
 LEAST_TEMPERATURE = 1e-4
 
 Seconds = Annotated[float, Field(gt=0)]
+_ONE_HOST = ("ipc", "tcp")
+_ADDRESS = re.compile(
+    r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
+)  # what may be bound is for the transport
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -70,7 +76,16 @@ class EngineConfig(_Settings):
     max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
     draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
-    control: Literal["ipc", "tcp"] = Field("ipc", description="Control channel: private socket files, or 127.0.0.1.")
+    control: str = Field(
+        "ipc",
+        description="Control channel: ipc (private socket files), tcp (127.0.0.1), or for two hosts tcp://HOST:PORT, "
+        "an address of the target's host; PORT * is a free one.",
+    )
+    keys: str | None = Field(
+        None,
+        validate_default=True,
+        description="File of the keys that secure the control channel; pearl keys FILE makes one.",
+    )
     tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
         "auto", description="How dense draft distributions travel; auto: NCCL between GPUs, otherwise ZeroMQ frames."
     )
@@ -88,6 +103,32 @@ class EngineConfig(_Settings):
         Device.parse(value)
         return value
 
+    @field_validator("control")
+    @classmethod
+    def _channel(cls, value: str) -> str:
+        if value not in _ONE_HOST and not _ADDRESS.fullmatch(value):
+            raise ValueError("use ipc, tcp or tcp://HOST:PORT, an address of the target's host")
+        return value
+
+    @field_validator("keys")
+    @classmethod
+    def _secured(cls, value: str | None, known: ValidationInfo) -> str | None:
+        if value is None and not _on_one_host(known):
+            raise ValueError(
+                "other hosts can reach this control address, so it takes keys: make them with `pearl keys FILE`, "
+                "copy FILE to the other host, and give --keys FILE on both"
+            )
+        return value and os.path.abspath(value)  # whoever attaches may do so from another directory
+
+    @field_validator("tensors")
+    @classmethod
+    def _not_in_the_clear(cls, value: str, known: ValidationInfo) -> str:
+        if value in ("gloo", "nccl") and not _on_one_host(known):
+            raise ValueError(
+                "it is not encrypted, and its two ends meet in a file of one host; between hosts take frames or auto"
+            )
+        return value
+
     @field_validator("trace")
     @classmethod
     def _writable(cls, value: str | None) -> str | None:
@@ -101,6 +142,15 @@ class EngineConfig(_Settings):
     @property
     def has_draft(self) -> bool:
         return self.draft != "none"
+
+    @property
+    def one_host(self) -> bool:
+        """Whether both workers are on one host, and share the engine's directory."""
+        return self.control in _ONE_HOST
+
+
+def _on_one_host(known: ValidationInfo) -> bool:
+    return known.data.get("control", "ipc") in _ONE_HOST  # where it was bad, that is what is told
 
 
 class DecodingConfig(_Settings):

@@ -54,7 +54,9 @@ from pearl.silence import Silence
 from pearl.stream import Piece, Result, Stream
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, being_written
-from pearl.transport.zeromq import ZmqConnection, bind_address, private_directory
+from pearl.transport.address import bind_address, check_bind, private_directory
+from pearl.transport.keys import channel_keys
+from pearl.transport.zeromq import ZmqConnection, ensured_keys
 
 __all__ = ["Engine", "Piece", "Result", "Stream"]
 
@@ -121,6 +123,8 @@ class Engine:
     def _start(self, progress: Progress) -> None:
         deadline = time.monotonic() + self.config.startup_timeout
         address = bind_address(self.config.control, self._directory)
+        keys = ensured_keys(self.config.control, self.config.keys, self._directory)
+        check_bind(address, keys=keys is not None)
         self._target = Worker("target", self.config, address, self._directory, progress=progress)
         self._target.wait_for("bound", deadline)
         self._start_draft(self._target.address, progress)
@@ -140,7 +144,7 @@ class Engine:
         return private_directory()
 
     def _meet_target(self, address: str, deadline: float) -> None:
-        self._endpoint = ZmqConnection(address)
+        self._endpoint = ZmqConnection(address, channel_keys(self.config.keys, self._directory))
         self._silence.heard()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
         self._read_until(lambda: self._welcome is not None or time.monotonic() > deadline)
@@ -162,13 +166,17 @@ class Engine:
     def _wait_until_ready(self, deadline: float) -> None:
         assert self._target is not None
         while not self._target.reached("ready"):
-            if self._draft and not self._draft.worker.alive:
-                raise self._start_failure(self._draft.worker)
+            self._check_draft()
             try:
                 self._target.wait_for("ready", min(deadline, time.monotonic() + 0.2))
             except StartError:
                 if not self._target.alive or time.monotonic() > deadline:
                     raise
+
+    def _check_draft(self) -> None:
+        """Raises why the draft that is waited for will not come."""
+        if self._draft and not self._draft.worker.alive:
+            raise self._start_failure(self._draft.worker)
 
     def _start_failure(self, draft: Worker) -> PearlError:
         """Whose failure it was: a draft also ends because the target it talks to has failed."""

@@ -2,29 +2,36 @@
 
 The ranks find each other through torchrun's own store.  torchrun takes the job down when one rank fails, so a rank is
 only a launcher: a draft worker that dies is started again by rank 1, and torchrun never hears of it.
+
+Where the control channel has an address the ranks may be on two hosts: they share nothing but it and the keys.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
-from pearl.errors import ConfigError, StartError, TransportError
+from pearl.errors import ConfigError, PearlError, StartError, TransportError
 from pearl.processes import DraftKeeper
+from pearl.transport.address import is_engine_directory, is_local, private_directory
+from pearl.transport.keys import read_keys
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import TorchrunStore
 
 log = logging.getLogger(__name__)
 
-_ADDRESS, _DIRECTORY, _CLOSED = "address", "directory", "closed"
+_ADDRESS, _DIRECTORY, _CLOSED, _FAILED = "address", "directory", "closed", "failed"
 _POLL_SECONDS = 0.5
 
 
@@ -71,6 +78,10 @@ class TorchrunEngine(Engine):
         self._store.set(_DIRECTORY, str(self._directory))
         self._store.set(_ADDRESS, address)
 
+    def _check_draft(self) -> None:
+        if (why := self._store.peek(_FAILED)) is not None:
+            raise StartError(f"rank 1: {why}")
+
     def _end_workers(self) -> None:
         if hasattr(self, "_store"):
             try:
@@ -81,23 +92,60 @@ class TorchrunEngine(Engine):
 
 
 def serve_draft(config: EngineConfig, progress: Progress) -> None:
-    """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start."""
+    """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start.
+
+    What the store says may be anybody's, for torchrun authenticates nobody: it is checked before it is used.
+    """
     store = _store()
-    address = store.get(_ADDRESS, config.startup_timeout)
-    directory = Path(store.get(_DIRECTORY, config.startup_timeout))
-    if not directory.is_dir():
-        raise StartError(
-            f"rank 0's directory {directory} is not on this machine: both ranks must run on one host, "
-            "for connections between hosts cannot be secured yet"
-        )
-    keeper = DraftKeeper(config, address, directory, progress)
+    with _told_to_rank_0(store):
+        _check_keys(config)  # a missing file is told at once, not when rank 0 has loaded its model
+        address = store.get(_ADDRESS, config.startup_timeout)
+        with _directory(config, store, address) as directory:
+            keeper = DraftKeeper(config, address, directory, progress)
+            try:
+                _wait_until_ready(keeper, store, config)
+                keeper.keep()
+                while not _closed(store):
+                    pass
+            finally:
+                keeper.end()
+
+
+def _check_keys(config: EngineConfig) -> None:
+    if config.keys is not None:
+        read_keys(Path(config.keys))
+
+
+@contextmanager
+def _told_to_rank_0(store: TorchrunStore) -> Iterator[None]:
+    """Why this rank fails: not every torchrun takes the other down with it, and rank 0 would wait in vain."""
     try:
-        _wait_until_ready(keeper, store, config)
-        keeper.keep()
-        while not _closed(store):
-            pass
-    finally:
-        keeper.end()
+        yield
+    except PearlError as error:
+        with suppress(TransportError):
+            store.set(_FAILED, str(error))
+        raise
+
+
+@contextmanager
+def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
+    """Rank 0's on the same host; on another one of this rank's own, removed at the end."""
+    if config.one_host:
+        directory = Path(store.get(_DIRECTORY, config.startup_timeout))
+        if not (is_engine_directory(directory) and is_local(address)):
+            raise StartError(
+                f"rank 0's directory {directory} is not on this machine, or not this user's. For two hosts give both "
+                "ranks --control tcp://HOST:PORT, an address of rank 0's host, and --keys FILE (pearl keys FILE)"
+            )
+        yield directory
+    elif not address.startswith("tcp://"):
+        raise StartError(f"rank 0 listens at {address}: give both ranks the same --control")
+    else:
+        directory = private_directory()
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineConfig) -> None:

@@ -124,6 +124,11 @@ class Person:
         return "\n".join(self.lines)
 
     @property
+    def title(self) -> str:
+        """Of the terminal's window, where the program has set one."""
+        return self._screen.title
+
+    @property
     def screen(self) -> str:
         """What can be seen."""
         return "\n".join(line.rstrip() for line in self._screen.display)

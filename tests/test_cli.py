@@ -15,8 +15,8 @@ import click
 import pytest
 
 from pearl.cli import cli
-from pearl.cli.terminal import printable
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
+from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
 
 BOUND = 120.0  # seconds
@@ -245,3 +245,46 @@ def test_what_is_lost_is_told_once_with_what_to_do(fault: str, says: str, advice
     assert advice in run.stderr
     assert "Traceback" not in run.stderr
     assert len(run.stderr.splitlines()) < 8, run.stderr
+
+
+# ---- keys ----
+
+
+def test_keys_are_made_once_and_serve(tmp_path: Path) -> None:
+    """The file works where it says, a second call leaves it, and only its name shows anywhere."""
+    path = tmp_path / "pearl.keys"
+    run = pearl("keys", str(path))
+    assert run.returncode == 0, run.stderr
+    assert f"--keys {path}" in run.stderr
+    made = path.read_text()
+    again = pearl("keys", str(path))
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert path.read_text() == made
+    run = pearl("generate", *SHORT, "--keys", str(path), "--control", "tcp://127.0.0.1:*", "--json", "123")
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert document["text"] == WANTED
+    assert document["settings"]["engine"]["keys"] == str(path)
+    assert not any(key in run.stdout + run.stderr for key in json.loads(made).values() if isinstance(key, str))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--control", "tcp://192.0.2.1:5555", "x"], "pearl keys FILE"),
+        (
+            ["--control", "tcp://192.0.2.1:5555", "--keys", "/nowhere/keys", "x"],
+            "cannot read the key file /nowhere/keys",
+        ),
+        (["--keys", "/dev/null", "x"], "no file"),
+    ],
+)
+def test_a_channel_that_is_not_safe_is_refused_before_anything_starts(arguments: list[str], said: str) -> None:
+    assert said in refused(*PAIR, *arguments)
+
+
+def test_a_wildcard_is_refused_with_keys_too(tmp_path: Path) -> None:
+    assert pearl("keys", str(tmp_path / "k")).returncode == 0
+    said = refused(*PAIR, "--control", "tcp://0.0.0.0:5555", "--keys", str(tmp_path / "k"), "x")
+    assert "wildcard" in said

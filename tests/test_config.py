@@ -92,6 +92,11 @@ def test_core_that_is_not_there_is_refused() -> None:
         (EngineConfig, {"draft_restarts": -1}, "draft_restarts"),
         (EngineConfig, {"target_dtype": "int4"}, "target_dtype"),
         (EngineConfig, {"control": "udp"}, "control"),
+        (EngineConfig, {"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
+        (EngineConfig, {"control": "tcp://a b:1", "keys": "k"}, "control"),
+        (EngineConfig, {"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
+        (EngineConfig, {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": "nccl"}, "tensors: it is not encrypted"),
+        (EngineConfig, {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": "gloo"}, "tensors: it is not encrypted"),
         (EngineConfig, {"temperature": 1.0}, "unknown setting 'temperature'"),
     ],
 )
@@ -112,6 +117,21 @@ def test_no_setting_is_in_two_sections_or_unsupported() -> None:
     names = [name for section in SECTIONS for name in section.model_fields]
     assert len(names) == len(set(names))
     assert not set(names) & set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    "control", ["tcp://10.0.0.1:5555", "tcp://10.0.0.1:*", "tcp://eth0:*", "tcp://[2001:db8::1]:1"]
+)
+def test_an_address_takes_keys_and_says_that_there_are_two_hosts(control: str, tmp_path: Path) -> None:
+    config = EngineConfig(control=control, keys=str(tmp_path / "keys"))
+    assert not config.one_host
+    assert EngineConfig().one_host
+    assert EngineConfig(control="tcp", tensors="gloo").one_host
+
+
+def test_the_key_file_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert EngineConfig(keys="mine").keys == str(tmp_path / "mine")
 
 
 def test_one_stop_or_several() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,7 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pearl import torchrun
+from pearl.config import EngineConfig
+from pearl.errors import StartError
 from pearl.models.tokenizer import ToyTokenizer
+from pearl.transport.address import private_directory
+from pearl.transport.keys import write_keys
+from pearl.transport.zeromq import new_keys
 from tests.conftest import greedy_text
 from tests.test_processes import eventually, gone
 
@@ -22,6 +30,7 @@ BOUND = 120.0  # seconds; far more than anything here takes
 SPEC = "toy:vocab=32,alpha=0.5"
 SEEDED = ["--target", SPEC, "--draft", SPEC, "--temperature", "1", "--seed", "5"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ROOT = Path(__file__).parent.parent
 ALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate"]
 
 
@@ -155,3 +164,185 @@ def test_two_agents_give_the_same_text(temporary: dict[str, str]) -> None:
     documents = [json.loads(out) for out, _ in said if out]
     assert len(documents) == 1
     assert documents[0]["tokens"] == plain(*SEEDED, "--max-tokens", "80", "123")["tokens"]
+
+
+# ---- two hosts ----
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of both ranks, as launch/two_hosts.sh starts them; they share no directory."""
+    common = {"HOST": "127.0.0.1", "PORT": str(free_port()), "CONTROL_PORT": "*", "PYTHON": sys.executable}
+    runs = []
+    for rank, path in enumerate(keys):
+        home = Path(temporary["TMPDIR"], f"host{rank}")
+        home.mkdir()
+        environment = temporary | common | {"RANK": str(rank), "KEYS": str(path), "TMPDIR": str(home)}
+        arguments = [*SEEDED, "--max-tokens", "80", "--json", "123"]
+        runs.append(launch([str(ROOT / "launch" / "two_hosts.sh"), *arguments], environment))
+    said = [run.communicate(timeout=BOUND) for run in runs]
+    for rank in range(2):
+        home = Path(temporary["TMPDIR"], f"host{rank}")
+        eventually(lambda home=home: not list(home.glob("pearl-*")), "no directory is left")  # type: ignore[misc]
+        eventually(lambda home=home: not _with_temporary(home), "no process is left")  # type: ignore[misc]
+    return [(run.returncode, *texts) for run, texts in zip(runs, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path) -> None:
+    """Nothing in common but an address and the keys; the draft's distributions, dense here, go the same way."""
+    keys = tmp_path / "keys"
+    write_keys(keys, new_keys())
+    (zero, out, said), (one, nothing, also_said) = two_hosts(temporary, [keys, keys])
+    assert (zero, one) == (0, 0), said + also_said
+    document = json.loads(out)
+    assert document["tokens"] == plain(*SEEDED, "--max-tokens", "80", "123")["tokens"]
+    assert document["statistics"]["num_accepted_draft_tokens"] > 0
+    assert nothing == ""
+
+
+@pytest.mark.slow
+def test_a_draft_with_another_key_is_told_so_on_its_own_host(temporary: dict[str, str], tmp_path: Path) -> None:
+    """Not after 15 minutes of start-up time-out, nor as a draft that died; and both sides end."""
+    for name in ("one", "other"):
+        write_keys(tmp_path / name, new_keys())
+    (zero, out, at_zero), (one, _, said) = two_hosts(temporary, [tmp_path / "one", tmp_path / "other"])
+    assert zero != 0
+    assert one != 0
+    assert out == ""
+    assert "our key file is not its own" in said
+    assert "rank 1: draft worker" in at_zero
+
+
+class Store:
+    """torchrun's, in which a stranger has written."""
+
+    def __init__(self, **values: str) -> None:
+        self._values = values
+
+    def get(self, key: str, timeout: float) -> str:
+        return self._values[key]
+
+
+def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp_path: Path) -> None:
+    """The draft worker removes its directory at the end: a stranger's word must not make it the user's home."""
+    precious = tmp_path / "precious"
+    precious.mkdir(mode=0o700)
+    ours = private_directory()
+    ours.chmod(0o755)
+    config = EngineConfig()
+    for directory, address in (
+        (precious, "tcp://127.0.0.1:5"),
+        (Path("relative/pearl-1"), "tcp://127.0.0.1:5"),
+        (tmp_path / "pearl-nowhere", "tcp://127.0.0.1:5"),
+        (ours, "tcp://127.0.0.1:5"),
+    ):
+        with (
+            pytest.raises(StartError, match="not on this machine, or not this user's"),
+            torchrun._directory(config, Store(directory=str(directory)), address),  # type: ignore[arg-type]
+        ):
+            pytest.fail("it was believed")
+    ours.chmod(0o700)
+    for address in ("tcp://192.0.2.1:5", "ipc://@abstract"):
+        with (
+            pytest.raises(StartError, match="not on this machine"),
+            torchrun._directory(config, Store(directory=str(ours)), address),  # type: ignore[arg-type]
+        ):
+            pytest.fail("it was believed")
+    with torchrun._directory(config, Store(directory=str(ours)), f"ipc://{ours}/control") as found:  # type: ignore[arg-type]
+        assert found == ours
+    ours.rmdir()
+
+
+def test_a_rank_on_another_host_is_at_home_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    config = EngineConfig(control="tcp://192.0.2.1:*", keys="/keys")
+    store = Store(directory=str(tmp_path))
+    with torchrun._directory(config, store, "tcp://192.0.2.1:5") as home:  # type: ignore[arg-type]
+        assert home.is_dir()
+        assert home != tmp_path
+    assert not home.exists()
+    with pytest.raises(StartError, match="same --control"), torchrun._directory(config, store, "ipc:///x/y"):  # type: ignore[arg-type]
+        pytest.fail("it was believed")
+
+
+# ---- launchers ----
+
+LAUNCHERS = sorted(path for path in (ROOT / "launch").iterdir() if os.access(path, os.X_OK))
+
+
+def dry(launcher: Path, **environment: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    command = [str(launcher), "--dry-run", "--max-tokens", "5", "two words"]
+    run = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=BOUND, check=True)
+    return run.stdout
+
+
+def test_there_are_launchers() -> None:
+    assert {path.name for path in LAUNCHERS} >= {"two_devices.sh", "two_hosts.sh", "slurm_two_hosts.sbatch"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.name)
+def test_launchers_show_their_command_and_pass_arguments_whole(launcher: Path) -> None:
+    shown = dry(launcher, PYTHON="/a python", PORT="5555", RANK="0", HOST="192.0.2.1", KEYS="/my keys")
+    words = [shlex.split(line) for line in shown.splitlines()]
+    assert words
+    for line in words:
+        assert line[-3:] == ["--max-tokens", "5", "two words"]
+
+
+def test_the_second_host_runs_the_same_line_but_its_rank() -> None:
+    lines = [
+        shlex.split(dry(ROOT / "launch" / "two_hosts.sh", RANK=rank, HOST="192.0.2.1", KEYS="/my keys"))
+        for rank in ("0", "1")
+    ]
+    assert [(a, b) for a, b in zip(*lines, strict=True) if a != b] == [("0", "1")]
+    assert lines[0][lines[0].index("--control") + 1] == "tcp://192.0.2.1:29501"
+    assert lines[0][lines[0].index("--keys") + 1] == "/my keys"
+    assert lines[0][lines[0].index("--rdzv-backend") + 1] == "static"  # the others unpickle what strangers may send
+
+
+def test_two_hosts_ask_for_what_is_missing() -> None:
+    command = [str(ROOT / "launch" / "two_hosts.sh"), "--dry-run", "x"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "HOST", "KEYS")}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND, check=False)
+    assert run.returncode != 0
+    assert "RANK" in run.stderr
+
+
+def test_two_jobs_on_a_node_have_ports_of_their_own() -> None:
+    script = ROOT / "launch" / "slurm_two_hosts.sbatch"
+    shown = [dry(script, SLURM_JOB_ID=job, HOST="192.0.2.1", KEYS="/k") for job in ("7", "8")]
+    ports = [set(re.findall(r"PORT=(\d+)", text)) for text in shown]
+    assert all(len(found) == 2 for found in ports)
+    assert not ports[0] & ports[1]
+
+
+def test_under_slurm_the_first_node_is_asked_for_its_address(tmp_path: Path) -> None:
+    """With a Slurm of the test's own: what each task would run, by its number."""
+    for name, script in (
+        ("scontrol", 'test "$3" = "n[1-2]" && echo n1 && echo n2'),
+        ("srun", 'if [ "$1" = --nodes ]; then echo "192.0.2.1 10.0.0.1"; else shift; SLURM_PROCID=1 exec "$@"; fi'),
+    ):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "HOST"} | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
+    command = [str(ROOT / "launch" / "slurm_two_hosts.sbatch"), "two words"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND, check=True)
+    words = run.stdout.splitlines()
+    assert words[words.index("--node-rank") + 1] == "1"
+    assert words[words.index("--master-addr") + 1] == "192.0.2.1"
+    assert words[words.index("--control") + 1].startswith("tcp://192.0.2.1:")
+    assert words[-1] == "two words"

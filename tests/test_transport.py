@@ -23,12 +23,14 @@ import zmq
 
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import DraftTokens, Finish, Message, Ping, RowKind, Rows
-from pearl.transport import zeromq
+from pearl.transport import address as addresses
+from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME
+from pearl.transport.keys import Keys
 from pearl.transport.mailbox import Mailbox
 from pearl.transport.memory import memory_channels, memory_hub
-from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address, check_bind, private_directory
+from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
 
 WAIT = 20.0  # seconds: a bound for a slow machine, never reached where all is well
 
@@ -49,7 +51,7 @@ def directory() -> Iterator[Path]:
     path.rmdir()  # fails where a listener has left anything behind
 
 
-@pytest.fixture(params=["memory", "zeromq-ipc", "zeromq-tcp"])
+@pytest.fixture(params=["memory", "zeromq-ipc", "zeromq-tcp", "zeromq-tcp-keys"])
 def new_link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
     """Makes links of one transport, as many as asked for, and closes all that came of them."""
     ends: list[Endpoint] = []
@@ -65,11 +67,12 @@ def new_link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
 
     def zeromq_link() -> Link:
         directories.append(private_directory())
-        listener = ZmqListener(bind_address(request.param.removeprefix("zeromq-"), directories[-1]))
+        keys = new_keys() if request.param.endswith("keys") else None
+        listener = ZmqListener(bind_address(request.param.split("-")[1], directories[-1]), keys)
         return Link(
             keep(listener),
-            lambda: keep(ZmqConnection(listener.address)),
-            lambda frames: send_raw(listener.address, frames),
+            lambda: keep(ZmqConnection(listener.address, keys)),
+            lambda frames: send_raw(listener.address, frames, keys),
         )
 
     yield memory if request.param == "memory" else zeromq_link
@@ -84,12 +87,20 @@ def link(new_link: Callable[[], Link]) -> Link:
     return new_link()
 
 
-def send_raw(address: str, frames: Sequence[bytes]) -> None:
+def send_raw(address: str, frames: Sequence[bytes], keys: Keys | None = None) -> None:
     """What a program that is no PEARL might send."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        if keys is not None:
+            show_keys(stranger, server=keys.server, client=keys.client)
         stranger.connect(address)
         stranger.send_multipart(frames)
         stranger.setsockopt(zmq.LINGER, int(WAIT * 1000))
+
+
+def show_keys(stranger: zmq.Socket[bytes], server: str, client: str) -> None:
+    """As one that believes in these two secrets."""
+    stranger.curve_serverkey, stranger.curve_publickey = (zmq.curve_public(k.encode()) for k in (server, client))
+    stranger.curve_secretkey = client.encode()
 
 
 def collect(end: Endpoint | Mailbox, count: int) -> list[tuple[Peer, Message | RemoteProtocolError]]:
@@ -559,7 +570,7 @@ class TestAddresses:
 
     def test_only_the_loopback_pattern_is_matched_whole(self) -> None:
         """A `match` in place of a `fullmatch` would let a suffix through."""
-        assert zeromq._LOOPBACK.match("tcp://127.0.0.1:5555;tcp://0.0.0.0:1")
+        assert addresses._LOOPBACK.match("tcp://127.0.0.1:5555;tcp://0.0.0.0:1")
         with pytest.raises(ConfigError):
             check_bind("tcp://127.0.0.1:5555;tcp://0.0.0.0:1")
 

@@ -45,10 +45,11 @@ from pearl.protocol.messages import (
 )
 from pearl.simulate import Timing, paired_executors, simulate
 from pearl.trace.tracer import Tracer
+from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel
 from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
-from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address
+from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.rows import RowPacker, inline

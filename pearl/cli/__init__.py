@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
 
 from pearl.cli.chat import chat
 from pearl.cli.generate import generate
+from pearl.cli.keys import keys
 from pearl.cli.serve import serve
+from pearl.cli.terminal import say
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
 from pearl.version import __version__
@@ -22,6 +25,7 @@ def cli() -> None:
 
 cli.add_command(chat)
 cli.add_command(generate)
+cli.add_command(keys)
 cli.add_command(serve)
 cli.add_command(trace)
 
@@ -31,12 +35,14 @@ def main() -> None:
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()  # usage and all, which may quote what somebody else has put into a script
+        error.show(shown)
+        say(shown.getvalue().rstrip("\n"))
         code = error.exit_code
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         code = 130
     except PearlError as error:
-        click.echo(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""), err=True)
+        say(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -20,12 +20,13 @@ from pearl.cli.commands import COMMANDS, Leave, obey
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply
-from pearl.cli.terminal import LineReader, WatchKeys, keys_are_keys, printable, state_directory
+from pearl.cli.terminal import LineReader, SafeConsole, WatchKeys, keys_are_keys, state_directory
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.conversation import Conversation
 from pearl.engine import Engine
 from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
 from pearl.metrics import Statistics
+from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.stream import Result, Stream
 from pearl.text import CONTEXT, REPLACEMENT
@@ -63,7 +64,7 @@ class Chat:
     show_draft: bool = False
     markdown: bool = True
     keys: bool = False
-    console: Console = field(default_factory=lambda: Console(highlight=False))
+    console: Console = field(default_factory=SafeConsole)
     done: dict[str, list[Answer]] = field(default_factory=dict)
     typed: str = ""
 
@@ -195,7 +196,7 @@ def chat(
     config = settings.engine
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
         config = config.model_copy(update={"log_level": "error"})  # a warning would tear the screen; the status tells
-    with running(config, Console(stderr=True, highlight=False), connect) as engine:
+    with running(config, SafeConsole(stderr=True), connect) as engine:
         if engine is None:
             return
         conversation = Conversation(engine.tokenizer, raw, system)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.table import Table
 from rich.text import Text
 
-from pearl.cli.terminal import printable
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
+from pearl.printable import printable
 
 if TYPE_CHECKING:
     from pearl.cli.chat import Answer, Chat

@@ -7,16 +7,16 @@ import sys
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from pearl import __version__, torchrun
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
-from pearl.cli.terminal import printable
+from pearl.cli.terminal import SafeConsole
 from pearl.config import Settings
 from pearl.engine import Result, Stream
 from pearl.errors import ConfigError
+from pearl.printable import printable
 
 
 @click.command()
@@ -31,7 +31,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     The text goes to standard output, all else to standard error.  Where the model has a chat template it is applied;
     see --raw.
     """
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     text = "" if torchrun.rank() else _prompt(prompt)  # before any work; torchrun's other rank needs none
     with running(settings.engine, console, connect) as engine:
         if engine is None:
@@ -59,7 +59,8 @@ def _prompt(prompt: str | None) -> str:
 def _follow(stream: Stream, quiet: bool) -> None:
     for piece in stream:
         if not quiet:
-            click.echo(printable(piece.text) if sys.stdout.isatty() else piece.text, nl=False)
+            # Not by click, which takes colours out of what goes to a file: there the text is to be the model's own.
+            sys.stdout.write(printable(piece.text) if sys.stdout.isatty() else piece.text)
             sys.stdout.flush()
     if not quiet:
         click.echo()

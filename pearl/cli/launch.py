@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from pearl import torchrun
 from pearl.attach import AttachedEngine, find_engine
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
 from pearl.errors import ConfigError
+from pearl.printable import log_to_stderr
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -32,7 +33,7 @@ def connect_option(command: _Command) -> _Command:
 @contextmanager
 def running(config: EngineConfig, console: Console, connect: str | None = None) -> Iterator[Engine | None]:
     """The engine that a command works with; None on the ranks of torchrun that have served it until its end."""
-    logging.basicConfig(level=config.log_level.upper(), format="[front] %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(config.log_level, "front")
     rank = torchrun.rank()
     if connect is not None:
         if rank is not None:
@@ -61,5 +62,5 @@ def _loading(console: Console, what: str) -> Iterator[Progress]:
     if not console.is_terminal:
         yield lambda message: console.print(message, style="dim")
         return
-    with console.status(f"{what} ...") as status:
-        yield status.update
+    with console.status(Text(f"{what} ...")) as status:
+        yield lambda message: status.update(Text(message))  # a str would be read as markup

@@ -19,7 +19,7 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from pearl.cli.terminal import printable
+from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 
 STYLES = {

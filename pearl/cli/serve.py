@@ -6,10 +6,10 @@ import signal
 import sys
 
 import click
-from rich.console import Console
 
 from pearl.cli.launch import running
 from pearl.cli.options import settings_options
+from pearl.cli.terminal import SafeConsole, say
 from pearl.config import Settings
 
 
@@ -20,11 +20,11 @@ def serve(settings: Settings) -> None:
 
     Only this user's processes on this machine can reach it.  Sampling and decoding are for who asks to choose.
     """
-    with running(settings.engine, Console(stderr=True, highlight=False)) as engine:
+    with running(settings.engine, SafeConsole(stderr=True)) as engine:
         if engine is None:
             return
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        click.echo(f"serving in {engine.directory}; talk to it with pearl chat --connect", err=True)
+        say(f"serving in {engine.directory}; talk to it with pearl chat --connect")
         try:
             engine.wait_until_lost()
         except KeyboardInterrupt:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import click
 from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -24,23 +25,33 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from pearl.errors import RequestError
+from pearl.printable import printable
 
 _INTERRUPT = b"\x03"
 _LONG_PASTE = 2000  # characters; more than that stands as a note in the line, for the screen holds no more
 _NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[@-~]|O.|.)?")  # keys that write nothing, and the brackets around a paste
 _QUOTES = '"""'
-# What Unicode has to show a control character with. The two that a text is made of stay.
-_PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421}
-# Other controls, and what turns the direction of writing: it could make a line read as what it is not.
-_UNSEEN = re.compile("[\u0080-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def printable(text: str) -> str:
-    """`text` with control characters shown, not obeyed (but newline and tab): a model must not steer a terminal."""
-    return _UNSEEN.sub("\ufffd", text.replace("\r\n", "\n").translate(_PICTURES))
+class SafeConsole(Console):
+    """A console on which text is text: no escape and no markup in it is obeyed, only styles that we give it."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def say(text: str) -> None:
+    """A line to standard error."""
+    click.echo(printable(text), err=True)
 
 
 def state_directory() -> Path:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from pearl.cli.terminal import SafeConsole, say
 from pearl.errors import TraceError
+from pearl.printable import printable
 from pearl.trace import chrome
 from pearl.trace.gantt import chart, html, png, terminal
 from pearl.trace.reading import read, read_document
@@ -38,7 +39,7 @@ def report(file: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.as_dict()))
         return
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(_table({str(file): found}))
     for note in found.notes:
         console.print(f"note: {note}")
@@ -54,7 +55,7 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
         return
-    console = Console(highlight=False)
+    console = SafeConsole()
     console.print(_table(reports))
     one, other = reports[str(a)], reports[str(b)]
     if one.tokens_per_second and other.tokens_per_second:
@@ -77,9 +78,9 @@ def show(file: Path, start: float | None, seconds: float | None, png_path: Path 
     for path, draw in ((png_path, png), (html_path, html)):
         if path is not None:
             draw(shown, path)
-            click.echo(f"{path}: {shown.start:.3f} s to {shown.end:.3f} s of {file}", err=True)
+            say(f"{path}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
     if png_path is None and html_path is None:
-        console = Console(highlight=False)
+        console = SafeConsole()
         for line in terminal(shown, console.width):
             console.print(line, no_wrap=True, crop=False, soft_wrap=True)
 
@@ -110,7 +111,7 @@ def merge(file: Path) -> None:
     Each worker writes a part beside FILE as it goes; closing the engine merges them, a kill leaves them.
     """
     chrome.merge(file)
-    click.echo(f"{file}: {len(read_document(file)['traceEvents'])} events")
+    click.echo(printable(f"{file}: {len(read_document(file)['traceEvents'])} events"))
 
 
 @trace.command()
@@ -123,10 +124,10 @@ def check(file: Path) -> None:
     document = read_document(file)
     found = problems(document)
     for problem in found[:20]:
-        click.echo(problem)
+        click.echo(printable(problem))
     if found:
         raise TraceError(f"{file}: {len(found)} problems")
-    click.echo(f"{file}: {len(document['traceEvents'])} events, sound")
+    click.echo(printable(f"{file}: {len(document['traceEvents'])} events, sound"))
 
 
 def _table(reports: dict[str, Report]) -> Table:

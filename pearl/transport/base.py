@@ -1,6 +1,7 @@
 """What the worker loops see of any transport: message endpoints and tensor channels.
 
-Knows no bytes, sockets or process groups; those are codec, zeromq, memory and torch_dist.
+Knows no bytes, sockets or process groups; those are codec, zeromq, memory and torch_dist. Who may connect, and how
+much is heard of it, is for address, keys and gate.
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Ends the endpoint; a second time does nothing. What is queued may be lost."""
+        ...
+
+
+class Listener(Endpoint, Protocol):
+    """The end that others connect to. It hears only so much of each of them at a time."""
+
+    def trust(self, peer: Peer) -> None:
+        """Hears all that `peer` says, and of no other any more."""
         ...
 
 

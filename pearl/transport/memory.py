@@ -100,6 +100,9 @@ class MemoryEndpoint:
     def wake(self) -> None:
         self.inbox.wake()
 
+    def trust(self, peer: Peer) -> None:
+        """Nothing: here everybody is heard, up to a full queue."""
+
     def close(self) -> None:
         self._closed = True
         self.inbox.close()

@@ -224,18 +224,22 @@ class TorchrunStore:
         except RuntimeError as error:
             raise TransportError(f"torchrun's store is gone, {key!r} was not set: {error}") from error
 
+    def peek(self, key: str) -> str | None:
+        """The value of `key`, if somebody has set it. Raises `TransportError` where the store is gone."""
+        try:
+            return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+        except RuntimeError as error:
+            self.gone = True
+            raise TransportError(f"torchrun's store is gone, {key!r} was not read: {error}") from error
+
     def get(self, key: str, timeout: float) -> str:
         """The value of `key`, once somebody has set it. Raises `TransportError` after `timeout` seconds.
 
         Asks again and again: a wait that the store itself times out prints a warning to the user's terminal.
         """
         end = time.monotonic() + timeout
-        try:
-            while not self._store.check([key]):
-                if time.monotonic() > end:
-                    raise TransportError(f"no rank has set {key!r} within {timeout} s")
-                time.sleep(_STORE_POLL)
-            return self._store.get(key).decode()
-        except RuntimeError as error:
-            self.gone = True
-            raise TransportError(f"torchrun's store is gone, {key!r} was not read: {error}") from error
+        while (value := self.peek(key)) is None:
+            if time.monotonic() > end:
+                raise TransportError(f"no rank has set {key!r} within {timeout} s")
+            time.sleep(_STORE_POLL)
+        return value

@@ -1,108 +1,73 @@
-"""The control channel over ZeroMQ, on this machine only: the one file that imports zmq.
+"""The control channel over ZeroMQ: the one file that imports zmq.
 
 The target worker binds a `ZmqListener` (ROUTER), draft and fronts make a `ZmqConnection` (DEALER) each.
 Knows frames and peers, not what messages mean.
 
-ZeroMQ authenticates nobody here, so the address is what protects an engine: a socket file in a private
-directory, which only this user can reach, or a port of the loopback, which every user of this machine can:
-prefer ipc.
+Without keys ZeroMQ authenticates nobody, and the address is what protects an engine (see `address`). With keys it is
+CURVE (ZeroMQ RFC 26): everything is encrypted, the listener proves its key to who connects, and admits one key only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 import select
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from errno import ENODEV
 from math import ceil
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
-from pearl.errors import ConfigError, LocalProtocolError, TransportError
+from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import Message
+from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
+from pearl.transport.gate import Gate
+from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
 
-_QUEUE = 1 << 16  # messages that may wait on either side: more than a text has, so that a front may be slow
-_MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
+_QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than a text has, so that it may be slow
+_LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
+_HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
+_MAX_TAKEN = 64 << 20  # bytes that one `receive` takes, or one message
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_LOOPBACK = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):(\*|\d{1,5})")
+_ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key may come in (RFC 27)
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-def private_directory() -> Path:
-    """A fresh directory `pearl-XXXXXXXX` of mode 0700; whoever asked for it removes it."""
-    return Path(tempfile.mkdtemp(prefix="pearl-", dir=_runtime_directory()))
+def new_keys() -> Keys:
+    """Fresh ones. Raises `ConfigError` where ZeroMQ was built without CURVE."""
+    _check_curve()
+    (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
+    return Keys(server.decode(), client.decode())
 
 
-def bind_address(control: str, directory: Path) -> str:
-    """The address for a listener: `control` "ipc" (a socket file in `directory`) or "tcp" (a free port)."""
-    if control == "ipc":
-        return f"ipc://{directory / 'control'}"
-    if control == "tcp":
-        return "tcp://127.0.0.1:*"
-    raise ConfigError(f"control channel {control!r} is unknown: choose ipc or tcp")
+def ensured_keys(control: str, given: str | None, directory: Path) -> Keys | None:
+    """As `channel_keys`. On the loopback, which any user of this machine can reach, the engine makes its own."""
+    if control == "tcp" and given is None:
+        write_keys(directory / OWN_KEYS, new_keys())
+    return channel_keys(given, directory)
 
 
-def private_directories() -> list[Path]:
-    """Those of this user that `private_directory` has made, newest first."""
-    found = [path for path in _runtime_directory().glob("pearl-*") if is_private(path)]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+def _check_curve() -> None:
+    if not zmq.has("curve"):
+        raise ConfigError("this pyzmq was built without CURVE: install one of its binary wheels")
 
 
-def is_local(address: str) -> bool:
-    """Whether `address` leads to this machine only: a socket file in a private directory, or the loopback."""
-    if address.startswith("ipc://"):
-        return is_private(Path(address.removeprefix("ipc://")).parent)
-    return _LOOPBACK.fullmatch(address) is not None
-
-
-def check_bind(address: str) -> None:
-    """Raises `ConfigError` where more than this machine could reach `address`, or it cannot be bound."""
-    if address.startswith("ipc://"):
-        _check_socket_file(Path(address.removeprefix("ipc://")))
-    elif not _LOOPBACK.fullmatch(address):
-        raise ConfigError(
-            f"refusing to bind {address}: who can reach it could use the engine. Until connections can be "
-            "secured only ipc:// in a private directory and tcp://127.0.0.1 or tcp://[::1] are allowed"
-        )
-
-
-def _check_socket_file(path: Path) -> None:
-    length = len(os.fsencode(path))
-    if length > _MAX_IPC_PATH:
-        raise ConfigError(
-            f"the socket path {path} has {length} bytes, a Unix socket at most {_MAX_IPC_PATH}: "
-            "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory, or use tcp"
-        )
-    if not path.is_absolute() or not is_private(path.parent):
-        raise ConfigError(
-            f"refusing to bind {path}: its directory must be absolute, owned by this user and of mode 0700; "
-            "others are refused until connections can be secured"
-        )
-    if os.path.lexists(path):  # ZeroMQ would silently take the address from whoever listens there
-        raise ConfigError(f"{path} exists: an engine listens there, or one was killed; then remove the file")
-
-
-def is_private(directory: Path) -> bool:
-    """Whether only this user can reach what is in `directory`."""
+def _public(secret: str) -> bytes:
     try:
-        status = os.lstat(directory)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-
-
-def _runtime_directory() -> Path:
-    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    return runtime if runtime.is_absolute() and is_private(runtime) else Path(tempfile.gettempdir())
+        return zmq.curve_public(secret.encode())
+    except (zmq.ZMQError, ValueError):  # forty good characters may still stand for more than 32 bytes hold
+        raise ConfigError(
+            "the key file holds what is no key: copy it anew, or make one with `pearl keys FILE`"
+        ) from None
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -112,13 +77,14 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 class _Socket:
     """What both ends share: a socket with a context of its own, so that closing one waits for no other."""
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, queue: int) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._closed = False
         self._socket.setsockopt(zmq.LINGER, 0)  # should it be dropped unclosed, nothing may wait for it
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        self._socket.setsockopt(zmq.RCVHWM, queue)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # a frame; who sends a longer one is disconnected
         self._wakeup, self._waker = os.pipe()
         os.set_blocking(self._wakeup, False)
@@ -159,8 +125,10 @@ class _Socket:
             self._check_open()
             if not self._more and not self._glance.poll(0):  # a fifth of the time, and between two forwards the rule
                 return messages
-            while len(messages) < MAX_BATCH and _readable(self._socket):
+            size = 0
+            while len(messages) < MAX_BATCH and size < _MAX_TAKEN and _readable(self._socket):
                 messages.append(self._socket.recv_multipart(_NOBLOCK))
+                size += sum(map(len, messages[-1]))
             self._pass_on()
         return messages
 
@@ -206,18 +174,30 @@ class _Socket:
 class ZmqListener(_Socket):
     """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
 
-    def __init__(self, address: str) -> None:
-        """Binds `address`; `.address` is the real one, port included. Raises `ConfigError`: `check_bind`."""
-        check_bind(address)
-        super().__init__(zmq.ROUTER)
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        """Binds `address`; `.address` is the real one, port included. Raises `ConfigError`: `check_bind`.
+
+        `keys`: who has not the same gets no answer; a stranger holds no more than a frame until it is cut off.
+        """
+        check_bind(address, keys=keys is not None)
+        admitted = None if keys is None else _public(keys.client)
+        super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
+        self._gate = Gate()
         self._file: Path | None = None
+        self._porter: _Porter | None = None
+        if keys is not None and admitted is not None:
+            self._porter = _Porter(self._context, admitted)
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = keys.server.encode()
+            self._socket.zap_domain = b"pearl"
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a vanished peer is dropped
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"cannot bind {address}: {error.strerror}") from None
+            hint = "; HOST must be an address or a network interface of this machine" if error.errno == ENODEV else ""
+            raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         if self._file is not None:
@@ -229,26 +209,69 @@ class ZmqListener(_Socket):
         self._send([peer, *encode(message)])
 
     def receive(self, timeout: float) -> list[Received]:
-        return [(frames[0], received(frames[1:])) for frames in self._receive(timeout)]
+        return [heard for peer, *frames in self._receive(timeout) for heard in self._heard(peer, frames)]
+
+    def _heard(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
+        try:
+            return [(peer, received(frames))] if self._gate.admits(peer, sum(map(len, frames))) else []
+        except RemoteProtocolError as error:
+            return [(peer, error)]
+
+    def trust(self, peer: Peer) -> None:
+        self._gate.trust(peer)
 
     def close(self, flush: float = 0.0) -> None:
         if self._file is not None and not self._closed:
             self._file.unlink(missing_ok=True)  # ZeroMQ leaves it behind
         super().close(flush)
+        if self._porter is not None:
+            self._porter.join()
+
+
+class _Porter:
+    """Answers ZeroMQ, in a thread, whether a key may come in: the one that is admitted, and no other."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> None:
+        self._admitted = [z85.decode(admitted)]
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(_ZAP)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="porter")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                version, number, _, _, _, mechanism, *credentials = self._socket.recv_multipart()
+                admitted = mechanism == b"CURVE" and credentials == self._admitted
+                self._socket.send_multipart([version, number, b"200" if admitted else b"400", b"", b"", b""])
+        except zmq.ContextTerminated:
+            self._socket.close()
+
+    def join(self) -> None:
+        """Once the context has been ended, and so the thread."""
+        self._thread.join()
 
 
 class ZmqConnection(_Socket):
     """The end that connects. The listener need not be there yet: until it is, messages wait in the queue.
 
-    Once connected and cut off it stays so: what would answer a reconnection is not the engine we knew.
+    Once connected and cut off it stays so: what would answer a reconnection is not the engine we knew. One that was not
+    let in says so once in what it receives, for nothing else will ever come.
     """
 
-    def __init__(self, address: str) -> None:
-        super().__init__(zmq.DEALER)
-        self._lost = False
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        public = None if keys is None else (_public(keys.server), _public(keys.client))
+        super().__init__(zmq.DEALER, _QUEUE)
+        self._fate = ""  # why it is of no use any more
+        self._untold = True
+        self._secured = keys is not None
+        if keys is not None and public is not None:
+            self._socket.curve_serverkey, self._socket.curve_publickey = public
+            self._socket.curve_secretkey = keys.client.encode()
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         # A DEALER queues for a peer that is gone as for one that is slow. Its monitor tells the two apart.
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self.address = address
         try:
@@ -259,18 +282,31 @@ class ZmqConnection(_Socket):
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if not self.connected:
-            raise TransportError(f"the peer at {self.address} is gone")
+            raise TransportError(self._fate)
         self._send(encode(message))
 
     def receive(self, timeout: float) -> list[Received]:
-        return [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
+        got: list[Received] = [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
+        if got:
+            self._untold = False  # it was let in
+        elif self._untold and not self.connected:
+            self._untold = False
+            got.append((SOLE_PEER, TransportError(self._fate)))
+        return got
 
     @property
     def connected(self) -> bool:
         """False once it has been cut off; an address where nobody listens yet may still become a connection."""
         with self._lock:
-            self._lost = self._lost or (not self._closed and _readable(self._monitor))
-        return not self._lost
+            if not self._fate and not self._closed and _readable(self._monitor):
+                self._fate = self._told(parse_monitor_message(self._monitor.recv_multipart(_NOBLOCK))["event"])
+        return not self._fate
+
+    def _told(self, event: int) -> str:
+        if event == zmq.EVENT_DISCONNECTED:
+            return f"the peer at {self.address} is gone"
+        ours = "our key file is not its own" if self._secured else "it wants keys and we have none (--keys FILE)"
+        return f"the peer at {self.address} did not let us in: {ours}, or it went away at that moment"
 
     def close(self, flush: float = 0.0) -> None:
         if not self._closed:

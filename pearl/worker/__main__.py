@@ -12,6 +12,7 @@ from typing import Any
 
 from pearl.config import EngineConfig
 from pearl.errors import PearlError
+from pearl.printable import log_to_stderr
 from pearl.worker.lifeline import Lifeline
 
 
@@ -20,9 +21,7 @@ def main() -> int:
     settings = lifeline.settings
     role, config = settings["role"], EngineConfig(**settings["config"])
     directory = Path(settings["directory"])
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format=f"[{role}] %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(config.log_level, role)
     lifeline.watch(directory)
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 

@@ -23,6 +23,7 @@ from pearl.text import TextStream, Tokenizer
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import TensorChannel
+from pearl.transport.keys import Keys, channel_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
@@ -36,7 +37,7 @@ _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     tracer = _tracer(config, settings)
-    endpoint = ZmqListener(settings["address"])
+    endpoint = ZmqListener(settings["address"], _keys(config, settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = _place(config.target_device, "target")
@@ -65,7 +66,7 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
 def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     tracer = _tracer(config, settings)
-    endpoint = ZmqConnection(settings["address"])
+    endpoint = ZmqConnection(settings["address"], _keys(config, settings))
     try:
         device = _place(config.draft_device, "draft")
         make_channel = _channel(config, settings, 1, device, tracer)
@@ -94,6 +95,10 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
+
+
+def _keys(config: EngineConfig, settings: dict[str, Any]) -> Keys | None:
+    return channel_keys(config.keys, Path(settings["directory"]))
 
 
 def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer:
@@ -186,7 +191,7 @@ def _on_two_gpus(config: EngineConfig) -> bool:
 
 
 def _pin(config: EngineConfig, role: str) -> None:
-    """Pins this process to the cores of its device; `auto` gives each role its half of them.
+    """Pins this process to the cores of its device; `auto` gives each role its half of them, on two hosts all.
 
     Threads that run already (the sockets' I/O thread) stay unpinned.
     """
@@ -194,7 +199,7 @@ def _pin(config: EngineConfig, role: str) -> None:
     if device.kind == "cuda" or (device.kind == "auto" and torch.cuda.is_available()):
         return
     usable = sorted(os.sched_getaffinity(0))
-    half = (len(usable) + 1) // 2 if config.has_draft else len(usable)
+    half = (len(usable) + 1) // 2 if config.has_draft and config.one_host else len(usable)
     cores = device.cores
     if device.kind == "auto":
         cores = tuple(usable[:half] if role == "target" else usable[half:] or usable)
@@ -209,7 +214,7 @@ def _channel(
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     kind = settings.get("tensors") or config.tensors
     if kind == "auto":
-        kind = "nccl" if _on_two_gpus(config) else "frames"
+        kind = "nccl" if config.one_host and _on_two_gpus(config) else "frames"
     if kind == "frames" or not config.has_draft:
         return None
     from pearl.transport.torch_dist import ProcessGroupChannel

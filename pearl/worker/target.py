@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
-from pearl.config import LEAST_TEMPERATURE
 from pearl.errors import (
     DraftLost,
     ForwardError,
@@ -48,10 +47,10 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
-from pearl.protocol.window import METHODS
 from pearl.silence import Silence
 from pearl.trace.tracer import Tracer
-from pearl.transport.base import Endpoint, Fault, Peer, TensorChannel
+from pearl.transport.base import Fault, Listener, Peer, TensorChannel
+from pearl.worker.admission import MAX_FRONTS, MAX_RECORDINGS, Admission
 from pearl.worker.calibrate import calibrate_target
 from pearl.worker.draft import SLACK
 from pearl.worker.execute import TargetExecutor
@@ -87,7 +86,7 @@ class TargetWorker:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: Listener,
         executor: TargetExecutor,
         settings: TargetSettings,
         ready: Callable[[], None],
@@ -113,6 +112,7 @@ class TargetWorker:
         self._fronts: set[Peer] = set()
         self._waiting_fronts: list[Peer] = []  # said hello before we were ready
         self._requests: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
+        self._admission = Admission(self._requests, settings.vocab_size, settings.context)
         self._numbers = count(1)
         self._watch = Stopwatch()
         self._waiting: tuple[str, float] | None = None  # cause, since
@@ -165,8 +165,8 @@ class TargetWorker:
             except (ProtocolError, TransportError, DraftLost) as error:
                 self._on_fault(peer, error)
             except RequestError as error:
-                assert isinstance(message, Submit)
-                self._mail.post(Error(message.request, type(error).__name__, str(error)), peer)
+                request = message.request if isinstance(message, Submit) else -1
+                self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
     def _on_message(self, peer: Peer, message: Message | Fault) -> None:
         match message:
@@ -187,6 +187,8 @@ class TargetWorker:
             case Cancel(request) if peer in self._fronts:
                 self._cancel(peer, request)
             case Trace() if peer in self._fronts:
+                if len(self._to_record) >= MAX_RECORDINGS:
+                    raise RemoteProtocolError("too many recordings are asked for: try again later")
                 self._to_record.append((peer, message))
             case Trace() if peer == self._draft:
                 if self._recording is not None and message == self._recording[1]:  # else it has only just joined
@@ -220,10 +222,12 @@ class TargetWorker:
     def _meet_front(self, peer: Peer, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
+        if len(self._fronts) >= MAX_FRONTS and peer not in self._fronts:
+            raise RequestError(f"{MAX_FRONTS} fronts are attached: try again later")
         self._fronts.add(peer)
         if self._is_ready:
             self._welcome(peer)
-        else:
+        elif peer not in self._waiting_fronts:
             self._waiting_fronts.append(peer)
 
     def _welcome(self, peer: Peer) -> None:
@@ -250,28 +254,10 @@ class TargetWorker:
                 self._todo.append(Cancel(number))
 
     def _submit(self, peer: Peer, submit: Submit) -> None:
-        problem = self._problem(submit)
-        if problem:
-            raise RequestError(problem)
         number = next(self._numbers)
+        self._admission.admit(number, peer, submit)
         self._requests[number] = (peer, submit.request)
         self._handle(replace(submit, request=number))
-
-    def _problem(self, submit: Submit) -> str | None:
-        s = self._settings
-        if not submit.prompt:
-            return "the prompt is empty: give at least one token"
-        if submit.decoding.method not in METHODS:
-            return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
-        if "" in submit.stops:
-            return "a stop string must not be empty"
-        if 0 < submit.sampling.temperature < LEAST_TEMPERATURE:
-            return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
-        if max(submit.prompt) >= s.vocab_size:
-            return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {s.vocab_size - 1}"
-        if submit.limit > s.context or submit.limit <= len(submit.prompt):
-            return f"prompt of {len(submit.prompt)} tokens and limit {submit.limit} do not fit a context of {s.context}"
-        return None
 
     def _cancel(self, peer: Peer, request: int) -> None:
         for number, owner in list(self._requests.items()):
@@ -288,6 +274,7 @@ class TargetWorker:
         if self._draft is not None:
             self._lose_draft("another draft took its place")
         self._draft, self._draft_context = peer, hello.context
+        self._endpoint.trust(peer)
         self._slow_tokens = self._stalled_beats = 0
         speeds = self._coordinator.speeds
         self._mail.post(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
@@ -421,9 +408,10 @@ class TargetWorker:
             self._probe_draft(now)
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
-            # One that waits for nothing may not be reading; but one whose recording is on must be known to live.
+            # One that waits for nothing may not be reading; but one whose recording is on must be known to live, and
+            # where there are many those that are gone must be found.
             waiting = {owner for owner, _ in self._requests.values()} | ({self._recorder} if self._recorder else set())
-            for peer in waiting:
+            for peer in self._fronts.copy() if len(self._fronts) > MAX_FRONTS // 2 else waiting:
                 self._mail.post(Heartbeat(self._work, self._coordinator.state.value, 0), peer)
 
     def _probe_draft(self, now: float) -> None:

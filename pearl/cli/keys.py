@@ -1,0 +1,22 @@
+"""`pearl keys`: the file by which two hosts know each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pearl.cli.terminal import say
+from pearl.transport.keys import write_keys
+from pearl.transport.zeromq import new_keys
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def keys(file: Path) -> None:
+    """Makes FILE, the keys that secure a control channel between two hosts.
+
+    Whoever can read it can use the engines that are started with it. It is never overwritten.
+    """
+    write_keys(file, new_keys())
+    say(f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both")

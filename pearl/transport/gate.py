@@ -1,0 +1,77 @@
+"""How much a listener takes from each of its peers, decided on sizes before anything is decoded.
+
+Pure but for a clock. Knows no sockets and no messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pearl.errors import RemoteProtocolError
+from pearl.transport.base import Peer
+
+AT_ONCE = 16 << 20  # bytes from one peer
+PER_SECOND = 4 << 20  # bytes from one peer, after that
+MESSAGE = (
+    4 << 10
+)  # bytes that a message counts beside its own, for the work that it makes: 4,096 at once, 1,024 a second
+_MANY = 1024  # peers that are remembered before those are forgotten that have been silent
+
+
+class Gate:
+    """A bucket for each peer. One that overdraws its own is told once, and unheard until it is full again.
+
+    The one that is trusted (the draft, whose rate is its model's) has no limit.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._trusted: Peer | None = None
+        self._levels: dict[Peer, tuple[float, float]] = {}  # what is left, when that was
+        self._shut: set[Peer] = set()
+
+    def trust(self, peer: Peer) -> None:
+        """That peer, and from now on no other."""
+        self._trusted = peer
+        self._forget(peer)
+
+    def admits(self, peer: Peer, size: int) -> bool:
+        """Whether a message of `size` bytes is to be looked at.
+
+        Raises `RemoteProtocolError` for the first that is not: what the peer is to be told.
+        """
+        if peer == self._trusted:
+            return True
+        now = self._clock()
+        left = self._left(peer, now)
+        if peer in self._shut:
+            return left >= AT_ONCE and self._open(peer) and self.admits(peer, size)
+        left -= size + MESSAGE
+        if len(self._levels) >= _MANY and peer not in self._levels:
+            self._forget_the_silent(now)
+        self._levels[peer] = (max(left, 0.0), now)
+        if left < 0:
+            self._shut.add(peer)
+            raise RemoteProtocolError(
+                f"too much at once: a peer may send {AT_ONCE >> 20} MiB, then {PER_SECOND >> 20} MiB a second, each "
+                f"message counting {MESSAGE >> 10} KiB more; it is not heard for {AT_ONCE / PER_SECOND:.0f} s"
+            )
+        return True
+
+    def _left(self, peer: Peer, now: float) -> float:
+        left, since = self._levels.get(peer, (AT_ONCE, now))
+        return min(AT_ONCE, left + (now - since) * PER_SECOND)
+
+    def _open(self, peer: Peer) -> bool:
+        self._forget(peer)
+        return True
+
+    def _forget(self, peer: Peer) -> None:
+        self._levels.pop(peer, None)
+        self._shut.discard(peer)
+
+    def _forget_the_silent(self, now: float) -> None:
+        """Those whose buckets are full again, as any stranger's is."""
+        for peer in [peer for peer in self._levels if self._left(peer, now) >= AT_ONCE]:
+            self._forget(peer)

@@ -1,0 +1,95 @@
+"""The file of keys that secures a control channel, and who may read it.
+
+One file is for one user's engines: whoever has it may use them, so it is made readable by its owner alone and is
+refused where it is not.  Both hosts have the same file.  Knows no sockets; what CURVE makes of a key is `zeromq`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pearl.errors import ConfigError
+
+OWN_KEYS = "keys"  # the file in an engine's private directory, where the user has given none and one is needed
+_VERSION = 1
+_LONGEST = 4096  # bytes; a key file has 200
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes as Z85 (ZeroMQ RFC 32) writes them
+_MAKE = "make one with `pearl keys FILE`"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Two secret CURVE keys as Z85; the public ones follow from them. Neither shows in a repr."""
+
+    server: str = field(repr=False)
+    client: str = field(repr=False)
+
+
+def channel_keys(given: str | None, directory: Path) -> Keys | None:
+    """Those of the file `given` by the user, else the engine's own in its `directory`, else none.
+
+    So each process of an engine finds them by itself, and no key is handed from one to the other.
+    """
+    own = directory / OWN_KEYS
+    return read_keys(Path(given)) if given else read_keys(own) if own.exists() else None
+
+
+def write_keys(path: Path, keys: Keys) -> None:
+    """Makes the file, readable by this user only. Raises `ConfigError` where there is a file, or can be none."""
+    document = json.dumps({"pearl_keys": _VERSION, "server": keys.server, "client": keys.client})
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and who relies on it would be locked out: name another") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot make the key file {path}: {getattr(error, 'strerror', error)}") from None
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(document + "\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise ConfigError(f"cannot write the key file {path}: {error.strerror}") from None
+
+
+def read_keys(path: Path) -> Keys:
+    """The keys in a file. Raises `ConfigError` where it is none, or others than this user could read or change it."""
+    try:
+        # Not blocking, for it may be a pipe; looked at once it is open, so that it is the file that is read.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            _check_private(path, os.fstat(file.fileno()))
+            content = file.read(_LONGEST + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the key file {path}: {getattr(error, 'strerror', error)}; {_MAKE}") from None
+    return _parsed(path, content)
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"the key file {path} is no file: {_MAKE}")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"the key file {path} is another user's, who could use the engine: {_MAKE} of your own")
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can reach it. "
+            f"If nobody has read it, `chmod 600 {path}`; otherwise {_MAKE}"
+        )
+
+
+def _parsed(path: Path, content: bytes) -> Keys:
+    try:
+        document = json.loads(content) if len(content) <= _LONGEST else None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("pearl_keys") != _VERSION:
+        raise ConfigError(f"{path} is no key file of this version: {_MAKE}")
+    found = [key for key in (document.get("server"), document.get("client")) if isinstance(key, str)]
+    if len(found) != 2 or not all(map(_KEY.fullmatch, found)):
+        raise ConfigError(f"the key file {path} is damaged: copy it anew, or {_MAKE}")
+    return Keys(*found)

@@ -1,0 +1,62 @@
+"""What a target worker takes on: which requests it can serve, and how many fronts and requests at a time.
+
+What is refused is refused to the front that asked, so one front cannot fill the memory of the engine that others use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pearl.config import LEAST_TEMPERATURE
+from pearl.errors import RequestError
+from pearl.protocol.messages import Submit
+from pearl.protocol.window import METHODS
+from pearl.transport.base import Peer
+
+MAX_FRONTS = 256
+MAX_REQUESTS = 64  # of one front, the one in work included
+MAX_HELD = 1 << 21  # tokens, and characters of stop strings, in the requests of all fronts
+REQUEST = 1 << 10  # what a request counts beside its tokens
+MAX_RECORDINGS = 16  # wishes to begin or end one
+_LATER = "try again later"
+
+
+class Admission:
+    """Keeps what each request holds. `owners` is the worker's: number -> front, its number."""
+
+    def __init__(self, owners: Mapping[int, tuple[Peer, int]], vocab_size: int, context: int) -> None:
+        self._owners = owners
+        self._vocab_size, self._context = vocab_size, context
+        self._held: dict[int, int] = {}
+
+    def admit(self, number: int, front: Peer, submit: Submit) -> None:
+        """Raises `RequestError` where it cannot be served, or not now: who waits has asked for too much already."""
+        problem = self._problem(submit) or self._excess(front)
+        if problem:
+            raise RequestError(problem)
+        holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.stops))
+        self._held = {waiting: held for waiting, held in self._held.items() if waiting in self._owners}
+        if sum(self._held.values()) + holds > MAX_HELD:
+            raise RequestError(f"the requests that wait would hold over {MAX_HELD:,} tokens and characters: {_LATER}")
+        self._held[number] = holds
+
+    def _excess(self, front: Peer) -> str | None:
+        if sum(owner == front for owner, _ in self._owners.values()) >= MAX_REQUESTS:
+            return f"{MAX_REQUESTS} requests of yours wait already: {_LATER}"
+        return None
+
+    def _problem(self, submit: Submit) -> str | None:
+        if not submit.prompt:
+            return "the prompt is empty: give at least one token"
+        if submit.decoding.method not in METHODS:
+            return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
+        if "" in submit.stops:
+            return "a stop string must not be empty"
+        if 0 < submit.sampling.temperature < LEAST_TEMPERATURE:
+            return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
+        if max(submit.prompt) >= self._vocab_size:
+            return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {self._vocab_size - 1}"
+        if submit.limit > self._context or submit.limit <= len(submit.prompt):
+            length = len(submit.prompt)
+            return f"prompt of {length} tokens and limit {submit.limit} do not fit a context of {self._context}"
+        return None

@@ -1,0 +1,348 @@
+"""Key files, and what they are for: a peer without the key gets nothing, and is no burden to those who have it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pearl.errors import ConfigError, RemoteProtocolError, TransportError
+from pearl.protocol.messages import Ping
+from pearl.transport import gate
+from pearl.transport.address import check_bind
+from pearl.transport.base import SOLE_PEER
+from pearl.transport.gate import Gate
+from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, read_keys, write_keys
+from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
+from tests.test_transport import WAIT, collect, show_keys
+
+Dress = Callable[["zmq.Socket[bytes]"], None]
+
+
+@pytest.fixture(scope="module")
+def keys() -> Keys:
+    return new_keys()
+
+
+# ---- the file ----
+
+
+def test_a_key_file_is_private_whatever_the_umask_and_comes_back(tmp_path: Path, keys: Keys) -> None:
+    before = os.umask(0)
+    try:
+        write_keys(tmp_path / "keys", keys)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o600
+    assert read_keys(tmp_path / "keys") == keys
+
+
+def test_keys_differ_and_do_not_show(keys: Keys) -> None:
+    """A repr ends up in logs and tracebacks."""
+    assert len({keys.server, keys.client, new_keys().server}) == 3
+    assert keys.server not in repr(keys)
+    assert keys.client not in repr(keys)
+
+
+def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, keys: Keys) -> None:
+    """Not through a link either."""
+    path = tmp_path / "keys"
+    path.write_text("precious")
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("keys", "link", "dangling"):
+        with pytest.raises(ConfigError, match="is there already"):
+            write_keys(tmp_path / name, keys)
+    assert path.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_place_where_no_file_can_be_is_told(tmp_path: Path, keys: Keys) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        write_keys(tmp_path / "none" / "keys", keys)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o666])
+def test_a_file_that_others_can_reach_is_refused(tmp_path: Path, keys: Keys, mode: int) -> None:
+    path = tmp_path / "keys"
+    write_keys(path, keys)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*chmod 600"):
+        read_keys(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_refused(tmp_path: Path, keys: Keys) -> None:
+    path = tmp_path / "keys"
+    write_keys(path, keys)
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match="another user's"):
+        read_keys(path)
+
+
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    """A pipe with no writer would otherwise hold every start up."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, said in ((tmp_path / "pipe", "is no file"), (tmp_path, "irectory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(ConfigError, match=said):
+            read_keys(path)
+
+
+GOOD = "k" * 40
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b"[" * 4000,
+        json.dumps({"pearl_keys": 2, "server": GOOD, "client": GOOD}).encode(),
+        json.dumps({"pearl_keys": 1, "server": GOOD}).encode(),
+        json.dumps({"pearl_keys": 1, "server": GOOD, "client": 7}).encode(),
+        json.dumps({"pearl_keys": 1, "server": GOOD, "client": GOOD + "k"}).encode(),
+        json.dumps({"pearl_keys": 1, "server": GOOD, "client": GOOD[:-1] + "\n"}).encode(),
+        json.dumps({"pearl_keys": 1, "server": GOOD, "client": GOOD, "more": "x" * 5000}).encode(),
+    ],
+    ids=lambda content: content[:12].decode(errors="replace"),
+)
+def test_malformed_files_are_refused_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="pearl keys FILE"):
+        read_keys(path)
+
+
+def test_characters_that_stand_for_no_key_are_refused() -> None:
+    """Forty of the highest digit exceed 32 bytes: ZeroMQ decodes them to something else, or fails."""
+    with pytest.raises(ConfigError, match="no key"):
+        ZmqListener("tcp://127.0.0.1:*", Keys("#" * 40, "#" * 40))
+
+
+def test_an_engines_own_keys_give_way_to_the_users(tmp_path: Path, keys: Keys) -> None:
+    assert channel_keys(None, tmp_path) is None
+    write_keys(tmp_path / OWN_KEYS, keys)
+    assert channel_keys(None, tmp_path) == keys
+    other = new_keys()
+    write_keys(tmp_path / "other", other)
+    assert channel_keys(str(tmp_path / "other"), tmp_path) == other
+
+
+# ---- who is let in ----
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def listener(request: pytest.FixtureRequest, tmp_path: Path, keys: Keys) -> Iterator[ZmqListener]:
+    tmp_path.chmod(0o700)
+    made = ZmqListener("tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/control", keys)
+    before = threading.active_count()
+    yield made
+    made.close()
+    assert threading.active_count() < before, "the thread that looks at keys is left"
+
+
+def strangers(keys: Keys) -> dict[str, Dress]:
+    other = new_keys()
+    plain = lambda peer: (setattr(peer, "plain_username", b"a"), setattr(peer, "plain_password", b"b"))  # noqa: E731
+    return {
+        "no key": lambda _: None,
+        "a password": plain,  # type: ignore[dict-item]
+        "another server's key": lambda peer: show_keys(peer, other.server, keys.client),
+        "a client's key that is not admitted": lambda peer: show_keys(peer, keys.server, other.client),
+    }
+
+
+@pytest.mark.parametrize("who", strangers(Keys("", "")))
+def test_a_peer_without_the_key_gets_nothing(listener: ZmqListener, keys: Keys, who: str) -> None:
+    """No Welcome and no Error: not a byte of a message, and what it says is not heard; a good peer is served."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        strangers(keys)[who](stranger)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        stranger.connect(listener.address)
+        stranger.send_multipart([b"\x91\x63"])
+        assert monitor.poll(WAIT * 1000), "it was neither refused nor let in"
+        assert parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
+        connection = ZmqConnection(listener.address, keys)
+        connection.send(Ping(1))
+        ((peer, message),) = collect(listener, 1)  # what the stranger said came first, had it come
+        assert message == Ping(1)
+        listener.send(Ping(2), peer)
+        assert [message for _, message in collect(connection, 1)] == [Ping(2)]
+        assert stranger.poll(0) == 0
+        assert listener.receive(0) == []
+        stranger.disable_monitor()
+        monitor.close(0)
+        connection.close()
+
+
+def test_one_key_is_not_enough_without_the_porter(monkeypatch: pytest.MonkeyPatch, keys: Keys) -> None:
+    """The planted fault: with no allow-list CURVE lets in all who know the server's key. So the test above can fail."""
+    monkeypatch.setattr("pearl.transport.zeromq._Porter.__init__", lambda self, context, admitted: None)
+    monkeypatch.setattr("pearl.transport.zeromq._Porter.join", lambda self: None)
+    listener = ZmqListener("tcp://127.0.0.1:*", keys)
+    other = ZmqConnection(listener.address, Keys(keys.server, new_keys().client))
+    other.send(Ping(1))
+    assert [message for _, message in collect(listener, 1)] == [Ping(1)]
+    other.close()
+    listener.close()
+
+
+def told(connection: ZmqConnection) -> str:
+    """The one thing that a connection which was not let in receives."""
+    ((peer, fault),) = collect(connection, 1)
+    assert peer == SOLE_PEER
+    assert isinstance(fault, TransportError)
+    return str(fault)
+
+
+def test_a_connection_that_is_not_let_in_learns_it(listener: ZmqListener, keys: Keys) -> None:
+    """Once, and long before any time-out: nothing else will ever come."""
+    for wrong, said in (
+        (new_keys(), "not its own"),
+        (None, "--keys FILE"),
+        (Keys(keys.server, new_keys().client), "not"),
+    ):
+        connection = ZmqConnection(listener.address, wrong)
+        connection.send(Ping(1))
+        assert said in told(connection)
+        assert connection.receive(0) == []
+        with pytest.raises(TransportError, match="did not let us in"):
+            connection.send(Ping(2))
+        connection.close()
+
+
+def test_a_listener_that_does_not_prove_its_key_is_told_nothing(keys: Keys) -> None:
+    """Whoever took the address of a target that is gone must not get the prompts."""
+    impostor = ZmqListener("tcp://127.0.0.1:*")
+    connection = ZmqConnection(impostor.address, keys)
+    connection.send(Ping(1))
+    assert "did not let us in" in told(connection)
+    assert impostor.receive(0) == []
+    connection.close()
+    impostor.close()
+
+
+def test_prompts_cannot_be_read_on_the_way(keys: Keys) -> None:
+    """A relay that records what passes; without keys it reads the same message in clear."""
+    assert b"heartbeat" not in relayed(keys)
+    assert b"heartbeat" in relayed(None)
+
+
+def relayed(keys: Keys | None) -> bytes:
+    from pearl.protocol.messages import Heartbeat
+    from tests.relay import Relay
+
+    listener = ZmqListener("tcp://127.0.0.1:*", keys)
+    with Relay(int(listener.address.rsplit(":", 1)[1])) as relay:
+        connection = ZmqConnection(f"tcp://127.0.0.1:{relay.port}", keys)
+        connection.send(Heartbeat(0, "heartbeat", 0))
+        assert len(collect(listener, 1)) == 1
+        connection.close()
+    listener.close()
+    return bytes(relay.seen)
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:5555", "tcp://eth0:*", "tcp://[2001:db8::1]:5555"])
+def test_beyond_loopback_keys_are_required(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"until there are keys.*pearl keys FILE"):
+        check_bind(address)
+    check_bind(address, keys=True)
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]"])
+def test_a_wildcard_is_refused_with_keys_too(host: str) -> None:
+    """It tells no peer where to connect."""
+    with pytest.raises(ConfigError, match="wildcard"):
+        check_bind(f"tcp://{host}:5555", keys=True)
+
+
+# ---- how much is heard ----
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refused(limits: Gate, peer: bytes, size: int) -> None:
+    with pytest.raises(RemoteProtocolError, match="too much at once"):
+        limits.admits(peer, size)
+
+
+def test_a_peer_that_says_too_much_is_told_once_and_heard_again_later() -> None:
+    clock = Clock()
+    limits = Gate(clock)
+    for _ in range(gate.AT_ONCE // gate.MESSAGE):
+        assert limits.admits(b"a", 0)
+    refused(limits, b"a", 0)
+    assert not limits.admits(b"a", 0)
+    assert limits.admits(b"b", 1 << 20), "another peer has a bucket of its own"
+    clock.now += gate.AT_ONCE / gate.PER_SECOND - 0.01
+    assert not limits.admits(b"a", 0), "still talking does not earn it back, but time does"
+    clock.now += 0.02
+    assert limits.admits(b"a", 0)
+
+
+def test_the_limit_is_bytes_at_once_and_by_time() -> None:
+    clock = Clock()
+    limits = Gate(clock)
+    assert limits.admits(b"a", gate.AT_ONCE - gate.MESSAGE)
+    clock.now = 1.0
+    assert limits.admits(b"a", gate.PER_SECOND - gate.MESSAGE)
+    refused(limits, b"a", 1)
+    refused(Gate(clock), b"a", gate.AT_ONCE)
+
+
+def test_who_is_trusted_is_heard_and_only_the_last_is() -> None:
+    limits = Gate(Clock())
+    limits.trust(b"a")
+    assert all(limits.admits(b"a", gate.AT_ONCE) for _ in range(10))
+    limits.trust(b"b")
+    refused(limits, b"a", 2 * gate.AT_ONCE)
+
+
+def test_peers_that_come_and_go_are_forgotten() -> None:
+    clock = Clock()
+    limits = Gate(clock)
+    for number in range(20 * gate._MANY):
+        clock.now += 0.01
+        limits.admits(str(number).encode(), 0)
+    assert len(limits._levels) <= gate._MANY
+
+
+def test_a_flood_is_not_kept(keys: Keys) -> None:
+    """Of 64 MiB that a peer sends at once no more than its 16 are handed on; it is told, and another is heard."""
+    listener = ZmqListener("tcp://127.0.0.1:*", keys)
+    flood, other = ZmqConnection(listener.address, keys), ZmqConnection(listener.address, keys)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        show_keys(peer, keys.server, keys.client)
+        peer.connect(listener.address)
+        for _ in range(64):
+            peer.send(bytes(1 << 20))
+        heard: list[object] = []
+        deadline = time.monotonic() + WAIT
+        while not any("too much" in str(message) for message in heard) and time.monotonic() < deadline:
+            heard += [message for _, message in listener.receive(0.2)]
+    assert 1 <= len(heard) <= 16 + 2
+    assert "too much at once" in str(heard[-1])
+    other.send(Ping(1))
+    while Ping(1) not in heard and time.monotonic() < deadline:
+        heard += [message for _, message in listener.receive(0.2)]
+    assert Ping(1) in heard
+    for end in (flood, other, listener):
+        end.close()

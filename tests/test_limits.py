@@ -1,0 +1,212 @@
+"""A front that asks for more than an engine has: it is refused, memory stays bounded, and others are served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from pearl.attach import AttachedEngine
+from pearl.config import SamplingParams
+from pearl.engine import Engine
+from pearl.errors import ProtocolError, RequestError
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import PROTOCOL_VERSION, Decoding, Error, Hello, Role, Sampling, Submit, Trace, Welcome
+from pearl.simulate import paired_executors
+from pearl.trace.tracer import Tracer
+from pearl.transport.codec import decode, encode
+from pearl.transport.keys import OWN_KEYS, read_keys
+from pearl.transport.memory import MemoryEndpoint, memory_hub
+from pearl.worker import admission
+from pearl.worker.admission import Admission
+from pearl.worker.target import TargetSettings, TargetWorker
+from tests.conftest import greedy_text
+from tests.test_transport import show_keys
+
+BOUND = 60.0  # seconds
+CONTEXT = (1 << 20) + 2
+SPEC = f"toy:vocab=32,alpha=0.5,context={CONTEXT}"
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+MIB = 1 << 20
+
+
+def submit(tokens: int = 3, request: int = 1, stops: tuple[str, ...] = ()) -> Submit:
+    return Submit(request, (1,) * tokens, tokens + 1, Sampling(), Decoding("ar"), stops=stops)
+
+
+# ---- what is admitted ----
+
+
+@pytest.fixture
+def owners() -> dict[int, tuple[bytes, int]]:
+    return {}
+
+
+def take(limits: Admission, owners: dict[int, tuple[bytes, int]], front: bytes, asked: Submit) -> int:
+    number = max(owners, default=0) + 1
+    limits.admit(number, front, asked)
+    owners[number] = (front, asked.request)
+    return number
+
+
+def test_a_front_may_have_so_many_requests_and_another_as_many(owners: dict[int, tuple[bytes, int]]) -> None:
+    limits = Admission(owners, 32, CONTEXT)
+    first, *_ = [take(limits, owners, b"a", submit()) for _ in range(admission.MAX_REQUESTS)]
+    with pytest.raises(RequestError, match="try again later"):
+        take(limits, owners, b"a", submit())
+    take(limits, owners, b"b", submit())
+    del owners[first]  # it has ended
+    take(limits, owners, b"a", submit())
+
+
+@pytest.mark.parametrize("asked", [submit(tokens=1 << 20), submit(stops=("x" * (1 << 16),) * 16)])
+def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, int]], asked: Submit) -> None:
+    """Tokens and stop strings; the longest prompt still fits into an engine that is idle."""
+    limits = Admission(owners, 32, CONTEXT)
+    first = take(limits, owners, b"a", asked)
+    with pytest.raises(RequestError, match="would hold"):
+        take(limits, owners, b"b", asked)
+    del owners[first]
+    take(limits, owners, b"b", asked)
+
+
+# ---- in the loop ----
+
+
+@pytest.fixture
+def front() -> Iterator[MemoryEndpoint]:
+    """One that talks to a target worker, alone and ready."""
+    hub, ended = memory_hub(), threading.Event()
+    runners = (ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.5))
+    _, executor = paired_executors(*runners)
+    settings = TargetSettings(32, CONTEXT, b"", 30.0, False)
+    worker = TargetWorker(hub.listener, executor, settings, lambda: None, ended.is_set, Tracer(None, None))  # type: ignore[arg-type]
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    yield hub.connect()
+    ended.set()
+    thread.join(BOUND)
+    assert not thread.is_alive()
+
+
+def test_wishes_to_record_do_not_pile_up(front: MemoryEndpoint) -> None:
+    """They wait while a request is in work, however long it is."""
+    front.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+    front.send(Submit(1, (1,), CONTEXT, Sampling(), Decoding("ar")))
+    for number in range(10 * admission.MAX_RECORDINGS):
+        front.send(Trace(number, True))
+    said = until(front, lambda message: isinstance(message, Error))
+    assert "too many recordings" in said.message
+
+
+def until(front: MemoryEndpoint, wanted: object) -> Error:
+    deadline = time.monotonic() + BOUND
+    while time.monotonic() < deadline:
+        for _, message in front.receive(0.2):
+            if wanted(message):  # type: ignore[operator]
+                return message  # type: ignore[return-value]
+    raise AssertionError("it was not said")
+
+
+# ---- a real one, flooded ----
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Over the loopback, with keys of its own; slow enough to be in the middle of a text for a while."""
+    with Engine(SPEC, "none", control="tcp", target_pace=0.05, startup_timeout=120) as made:
+        yield made
+
+
+class Hostile:
+    """Speaks the wire, has the key, and keeps no measure."""
+
+    def __init__(self, engine: Engine) -> None:
+        keys = read_keys(engine.directory / OWN_KEYS)
+        assert engine._target is not None
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        show_keys(self.socket, keys.server, keys.client)
+        self.socket.connect(engine._target.address)
+
+    def send(self, message: object) -> None:
+        self.socket.send_multipart(encode(message))  # type: ignore[arg-type]
+
+    def hears(self, kind: type) -> object:
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            if self.socket.poll(200):
+                message = decode(self.socket.recv_multipart())
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} within {BOUND} s")
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: Engine) -> None:
+    """150 prompts of 4 MiB each, then 20,000 small ones: it is told to stop, and a text that is in work goes on."""
+    assert engine._target is not None
+    process = psutil.Process(engine._target.pid)
+    hostile = Hostile(engine)
+    hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+    hostile.hears(Welcome)
+    with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
+        next(iter(stream))
+        before = most = process.memory_info().rss
+        big = encode(submit(tokens=1 << 20))
+        for _ in range(150):
+            hostile.socket.send_multipart(big)
+        for number in range(20_000):
+            hostile.send(submit(request=number))
+        for _ in stream:
+            most = max(most, process.memory_info().rss)
+        assert stream.result.tokens == greedy_text([1, 2, 3], 60)
+    told = hostile.hears(Error)
+    assert isinstance(told, Error)
+    assert told.kind in ("RemoteProtocolError", "RequestError")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:  # while what the flood has left is worked off
+        most = max(most, process.memory_info().rss)
+        time.sleep(0.05)
+    assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
+    hostile.close()
+    with AttachedEngine(engine.directory) as other:
+        assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+
+
+def test_a_front_of_the_same_user_finds_the_keys_and_a_stranger_gets_nothing(engine: Engine, tmp_path: Path) -> None:
+    """The port is open to every user of the machine, the key file is not."""
+    assert (engine.directory / OWN_KEYS).stat().st_mode & 0o077 == 0
+    assert engine._target is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(engine._target.address)
+        stranger.send_multipart(encode(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0)))
+        assert monitor.poll(BOUND * 1000)
+        with AttachedEngine(engine.directory) as front:
+            assert front.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+        assert stranger.poll(0) == 0
+        stranger.disable_monitor()
+        monitor.close(0)
+
+
+def test_a_front_is_told_when_it_says_too_much(engine: Engine) -> None:
+    """By name, in the stream that waits: not by silence."""
+    with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
+        assert engine._endpoint is not None
+        for number in range(20_000):
+            engine._endpoint.send(Trace(number, False))
+        with pytest.raises((ProtocolError, RequestError), match=r"too much at once|too many recordings"):
+            for _ in stream:
+                pass
