@@ -13,9 +13,7 @@ from pearl.transport.base import Peer
 
 AT_ONCE = 16 << 20  # bytes from one peer
 PER_SECOND = 4 << 20  # bytes from one peer, after that
-MESSAGE = (
-    4 << 10
-)  # bytes that a message counts beside its own, for the work that it makes: 4,096 at once, 1,024 a second
+MESSAGE = 4 << 10  # bytes that a message counts beside its own, for the work it makes: 4,096 at once, 1,024 a second
 _MANY = 1024  # peers that are remembered before those are forgotten that have been silent
 
 
