@@ -66,6 +66,7 @@ class Outcome:
     target_steps: int = 0  # forwards after the prefill
     counts: Counts = field(default_factory=Counts)
     watch: Stopwatch = field(default_factory=Stopwatch)
+    window: int = 0  # c as last used
 
 
 class Executor(Protocol):
@@ -161,7 +162,7 @@ class _Simulation:
         draft_context: int,
         speeds: Speeds | None,
     ) -> None:
-        self._coordinator = Coordinator(speeds or _known_speeds(timing))
+        self._coordinator = Coordinator(speeds or known_speeds(timing))
         self._drafter = Drafter(draft_context)
         self._executors = (target, draft)
         self._timing = timing
@@ -202,7 +203,7 @@ class _Simulation:
         elif kind is Deliver:
             self._deliver(command.message)  # type: ignore[attr-defined]
         elif kind is End:
-            self.outcome.counts = command.counts  # type: ignore[attr-defined]
+            self.outcome.counts, self.outcome.window = command.counts, command.window  # type: ignore[attr-defined]
             self._done = True
         else:
             self._waiting[actor] = None
@@ -290,7 +291,7 @@ class _TracedSimulation(_Simulation):
         return event, seconds
 
 
-def _known_speeds(timing: Timing) -> Speeds:
+def known_speeds(timing: Timing) -> Speeds:
     """Speeds as the start-up measurement would have found them."""
     speeds = Speeds()
     speeds.observe_draft(timing.t_draft)

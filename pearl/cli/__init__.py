@@ -9,6 +9,7 @@ import click
 from pearl.cli.chat import chat
 from pearl.cli.generate import generate
 from pearl.cli.serve import serve
+from pearl.cli.simulate import simulate
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
 from pearl.version import __version__
@@ -23,6 +24,7 @@ def cli() -> None:
 cli.add_command(chat)
 cli.add_command(generate)
 cli.add_command(serve)
+cli.add_command(simulate)
 cli.add_command(trace)
 
 

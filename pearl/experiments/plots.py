@@ -1,0 +1,91 @@
+"""Sweeps as pictures (PNG). Knows what a sweep found and how to draw it; what it means stands in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pearl.errors import ConfigError
+from pearl.experiments.sweeps import BEST_C, FIXED_C, PEARL, SD, Point, by_acceptance, stops_paying
+
+_COLOURS = {PEARL: "#1f6fb2", FIXED_C: "#5aa9e6", BEST_C: "#3fa34d", SD: "#d1495b"}
+_MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D"}
+
+
+def heat_maps(points: Sequence[Point], path: Path) -> None:
+    """PEARL's speed-up over `ar` and over `sd` at its best gamma, by acceptance rate and speed ratio."""
+    figure = _figure(15, 5.2)
+    ratios, rates = (sorted({getattr(p, name) for p in points}) for name in ("ratio", "acceptance"))
+    of = {(p.acceptance, p.ratio): p.speedups for p in points}
+    titles = {"pearl (stream) over ar": (None, 1.0), "pearl (stream) over sd at its best gamma": (SD, 1.0)}
+    for axes, (title, (other, even)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        grid = [[of[a, c][PEARL] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
+        _heat_map(figure, axes, grid, even)
+        axes.set_xticks(range(len(ratios)), [f"{c:g}" for c in ratios])
+        axes.set_yticks(range(len(rates)), [f"{a:g}" for a in rates])
+        axes.set_xlabel("speed ratio c = t_target / t_draft")
+        axes.set_ylabel("acceptance rate")
+        axes.set_title(title, loc="left")
+    _save(figure, path)
+
+
+def _heat_map(figure: Any, axes: Any, grid: list[list[float]], even: float) -> None:
+    """Blue where it pays, red where it loses, white where it makes no difference; each cell tells its figure."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    values = [value for row in grid for value in row]
+    norm = TwoSlopeNorm(even, min(min(values), even - 0.2), max(max(values), even + 0.2))
+    image = axes.imshow(grid, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            dark = abs(norm(value) - 0.5) > 0.35
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    figure.colorbar(image, ax=axes, label="times as fast")
+
+
+def lines(points: Sequence[Point], axis: str, label: str, scale: float, path: Path) -> None:
+    """Speed-ups over `ar` along `axis`, a panel for each acceptance rate; dotted where PEARL falls behind.
+
+    Args:
+        label: of the axis. scale: from its unit to the label's.
+    """
+    groups = by_acceptance(points)
+    figure = _figure(1.5 + 4.5 * len(groups), 4.8)
+    every = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, (acceptance, group) in zip(every, groups.items(), strict=True):
+        for name in group[0].speedups:
+            x, y = [getattr(p, axis) * scale for p in group], [p.speedups[name] for p in group]
+            axes.plot(x, y, color=_COLOURS[name], marker=_MARKS[name], markersize=4, label=name)
+        axes.axhline(1.0, color="black", linewidth=1, label="ar")
+        for other, colour in ((SD, _COLOURS[SD]), (None, "black")):
+            at = stops_paying(group, axis, PEARL, other)
+            if at:
+                behind = f"pearl (stream) behind {'sd' if other else 'ar'}: {at * scale:.3g}"
+                axes.axvline(at * scale, color=colour, linestyle=":", label=behind)
+        axes.set_title(f"acceptance rate {acceptance:g}", loc="left", fontsize=10)
+        axes.set_xlabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, frameon=False)
+    every[0].set_ylabel("times as fast as ar at the same setting")
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    """Raises `ConfigError` where there is no matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("drawing a sweep needs matplotlib: pip install 'pearl-runtime[plot]'") from None
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
