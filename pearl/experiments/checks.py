@@ -60,13 +60,13 @@ def checks(
         coin, pair: the executors; others than ours to show that a wrong one is found out.
     """
     for a, c in ((0.6, 3), (0.7, 10), (0.8, 5), (0.9, 8)):
-        yield _best_window(a, c, tokens // 10, seed, coin)
+        yield best_window(a, c, tokens // 10, seed, coin)
     for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)):
-        yield from _pearl(a, c, tokens, seed, coin)
+        yield from pearl_yield(a, c, tokens, seed, coin)
     for a, gamma, ratio in ((0.8, 4, 5), (0.9, 7, 5), (0.6, 2, 3)):
-        yield from _sd(a, gamma, ratio, tokens, seed, coin)
+        yield from sd_yield(a, gamma, ratio, tokens, seed, coin)
     for chain in (0, 1):
-        yield _rejections(chain, tokens // 2, seed, pair)
+        yield rejections(chain, tokens // 2, seed, pair)
 
 
 def _run(a: float, t_target: int, decoding: Decoding, tokens: int, seed: int, coin: Coin) -> Totals:
@@ -75,7 +75,8 @@ def _run(a: float, t_target: int, decoding: Decoding, tokens: int, seed: int, co
     return run(workload, decoding, coin)
 
 
-def _best_window(a: float, c: int, tokens: int, seed: int, coin: Coin) -> Check:
+def best_window(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Check:
+    """Of a fixed window, tried out from 1 to twice the ratio `c`."""
     rates = {
         window: _run(a, c, Decoding("pearl", "fixed", window), tokens, seed, coin).tokens_per_second
         for window in range(1, 2 * c + 1)
@@ -87,7 +88,8 @@ def _best_window(a: float, c: int, tokens: int, seed: int, coin: Coin) -> Check:
     return Check("PEARL, theorem 1: best window", f"a {a}, t_target/t_draft {c}", closed, found, True, note)
 
 
-def _pearl(a: float, c: int, tokens: int, seed: int, coin: Coin) -> Iterator[Check]:
+def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
+    """Tokens a step, speed and run lengths of a fixed window at the speed ratio."""
     done, setting = _run(a, c, Decoding("pearl", "fixed", c), tokens, seed, coin), f"a {a}, fixed({c})"
     closed = theory.pearl_tokens_per_step(a, c)
     yield Check("PEARL: tokens a target step", setting, closed, done.tokens_per_step)
@@ -99,7 +101,8 @@ def _pearl(a: float, c: int, tokens: int, seed: int, coin: Coin) -> Iterator[Che
     yield Check("PEARL, theorem 2: committed a run", setting, committed, simulated + 1, note=note)
 
 
-def _sd(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin) -> Iterator[Check]:
+def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
+    """Tokens a step and speed of `sd`."""
     done = _run(a, ratio, Decoding("sd", "fixed", gamma), tokens, seed, coin)
     setting = f"a {a}, gamma {gamma}, t_target/t_draft {ratio}"
     closed = theory.sd_tokens_per_step(a, gamma)
@@ -108,7 +111,7 @@ def _sd(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin) ->
     yield Check("SD (Leviathan): times as fast as ar", setting, closed, done.tokens_per_second * ratio)
 
 
-def _rejections(chain: int, tokens: int, seed: int, pair: Pair) -> Check:
+def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors) -> Check:
     """What the pair has rejected, over texts of its own."""
     target, draft = markov_chain(2 * chain), markov_chain(2 * chain + 1)
     expected, counted, each = 0.0, 0, max(1, tokens // _TEXTS)

@@ -8,7 +8,7 @@ from pearl.experiments.workload import Totals, Workload, run
 from pearl.protocol.messages import Decoding
 from pearl.theory import MOST_GAMMA, sd_best_gamma
 
-_TO_CHOOSE_BY = 8000  # tokens
+_TO_CHOOSE_BY = 4000  # tokens
 _NEAR = 2  # how far from the best so far a better one is looked for: a step of noise must not end the climb
 
 AR = Decoding("ar")

@@ -13,10 +13,11 @@ until the next but wait: judging, sampling, messages.  What lies beyond the size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean, median_low
+from typing import Any
 
 from pearl.errors import TraceError
 from pearl.experiments.workload import Text, Workload
@@ -79,14 +80,21 @@ def _decoding(trace: Trace, request: Slice) -> Decoding:
 
 
 def _right(slices: Iterable[Slice]) -> dict[int, bool]:
+    """From the decisions: what the coordinator asked to be judged, and the answer."""
     right: dict[int, bool] = {}
-    for one in slices:
-        if one.name == "judge":
-            start, accepted = one.args["start"], one.args["accepted"]
-            right |= dict.fromkeys(range(start, start + accepted), True)
-            if one.args["correction"] is not None:
-                right[start + accepted] = False
+    start = 0
+    for decision in _decisions(slices):
+        event = decision["event"]
+        if event["type"] == "Judged":
+            right |= dict.fromkeys(range(start, start + event["accepted"]), True)
+            if event["token"] is not None:
+                right[start + event["accepted"]] = False
+        start = next((c["start"] for c in decision.get("commands", ()) if c["type"] == "Judge"), start)
     return right
+
+
+def _decisions(slices: Iterable[Slice]) -> Iterator[dict[str, Any]]:
+    return (one.args for one in slices if one.name == "decide")
 
 
 def _commits(slices: Iterable[Slice]) -> list[tuple[float, int]]:

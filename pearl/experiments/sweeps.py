@@ -54,12 +54,14 @@ def over_jitter(timing: Timing, acceptances: Iterable[float], tokens: int, seed:
             yield point(texts.at(jitter=jitter))
 
 
-def over_delay(timing: Timing, acceptances: Iterable[float], tokens: int, seed: int) -> Iterator[Point]:
+def over_delay(
+    timing: Timing, acceptances: Iterable[float], tokens: int, seed: int, shares: Sequence[float] = DELAYS
+) -> Iterator[Point]:
     """With PEARL at the best window found beside the one that it chooses: its formula knows no delay."""
     for acceptance in acceptances:
         texts = independent(timing, acceptance, TEXTS, tokens // TEXTS, seed)
         best = max(1, round(timing.t_target(1) / timing.t_draft))
-        for share in DELAYS:
+        for share in shares:
             one = point(texts.at(delay=share * timing.t_target(1)), best)
             best = one.windows[BEST_C]
             yield one
