@@ -304,7 +304,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     grid = [a_point(a, 0.0, 0.7 + a * c / 4, ratio=c) for a in (0.3, 0.6, 0.9) for c in (1, 2, 5)]
     plots.heat_maps(grid, tmp_path / "speedup.png")
     along = [a_point(a, delay, 2 - delay) for a in (0.6, 0.9) for delay in (0.0, 0.5, 1.5)]
-    plots.lines(along, "delay", "delay (ms)", 1e3, tmp_path / "delay.png")
+    plots.lines(along, "delay", "delay (ms)", 1e3, "a title", tmp_path / "delay.png")
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write"):

@@ -58,7 +58,7 @@ def sweep(
     for name in what or _SWEEPS:
         points = _followed(name, along[name]())
         write_json(out / f"{name}.json", [one.as_dict() for one in points])
-        _draw(name, points, out / f"{name}.png")
+        _draw(name, points, timing, out / f"{name}.png")
         click.echo(f"{out / name}.png and .json: {len(points)} points of {tokens} tokens")
         if name in _AXES:
             _print_ends(points, name)
@@ -73,9 +73,10 @@ def _followed(name: str, points: Iterator[Point]) -> list[Point]:
     return done
 
 
-def _draw(name: str, points: Sequence[Point], path: Path) -> None:
+def _draw(name: str, points: Sequence[Point], timing: Timing, path: Path) -> None:
     if name in _AXES:
-        plots.lines(points, name, *_AXES[name], path)
+        title = f"t_draft {timing.t_draft * 1e3:g} ms, t_target(1) {timing.t_target(1) * 1e3:g} ms"
+        plots.lines(points, name, *_AXES[name], title, path)
     else:
         plots.heat_maps(points, path)
 
@@ -85,11 +86,12 @@ def _print_ends(points: Sequence[Point], axis: str) -> None:
     table = Table("acceptance", box=None, padding=(0, 2, 0, 0))
     pairs = [(m, o) for m in points[0].speedups for o in (sweeps.SD, None) if m != sweeps.SD]
     for method, other in pairs:
-        table.add_column(f"{method}\nthan {other or 'ar'}", justify="right")
+        name = method.replace(", ", "\n").replace("best window", "best c")
+        table.add_column(f"{name}\nthan {'sd' if other else 'ar'}", justify="right")
     for acceptance, group in sweeps.by_acceptance(points).items():
         ends = [sweeps.stops_paying(group, axis, method, other) for method, other in pairs]
         most = getattr(group[-1], axis) * scale
         table.add_row(f"{acceptance:g}", *(f"> {most:g}" if end is None else f"{end * scale:.3g}" for end in ends))
     console = Console(highlight=False)
-    console.print(f"slower from here on; {label}:")
+    console.print(f"slower from here on; {label}; sd at its best gamma:")
     console.print(table)

@@ -18,10 +18,10 @@ def heat_maps(points: Sequence[Point], path: Path) -> None:
     figure = _figure(15, 5.2)
     ratios, rates = (sorted({getattr(p, name) for p in points}) for name in ("ratio", "acceptance"))
     of = {(p.acceptance, p.ratio): p.speedups for p in points}
-    titles = {"pearl (stream) over ar": (None, 1.0), "pearl (stream) over sd at its best gamma": (SD, 1.0)}
-    for axes, (title, (other, even)) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+    titles = {"pearl (stream) over ar": None, "pearl (stream) over sd at its best gamma": SD}
+    for axes, (title, other) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         grid = [[of[a, c][PEARL] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
-        _heat_map(figure, axes, grid, even)
+        _heat_map(figure, axes, grid)
         axes.set_xticks(range(len(ratios)), [f"{c:g}" for c in ratios])
         axes.set_yticks(range(len(rates)), [f"{a:g}" for a in rates])
         axes.set_xlabel("speed ratio c = t_target / t_draft")
@@ -30,12 +30,12 @@ def heat_maps(points: Sequence[Point], path: Path) -> None:
     _save(figure, path)
 
 
-def _heat_map(figure: Any, axes: Any, grid: list[list[float]], even: float) -> None:
+def _heat_map(figure: Any, axes: Any, grid: list[list[float]]) -> None:
     """Blue where it pays, red where it loses, white where it makes no difference; each cell tells its figure."""
     from matplotlib.colors import TwoSlopeNorm
 
     values = [value for row in grid for value in row]
-    norm = TwoSlopeNorm(even, min(min(values), even - 0.2), max(max(values), even + 0.2))
+    norm = TwoSlopeNorm(1.0, min(min(values), 0.8), max(max(values), 1.2))
     image = axes.imshow(grid, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
@@ -44,7 +44,7 @@ def _heat_map(figure: Any, axes: Any, grid: list[list[float]], even: float) -> N
     figure.colorbar(image, ax=axes, label="times as fast")
 
 
-def lines(points: Sequence[Point], axis: str, label: str, scale: float, path: Path) -> None:
+def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: str, path: Path) -> None:
     """Speed-ups over `ar` along `axis`, a panel for each acceptance rate; dotted where PEARL falls behind.
 
     Args:
@@ -65,10 +65,11 @@ def lines(points: Sequence[Point], axis: str, label: str, scale: float, path: Pa
                 axes.axvline(at * scale, color=colour, linestyle=":", label=behind)
         axes.set_title(f"acceptance rate {acceptance:g}", loc="left", fontsize=10)
         axes.set_xlabel(label)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7, frameon=False)
     every[0].set_ylabel("times as fast as ar at the same setting")
+    every[0].set_ylim(bottom=0)  # of all, and only once all are drawn
+    figure.suptitle(title, fontsize=10)
     _save(figure, path)
 
 
