@@ -31,7 +31,9 @@ _COUNT = click.IntRange(min=1)
 @click.option("--requests", type=_COUNT, metavar="N", help="Texts.  [default: 200]")
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Of each text.  [default: 128]")
 @click.option("--trace", type=click.Path(path_type=Path), help="Take all these from a recorded run instead.")
-@click.option("--jitter", type=Number(0), default=0.0, help="Standard deviation of a forward, as a share of it.")
+@click.option(
+    "--jitter", type=Number(0), default=0.0, metavar="X", help="Standard deviation of a forward, as a share of it."
+)
 @click.option("--delay", type=Number(0), default=0.0, metavar="MS", help="Of a message, one way.")
 @click.option("--seed", type=int, default=0, metavar="N")
 @json_option

@@ -29,7 +29,9 @@ _SWEEPS = ("speedup", *_AXES)
 @click.option("--t-draft", type=POSITIVE, default=10.0, show_default=True, metavar="MS", help="Of a draft forward.")
 @click.option("--t-target", type=Times(), default={1: 50.0}, help="Of a target forward.  [default: 50]")
 @click.option("--acceptance", type=Number(0, 1), multiple=True, default=(0.6, 0.8, 0.9), show_default=True, metavar="X")
-@click.option("--tokens", type=click.IntRange(min=200), default=4000, show_default=True, help="Of a simulation.")
+@click.option(
+    "--tokens", type=click.IntRange(min=200), default=4000, show_default=True, metavar="N", help="Of a simulation."
+)
 @click.option("--seed", type=int, default=0, metavar="N")
 def sweep(
     what: tuple[str, ...],

@@ -97,7 +97,7 @@ def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarge
     accepted, committed = theory.run_accepted(a), theory.run_committed(a)
     simulated = done.accepted_per_run or 0.0
     yield Check("PEARL, theorem 2: accepted a run", setting, accepted, simulated)
-    note = f"with one more, as some state it: {committed + 1:.3f} and {simulated + 2:.3f}"
+    note = f"committed, with one more as some state it: {committed + 1:.3f}; simulated {simulated + 2:.3f}"
     yield Check("PEARL, theorem 2: committed a run", setting, committed, simulated + 1, note=note)
 
 
@@ -123,7 +123,7 @@ def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors
         counted += outcome.counts.provenance[Provenance.CORRECTED]
         expected += theory.expected_rejections(target.tolist(), draft.tolist(), 0, each)
     setting = f"pair {chain} of Markov chains, {_TEXTS * each} tokens"
-    return Check("Yin et al., theorem 1: rejections = sum of TV", setting, expected, counted)
+    return Check("Yin et al., theorem 1: sum of TV", setting, expected, counted)
 
 
 def _after(rows: torch.Tensor, context: Sequence[int]) -> torch.Tensor:
