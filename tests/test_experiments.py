@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -309,6 +310,12 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write"):
         plots.heat_maps(grid, tmp_path / "no" / "speedup.png")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        plots.heat_maps([a_point(0.8, 0.0, 2.0)], tmp_path / "x.png")
 
 
 def test_times_are_level_beyond_what_is_given() -> None:

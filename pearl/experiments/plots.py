@@ -15,18 +15,19 @@ _MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D"}
 
 def heat_maps(points: Sequence[Point], path: Path) -> None:
     """PEARL's speed-up over `ar` and over `sd` at its best gamma, by acceptance rate and speed ratio."""
-    figure = _figure(15, 5.2)
+    figure = _figure(20, 5)
     ratios, rates = (sorted({getattr(p, name) for p in points}) for name in ("ratio", "acceptance"))
     of = {(p.acceptance, p.ratio): p.speedups for p in points}
-    titles = {"pearl (stream) over ar": None, "pearl (stream) over sd at its best gamma": SD}
-    for axes, (title, other) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        grid = [[of[a, c][PEARL] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
-        _heat_map(figure, axes, grid)
+    pairs = [(PEARL, None), (PEARL, SD), (FIXED_C, SD)]
+    for axes, (method, other) in zip(figure.subplots(1, len(pairs)), pairs, strict=True):
+        _heat_map(
+            figure, axes, [[of[a, c][method] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
+        )
         axes.set_xticks(range(len(ratios)), [f"{c:g}" for c in ratios])
         axes.set_yticks(range(len(rates)), [f"{a:g}" for a in rates])
         axes.set_xlabel("speed ratio c = t_target / t_draft")
         axes.set_ylabel("acceptance rate")
-        axes.set_title(title, loc="left")
+        axes.set_title(f"{method}: times as fast as {other or 'ar'}", loc="left", fontsize=10)
     _save(figure, path)
 
 
@@ -40,8 +41,8 @@ def _heat_map(figure: Any, axes: Any, grid: list[list[float]]) -> None:
     for y, row in enumerate(grid):
         for x, value in enumerate(row):
             dark = abs(norm(value) - 0.5) > 0.35
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    figure.colorbar(image, ax=axes, label="times as fast")
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    figure.colorbar(image, ax=axes)
 
 
 def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: str, path: Path) -> None:
