@@ -54,7 +54,7 @@ def test_closed_forms_hold_within_one_per_cent() -> None:
 
 
 def test_rejections_are_the_sum_of_distances() -> None:
-    found = checks.rejections(0, TOKENS, seed=1)
+    found = checks.rejections(0, 12_000, seed=1)
     assert found.passed, found
 
 
@@ -107,7 +107,7 @@ def swapped(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Executor
 
 @pytest.mark.parametrize("pair", [flattered, swapped])
 def test_a_wrong_pair_is_found_out(pair: checks.Pair) -> None:
-    assert not checks.rejections(0, TOKENS // 2, 1, pair).passed
+    assert not checks.rejections(0, 4000, 1, pair).passed
 
 
 # ---- workloads ----
