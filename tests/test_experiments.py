@@ -205,16 +205,18 @@ def test_jitter_makes_pearl_slower(decoding: Decoding) -> None:
 # ---- replays ----
 
 
-def decoded(decoding: Decoding, timing: Timing, temperature: float = 1.0, **options: object) -> Outcome:
+def decoded(
+    decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, **options: object
+) -> Outcome:
     target, draft = alpha_pair(VOCAB, 0.7)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + 300, Sampling(temperature, seed=5), decoding)
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, seed=5), decoding)
     return simulate(submit, *executors, timing, **options)  # type: ignore[arg-type]
 
 
-def traced(path: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0) -> Trace:
+def traced(path: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300) -> Trace:
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    decoded(decoding, timing, temperature, parts=parts)
+    decoded(decoding, timing, temperature, tokens, parts=parts)
     chrome.merge(path)
     return read(path)
 
@@ -270,6 +272,13 @@ def test_a_trace_of_ar_cannot_be_replayed(tmp_path: Path) -> None:
     trace = read_new(tmp_path, Decoding("ar"), Timing(0.01, lambda _: 0.05))
     with pytest.raises(TraceError, match="no draft token was judged"):
         recorded(trace)
+
+
+def test_a_text_of_one_commit_has_no_speed(tmp_path: Path) -> None:
+    path = tmp_path / "short.json"
+    traced(path, Decoding("pearl"), Timing(0.01, lambda _: 0.05), tokens=1)
+    with pytest.raises(TraceError, match="longer text"):
+        recorded(read(path))
 
 
 # ---- sweeps ----

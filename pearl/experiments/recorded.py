@@ -35,7 +35,7 @@ class Recorded:
     """What is in a trace.
 
     Attributes:
-        decoding: of its first request, with the window that it had.
+        decoding: of its first request.
         tokens_per_second: the run's own, from each request's first commit on.
         known: positions whose bit the trace tells.
     """
@@ -57,6 +57,8 @@ def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 
     if not bits:
         raise TraceError(f"{trace.path}: no draft token was judged in it; record a run of pearl or sd")
     commits = [_commits(slices) for slices in inside]
+    if not _rate(commits):
+        raise TraceError(f"{trace.path}: all was committed at once; record a longer text")
     timing = _timing(trace, delay, jitter)
     texts = [
         Text(r.args["prompt_tokens"], sum(n for _, n in committed), right)
@@ -73,7 +75,7 @@ def _within(one: Slice, request: Slice) -> bool:
 
 
 def _decoding(trace: Trace, request: Slice) -> Decoding:
-    """With the window that it mostly had, where it was the runtime that chose it."""
+    """Where it was the runtime that chose the window: with the median of its choices."""
     decoding = Decoding(**{k: v for k, v in request.args["decoding"].items() if k != "type"})
     windows = [int(value) for _, value in trace.counters.get("window", []) if value]
     return replace(decoding, gamma=decoding.gamma or (median_low(windows) if windows else None))
