@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +17,12 @@ from typing import Protocol
 import torch
 
 from pearl.config import EngineConfig
+from pearl.metrics import Stopwatch
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator, Counts
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
+    Cause,
     Deliver,
     Draft,
     Drafted,
@@ -42,6 +44,8 @@ from pearl.trace.recorder import Recorder, where_and_what
 from pearl.trace.tracer import Tracer, identity
 from pearl.worker.execute import DraftExecutor, Event, TargetExecutor
 
+_DIGITS = 12  # of a second: five forwards of 10 ms and one of 50 ms end at the same time, not one rounding error apart
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -56,13 +60,15 @@ class Timing:
 
 @dataclass
 class Outcome:
-    """One simulated request. `seconds` runs from the first forward to the last commit."""
+    """One simulated request. `seconds` runs from the first forward to the last commit; `watch`: as a worker's."""
 
     tokens: list[int] = field(default_factory=list)
     provenance: list[Provenance] = field(default_factory=list)
     seconds: float = 0.0
     target_steps: int = 0  # forwards after the prefill
     counts: Counts = field(default_factory=Counts)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    window: int = 0  # c as last used
 
 
 class Executor(Protocol):
@@ -70,24 +76,39 @@ class Executor(Protocol):
 
 
 class CoinTarget:
-    """Accepts each draft token with probability `acceptance`, whatever the tokens: the i.i.d. model of the papers."""
+    """Accepts the draft's token at a position or not, whatever the token.
 
-    def __init__(self, acceptance: float, seed: int = 0) -> None:
+    A position's coin depends on (seed, position) alone.  So methods, windows and delays are compared on the same coins,
+    and a text whose draft was right at known positions can be decoded again by another method.
+
+    Args:
+        acceptance: the rate of the coins: the i.i.d. model of the papers.
+        known: position -> whether the draft's token there is right; coins are tossed for the others.
+    """
+
+    def __init__(self, acceptance: float, seed: int = 0, known: Mapping[int, bool] | None = None) -> None:
         self._acceptance = acceptance
         self._random = random.Random(seed)
+        self._known = known or {}
+        self._right = bytearray()  # by position, as far as was asked
 
     def execute(self, command: object) -> Event | None:
         match command:
             case Forward():
                 return Forwarded()
-            case Judge(_, tokens):
-                for i in range(len(tokens)):
-                    if self._random.random() >= self._acceptance:
-                        return Judged(i, 1)
-                return Judged(len(tokens), None)
+            case Judge(start, tokens):
+                end = start + len(tokens)
+                self._toss(end)
+                wrong = self._right.find(0, start, end)
+                return Judged(len(tokens), None) if wrong < 0 else Judged(wrong - start, 1)
             case Sample():
                 return Sampled(0)
         return None
+
+    def _toss(self, end: int) -> None:
+        for position in range(len(self._right), end):
+            coin = self._random.random() < self._acceptance
+            self._right.append(self._known.get(position, coin))
 
 
 class CoinDraft:
@@ -143,7 +164,7 @@ class _Simulation:
         draft_context: int,
         speeds: Speeds | None,
     ) -> None:
-        self._coordinator = Coordinator(speeds or _known_speeds(timing))
+        self._coordinator = Coordinator(speeds or known_speeds(timing))
         self._drafter = Drafter(draft_context)
         self._executors = (target, draft)
         self._timing = timing
@@ -152,6 +173,7 @@ class _Simulation:
         self._order = count()
         self._now = 0.0
         self._done = False
+        self._waiting: list[tuple[Cause, float] | None] = [None, None]  # of each actor: for what, since when
         self.outcome = Outcome()
 
     def run(self, submit: Submit) -> Outcome:
@@ -159,8 +181,10 @@ class _Simulation:
         self._schedule(0.0, 0, submit, own=False)
         while not self._done:
             self._now, actor, _, _, event = heapq.heappop(self._queue)
+            self._end_wait(actor)
             for command in self._handle(actor, event):
                 self._carry_out(actor, command)
+        self._end_wait(1)
         self.outcome.target_steps = sum(
             n for phase, n in self.outcome.counts.steps.items() if phase is not Phase.PREFILL
         )
@@ -170,30 +194,52 @@ class _Simulation:
         return (self._drafter if actor else self._coordinator).handle(event)
 
     def _schedule(self, after: float, actor: int, event: object, own: bool) -> None:
-        heapq.heappush(self._queue, (self._now + after, actor, own, next(self._order), event))
+        time = round(self._now + after, _DIGITS)
+        heapq.heappush(self._queue, (time, actor, own, next(self._order), event))
 
     def _carry_out(self, actor: int, command: object) -> None:
-        match command:
-            case Send(message):
-                self._schedule(self._timing.delay, 1 - actor, message, own=False)
-            case Deliver(Committed(tokens=tokens, provenance=provenance)):
-                self.outcome.tokens += tokens
-                self.outcome.provenance += provenance
-                self.outcome.seconds = self._now
-            case End(counts=counts):
-                self.outcome.counts = counts
-                self._done = True
-            case Deliver() | Wait():
-                pass
-            case _:
-                event, seconds = self._compute(actor, command)
-                if event is not None:
-                    self._schedule(seconds, actor, event, own=True)
+        kind = type(command)  # a chain of `case` patterns takes three times as long, and this runs for every command
+        if kind is Send:
+            self._schedule(self._timing.delay, 1 - actor, command.message, own=False)  # type: ignore[attr-defined]
+        elif kind is Wait:
+            self._waiting[actor] = command.cause, self._now  # type: ignore[attr-defined]
+        elif kind is Deliver:
+            self._deliver(command.message)  # type: ignore[attr-defined]
+        elif kind is End:
+            self.outcome.counts, self.outcome.window = command.counts, command.window  # type: ignore[attr-defined]
+            self._done = True
+        else:
+            self._waiting[actor] = None
+            event, seconds = self._compute(actor, command)
+            if event is not None:
+                self._schedule(seconds, actor, event, own=True)
+
+    def _deliver(self, message: object) -> None:
+        if isinstance(message, Committed):
+            self.outcome.tokens += message.tokens
+            self.outcome.provenance += message.provenance
+            self.outcome.seconds = self._now
+            self.outcome.watch.committed(len(message.tokens), self._now)
+
+    def _end_wait(self, actor: int) -> None:
+        """Adds up the wait that an event has broken; the actor goes on waiting unless it then begins something."""
+        waiting = self._waiting[actor]
+        if waiting is None:
+            return
+        cause, since = waiting
+        self._waiting[actor] = cause, self._now
+        if actor == 0:
+            self.outcome.watch.waited(cause.value, self._now - since)
+        elif cause is Cause.WINDOW:
+            self.outcome.watch.draft_waited += self._now - since
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
         event, seconds = self._executors[actor].execute(command), self._seconds(command)
-        if isinstance(event, (Forwarded, Drafted)):
-            event = replace(event, seconds=seconds)
+        if isinstance(event, Forwarded):
+            self.outcome.watch.busy += seconds
+            event = Forwarded(seconds)
+        elif isinstance(event, Drafted):
+            event = Drafted(event.token, seconds, event.rows)
         return event, seconds
 
     def _seconds(self, command: object) -> float:
@@ -248,7 +294,7 @@ class _TracedSimulation(_Simulation):
         return event, seconds
 
 
-def _known_speeds(timing: Timing) -> Speeds:
+def known_speeds(timing: Timing) -> Speeds:
     """Speeds as the start-up measurement would have found them."""
     speeds = Speeds()
     speeds.observe_draft(timing.t_draft)

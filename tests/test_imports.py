@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a package with all that is in it
     {"pearl", "pearl.cli", "pearl.__main__"},
     {"pearl.attach", "pearl.torchrun", "pearl.conversation"},
-    {"pearl.engine", "pearl.processes", "pearl.simulate"},
+    {"pearl.experiments"},
+    {"pearl.engine", "pearl.processes", "pearl.simulate", "pearl.theory"},
     {"pearl.stream", "pearl.request"},
     {"pearl.worker"},
     {"pearl.trace", "pearl.metrics"},

@@ -11,6 +11,7 @@ from pearl.cli.chat import chat
 from pearl.cli.generate import generate
 from pearl.cli.keys import keys
 from pearl.cli.serve import serve
+from pearl.cli.simulate import simulate
 from pearl.cli.terminal import say
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
@@ -27,6 +28,7 @@ cli.add_command(chat)
 cli.add_command(generate)
 cli.add_command(keys)
 cli.add_command(serve)
+cli.add_command(simulate)
 cli.add_command(trace)
 
 

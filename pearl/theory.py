@@ -1,0 +1,100 @@
+"""What the papers say in closed form: tokens a step, run lengths, best windows, expected rejections.
+
+Pure functions of plain numbers, with their sources.  Knows nothing of the runtime: `experiments.checks` sets the two
+against each other.  Acceptance rates are `a`, of a draft token, i.i.d.; times are seconds (or any one unit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Distribution = Sequence[float]
+MOST_GAMMA = 64
+
+
+def geometric(a: float, n: int) -> float:
+    """1 + a + ... + a**(n-1)."""
+    return float(n) if a == 1 else (1 - a**n) / (1 - a)
+
+
+# ---- speculative decoding ----
+
+
+def sd_tokens_per_step(a: float, gamma: int) -> float:
+    """Committed tokens of a target forward that verifies `gamma` draft tokens, its correction or bonus included.
+
+    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", equation 1.
+    """
+    return geometric(a, gamma + 1)
+
+
+def sd_improvement(a: float, gamma: int, cost: float) -> float:
+    """How many times as fast as the target alone; `cost`: t_draft / t_target. Source: the same, theorem 3.8."""
+    return sd_tokens_per_step(a, gamma) / (gamma * cost + 1)
+
+
+def sd_best_gamma(a: float, t_draft: float, t_target: Callable[[int], float], delay: float = 0.0) -> int:
+    """The gamma with the most tokens a second, where a step takes gamma drafts, one forward and two messages."""
+
+    def rate(gamma: int) -> float:
+        return sd_tokens_per_step(a, gamma) / (gamma * t_draft + t_target(gamma + 1) + 2 * delay)
+
+    return max(range(1, MOST_GAMMA + 1), key=rate)
+
+
+# ---- PEARL ----
+
+
+def pearl_tokens_per_step(a: float, c: int) -> float:
+    """Committed tokens a target step with the fixed window c. At t_target = c t_draft it is the speed-up over `ar` too.
+
+    A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a). Pre leads to post with probability a,
+    post to post with a^c; the rest leads to pre. Source: the Markov chain of these two phases.
+    """
+    post = a / (1 + a - a**c)  # its stationary share of post-verify steps
+    return 1 - post + post * geometric(a, c)
+
+
+def pearl_best_window(t_draft: float, t_target: float) -> float:
+    """With constant forward times: their ratio. Source: PEARL (Liu et al. 2024), theorem 1."""
+    return t_target / t_draft
+
+
+def run_accepted(a: float) -> float:
+    """Expected draft tokens accepted between two rejections. Source: PEARL, theorem 2 (a geometric distribution)."""
+    return a / (1 - a)
+
+
+def run_committed(a: float) -> float:
+    """Expected tokens of a run, its correction included. Statements of theorem 2 that count one more say 1 + this."""
+    return 1 / (1 - a)
+
+
+# ---- rejections ----
+
+
+def total_variation(one: Distribution, other: Distribution) -> float:
+    return sum(abs(x - y) for x, y in zip(one, other, strict=True)) / 2
+
+
+def expected_rejections(
+    target: Sequence[Distribution], draft: Sequence[Distribution], first: int, tokens: int
+) -> float:
+    """Rejections that decoding `tokens` tokens costs, every one of which is drafted and judged by the ratio rule.
+
+    The sum over positions of the expected total variation distance between the two models' distributions, over texts
+    of the target.  Exact, for models that look at the last token alone: the target's text is a Markov chain.
+
+    Args:
+        target, draft: row s is the distribution of the token after token s.
+        first: the last token of the prompt.
+
+    Source: Yin et al. 2024, "A Theoretical Perspective for Speculative Decoding Algorithm", theorem 1.
+    """
+    distances = [total_variation(p, q) for p, q in zip(target, draft, strict=True)]
+    states = [float(s == first) for s in range(len(target))]
+    expected = 0.0
+    for _ in range(tokens):
+        expected += sum(share * distance for share, distance in zip(states, distances, strict=True))
+        states = [sum(share * row[t] for share, row in zip(states, target, strict=True)) for t in range(len(target))]
+    return expected

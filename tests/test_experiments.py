@@ -1,0 +1,430 @@
+"""The simulator against theory, with wrong executors that must be found out; replays; sweeps; the commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from pearl import theory
+from pearl.cli import cli
+from pearl.errors import ConfigError, TraceError
+from pearl.experiments import checks, plots, sweeps
+from pearl.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
+from pearl.experiments.recorded import interpolated, recorded
+from pearl.experiments.workload import Totals, independent, run
+from pearl.models.runner import ModelRunner
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.events import Judge, Judged
+from pearl.protocol.messages import Decoding, RowKind, Rows, Sampling, Submit
+from pearl.simulate import CoinTarget, Executor, Outcome, Timing, paired_executors, simulate
+from pearl.trace import chrome
+from pearl.trace.reading import Trace, read
+from pearl.trace.recorder import part_path
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+
+VOCAB = 12
+PROMPT = (1, 2, 3)
+TOKENS = 20_000
+STEADY = Timing(1.0, lambda _: 5.0)
+
+
+# ---- theory ----
+
+
+def test_theorem_1() -> None:
+    """Tried out, the best of all fixed windows is the speed ratio."""
+    for a, c in ((0.6, 3), (0.8, 5), (0.9, 8)):
+        found = checks.best_window(a, c, 3000, seed=1)
+        assert found.passed, found
+
+
+def test_closed_forms_hold_within_one_per_cent() -> None:
+    """Tokens a step, speed and run lengths of PEARL; tokens a step and speed of sd."""
+    found = [check for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)) for check in checks.pearl_yield(a, c, TOKENS, seed=1)]
+    found += [check for a, gamma in ((0.8, 4), (0.6, 2)) for check in checks.sd_yield(a, gamma, 5, TOKENS, seed=1)]
+    assert len(found) == 16
+    assert [check for check in found if not check.passed] == []
+
+
+def test_rejections_are_the_sum_of_distances() -> None:
+    found = checks.rejections(0, 12_000, seed=1)
+    assert found.passed, found
+
+
+def test_all_checks_are_made() -> None:
+    claims = {check.claim.partition(":")[0] for check in checks.checks(1000, seed=0)}
+    assert claims == {
+        "PEARL, theorem 1",
+        "PEARL",
+        "PEARL, theorem 2",
+        "SD (Leviathan)",
+        "Yin et al., theorem 1",
+    }
+
+
+def generous(acceptance: float, seed: int, right: Mapping[int, bool]) -> Executor:
+    """A coin that lands a little too often, and does not look at what is settled."""
+    return CoinTarget(acceptance + 0.02, seed)
+
+
+class Greedless(CoinTarget):
+    """Judges no more than three tokens of a run: as if the others were not there."""
+
+    def execute(self, command: object):  # type: ignore[no-untyped-def]
+        if isinstance(command, Judge) and len(command.tokens) > 3:
+            event = super().execute(Judge(command.start, command.tokens[:3], command.rows[:3]))
+            assert isinstance(event, Judged)
+            return event if event.token is not None else Judged(3, 1)
+        return super().execute(command)
+
+
+@pytest.mark.parametrize("coin", [generous, Greedless])
+def test_a_wrong_coin_is_found_out(coin: checks.Coin) -> None:
+    assert not any(check.passed for check in checks.pearl_yield(0.8, 5, TOKENS, 1, coin))
+    assert not any(check.passed for check in checks.sd_yield(0.8, 4, 5, TOKENS, 1, coin))
+
+
+def flattered(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Executor]:
+    """The draft says that it was sure of every token less than it was: more of them pass."""
+
+    def pack(probs: torch.Tensor) -> Rows:
+        return Rows(RowKind.CHANNEL, (probs * 0.9,))
+
+    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size, pack)
+
+
+def swapped(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Executor]:
+    """Draft and target confused: every distance is the same, but the text is the other model's."""
+    return paired_executors(draft, target)
+
+
+@pytest.mark.parametrize("pair", [flattered, swapped])
+def test_a_wrong_pair_is_found_out(pair: checks.Pair) -> None:
+    assert not checks.rejections(0, 4000, 1, pair).passed
+
+
+# ---- workloads ----
+
+
+def test_luck_is_independent_in_a_text_and_due_over_texts() -> None:
+    work = independent(STEADY, 0.8, 20, 500)
+    for position in range(1, 501):
+        assert sum(text.right[position] for text in work.texts) == 16
+    one = work.texts[3].right
+    assert 0.7 < sum(one.values()) / 500 < 0.9
+    both = sum(one[p] and one[p + 1] for p in range(1, 500)) / 499
+    assert both == pytest.approx(0.64, abs=0.06)
+    assert independent(STEADY, 0.8, 20, 500) == work
+    assert independent(STEADY, 0.8, 20, 500, seed=1) != work
+
+
+def test_a_rate_that_does_not_divide_is_met_on_average() -> None:
+    work = independent(STEADY, 0.77, 3, 4000)
+    right = sum(sum(text.right.values()) for text in work.texts)
+    assert right / 12_000 == pytest.approx(0.77, abs=0.01)
+
+
+def test_every_method_meets_the_same_luck() -> None:
+    """Where every position is judged, as many draft tokens are right by any window and delay."""
+    work = independent(STEADY, 0.7, 4, 300)
+    expected = sum(sum(text.right.values()) for text in work.texts)
+    for decoding in (STREAM, FIXED, Decoding("pearl", "fixed", 2), Decoding("pearl-no-pre-verify")):
+        for timing in ({}, {"delay": 2.0}, {"jitter": 0.4}):
+            done = run(work.at(**timing), decoding)
+            assert (done.judged, done.accepted) == (1200, expected)
+
+
+def test_methods_stand_side_by_side() -> None:
+    done = {totals.name: totals for totals in compare(independent(STEADY, 0.8, 20, 200))}
+    assert list(done) == [
+        "ar",
+        "sd, gamma 4",
+        "pearl-no-pre-verify",
+        "pearl-no-post-verify",
+        "pearl, stream",
+        "pearl, fixed(5)",
+    ]
+    assert done["ar"].tokens_per_second == pytest.approx(0.2)
+    assert done["ar"].mean_acceptance_length is None
+    rates = {name: totals.tokens_per_second for name, totals in done.items()}
+    assert rates["ar"] < rates["sd, gamma 4"] < rates["pearl-no-post-verify"] < rates["pearl, stream"]
+
+
+def test_waits_are_told() -> None:
+    """In alternation each side waits for all that the other does: of a step of 4 + 5 seconds."""
+    done = run(independent(STEADY, 1.0, 2, 500), Decoding("sd", "fixed", 4))
+    assert sum(done.target_waits.values()) / done.whole == pytest.approx(4 / 9, abs=0.01)
+    assert done.draft_waits / done.whole == pytest.approx(5 / 9, abs=0.01)
+    assert run(independent(STEADY, 1.0, 2, 500), FIXED).target_waits == {"window": pytest.approx(0, abs=1e-6)}
+
+
+def test_the_best_window_is_climbed_to() -> None:
+    """From wherever one begins."""
+    work = independent(STEADY, 0.8, 20, 100)
+    assert {best(work, lambda c: Decoding("pearl", "fixed", c), start).gamma for start in (2, 9)} == {5}
+    assert sd_at_best(work).gamma == 4
+
+
+# ---- delay and jitter ----
+
+
+def test_a_delay_costs_sd_two_messages_a_step() -> None:
+    for delay in (0.5, 3.0):
+        done = run(independent(Timing(1.0, lambda _: 5.0, delay), 0.8, 20, 400), Decoding("sd", "fixed", 4))
+        closed = theory.sd_tokens_per_step(0.8, 4) / (4 + 5 + 2 * delay)
+        assert done.tokens_per_second == pytest.approx(closed, rel=0.01)
+
+
+@pytest.mark.parametrize("decoding", [STREAM, FIXED, Decoding("sd", "fixed", 4)])
+def test_no_delay_is_better_than_a_delay(decoding: Decoding) -> None:
+    work = independent(STEADY, 0.8, 20, 200)
+    rates = [run(work.at(delay=delay), decoding).tokens_per_second for delay in (0.0, 1.0, 2.5, 5.0, 10.0)]
+    assert all(later < sooner for sooner, later in pairwise(rates)), rates
+
+
+def test_a_delay_does_not_touch_ar() -> None:
+    work = independent(STEADY, 0.8, 4, 100)
+    assert run(work, AR).tokens_per_second == run(work.at(delay=7.0), AR).tokens_per_second
+
+
+@pytest.mark.parametrize("decoding", [STREAM, FIXED])
+def test_jitter_makes_pearl_slower(decoding: Decoding) -> None:
+    """It is as slow as the slower of two: a spread of both costs, though their means stay."""
+    work = independent(STEADY, 0.8, 20, 400)
+    rates = [run(work.at(jitter=jitter), decoding).tokens_per_second for jitter in (0.0, 0.3, 0.6)]
+    assert all(later < sooner for sooner, later in pairwise(rates)), rates
+
+
+# ---- replays ----
+
+
+def decoded(
+    decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, **options: object
+) -> Outcome:
+    target, draft = alpha_pair(VOCAB, 0.7)
+    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, seed=5), decoding)
+    return simulate(submit, *executors, timing, **options)  # type: ignore[arg-type]
+
+
+def traced(path: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300) -> Trace:
+    parts = part_path(path, "target", 1), part_path(path, "draft", 2)
+    decoded(decoding, timing, temperature, tokens, parts=parts)
+    chrome.merge(path)
+    return read(path)
+
+
+def rate(outcome: Outcome) -> float:
+    speed = outcome.watch.tokens_per_second
+    assert speed is not None
+    return speed
+
+
+@pytest.mark.parametrize("decoding", [Decoding("pearl", "stream", 5), Decoding("pearl", "fixed", 4), Decoding("pearl")])
+def test_a_replay_gives_back_the_traces_own_speed(tmp_path: Path, decoding: Decoding) -> None:
+    """Exactly, where forwards lasted as long as their mean; within 3 per cent where they vary by a fifth."""
+    for jitter, bound in ((0.0, 1e-6), (0.2, 0.03)):
+        timing = Timing(0.01, lambda n: 0.05 + 0.001 * n, jitter=jitter, seed=3)
+        record = recorded(read_new(tmp_path, decoding, timing), jitter=jitter)
+        again = run(record.workload, record.decoding)
+        assert again.tokens_per_second == pytest.approx(record.tokens_per_second, rel=bound)
+        assert (record.known, again.tokens) == (300, 299)
+
+
+def read_new(folder: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0) -> Trace:
+    return traced(folder / f"{len(list(folder.iterdir()))}.json", decoding, timing, temperature)
+
+
+def test_a_replay_under_another_window_is_that_window(tmp_path: Path) -> None:
+    """The bits are the text's, not the window's: what was never run comes out as it would have been."""
+    timing = Timing(0.01, lambda _: 0.05)
+    record = recorded(read_new(tmp_path, Decoding("pearl", "stream", 5), timing))
+    for other in (Decoding("pearl", "fixed", 3), Decoding("pearl-no-pre-verify", "stream", 6)):
+        assert run(record.workload, other).tokens_per_second == pytest.approx(rate(decoded(other, timing)), rel=1e-6)
+
+
+def test_a_greedy_replay_under_sd_is_sd(tmp_path: Path) -> None:
+    timing = Timing(0.01, lambda _: 0.05)
+    record = recorded(read_new(tmp_path, Decoding("pearl"), timing, temperature=0.0))
+    sd = Decoding("sd", "fixed", 3)
+    expected = rate(decoded(sd, timing, temperature=0.0))
+    assert run(record.workload, sd).tokens_per_second == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_replay_of_sd_tosses_for_what_was_never_judged(tmp_path: Path) -> None:
+    """Bonus tokens: their coins have the rate of the trace, and the seed decides them."""
+    trace = read_new(tmp_path, Decoding("sd", "fixed", 4), Timing(0.01, lambda _: 0.05))
+    record = recorded(trace)
+    assert 200 < record.known < 300
+    rates = {run(recorded(trace, seed=seed).workload, STREAM).accepted for seed in range(4)}
+    assert len(rates) > 1
+    assert run(record.workload, STREAM).acceptance_rate == pytest.approx(record.workload.acceptance, abs=0.05)
+
+
+def test_a_trace_of_ar_cannot_be_replayed(tmp_path: Path) -> None:
+    trace = read_new(tmp_path, Decoding("ar"), Timing(0.01, lambda _: 0.05))
+    with pytest.raises(TraceError, match="no draft token was judged"):
+        recorded(trace)
+
+
+def test_a_text_of_one_commit_has_no_speed(tmp_path: Path) -> None:
+    path = tmp_path / "short.json"
+    traced(path, Decoding("pearl"), Timing(0.01, lambda _: 0.05), tokens=1)
+    with pytest.raises(TraceError, match="longer text"):
+        recorded(read(path))
+
+
+# ---- sweeps ----
+
+
+def a_point(acceptance: float, delay: float, pearl: float, sd: float = 1.5, ratio: float = 5.0) -> sweeps.Point:
+    speedups = {sweeps.PEARL: pearl, sweeps.FIXED_C: pearl, sweeps.SD: sd}
+    return sweeps.Point(acceptance, ratio, 0.0, delay, speedups, dict.fromkeys(speedups, 5))
+
+
+def test_where_a_method_stops_paying() -> None:
+    points = [a_point(0.8, delay, pearl) for delay, pearl in ((0.0, 2.0), (1.0, 1.6), (2.0, 1.2), (3.0, 0.8))]
+    assert sweeps.stops_paying(points, "delay", sweeps.PEARL) == pytest.approx(2.5)
+    assert sweeps.stops_paying(points, "delay", sweeps.PEARL, sweeps.SD) == pytest.approx(1.25)
+    assert sweeps.stops_paying(points[:3], "delay", sweeps.PEARL) is None
+    assert sweeps.stops_paying(points[3:], "delay", sweeps.PEARL) == 0.0
+
+
+def test_a_long_delay_takes_pearls_lead(tmp_path: Path) -> None:
+    """And the best window found is never behind the one that is chosen without knowing of the delay."""
+    points = list(sweeps.over_delay(Timing(0.01, lambda _: 0.05), [0.8], 500, 0, (0.0, 0.5, 2.0)))
+    assert [p.delay for p in points] == pytest.approx([0.0, 0.025, 0.1])
+    assert points[0].speedups[sweeps.PEARL] > points[0].speedups[sweeps.SD]
+    assert points[-1].speedups[sweeps.PEARL] < 1
+    assert all(p.speedups[sweeps.BEST_C] > 0.97 * p.speedups[sweeps.PEARL] for p in points)
+    end = sweeps.stops_paying(points, "delay", sweeps.PEARL)
+    assert end is not None
+    assert 0.02 < end < 0.1
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    grid = [a_point(a, 0.0, 0.7 + a * c / 4, ratio=c) for a in (0.3, 0.6, 0.9) for c in (1, 2, 5)]
+    plots.heat_maps(grid, tmp_path / "speedup.png")
+    along = [a_point(a, delay, 2 - delay) for a in (0.6, 0.9) for delay in (0.0, 0.5, 1.5)]
+    plots.lines(along, "delay", "delay (ms)", 1e3, "a title", tmp_path / "delay.png")
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot write"):
+        plots.heat_maps(grid, tmp_path / "no" / "speedup.png")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        plots.heat_maps([a_point(0.8, 0.0, 2.0)], tmp_path / "x.png")
+
+
+def test_times_are_level_beyond_what_is_given() -> None:
+    times = interpolated({2: 1.0, 6: 3.0})
+    assert [times(n) for n in (1, 2, 4, 6, 20)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+
+
+# ---- the commands ----
+
+
+def invoked(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, ["simulate", *arguments])
+    if code == 0 and result.exception is not None:
+        raise result.exception
+    assert result.exit_code == code or isinstance(result.exception, (ConfigError, TraceError)), result.output
+    return result
+
+
+def test_table_and_json_agree(tmp_path: Path) -> None:
+    small = [
+        "--t-draft",
+        "10",
+        "--t-target",
+        "1:50,4:55,8:60",
+        "--acceptance",
+        "0.8",
+        "--requests",
+        "20",
+        "--tokens",
+        "60",
+    ]
+    shown = invoked(*small, "--json", str(tmp_path / "out.json")).output
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert json.loads(invoked(*small, "--json", "-").output) == document
+    assert document["settings"]["t_target"] == pytest.approx(
+        {"1": 0.05, "2": 0.0516667, "4": 0.055, "8": 0.06, "16": 0.06}
+    )
+    for method in document["methods"]:
+        (row,) = [line for line in shown.splitlines() if line.startswith(method["name"] + " ")]
+        assert f"{method['tokens_per_second']:.2f}" in row
+        assert f"{method['speedup']:.3f}" in row
+    assert document["methods"][0]["speedup"] == 1
+
+
+def test_a_trace_is_replayed_by_command(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    traced(path, Decoding("pearl", "fixed", 5), Timing(0.01, lambda _: 0.05))
+    assert "(1.000 of it); 300 of 300 positions" in invoked("--trace", str(path)).output.replace("\n", "")
+    assert "leave one of them out" in str(invoked("--trace", str(path), "--tokens", "9", code=2).exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--t-target", "5:"], "tokens fed:milliseconds"),
+        (["--t-target", "1:5,1:6"], "tokens fed:milliseconds"),
+        (["--t-target", "0:5"], "tokens fed:milliseconds"),
+        (["--t-target", "nan"], "tokens fed:milliseconds"),
+        (["--t-draft", "0"], "--t-draft"),
+        (["--t-draft", "inf"], "finite"),
+        (["--acceptance", "1.5"], "--acceptance"),
+        (["--jitter", "nan"], "finite"),
+        (["--delay", "-1"], "--delay"),
+        (["--requests", "0"], "--requests"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(cli, ["simulate", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_options_before_a_subcommand_are_not_lost_silently() -> None:
+    assert "go behind it" in str(CliRunner().invoke(cli, ["simulate", "--delay", "3", "check"]).exception)
+
+
+def test_nothing_is_too_extreme() -> None:
+    for acceptance in ("0", "1"):
+        assert "pearl, stream" in invoked("--acceptance", acceptance, "--requests", "3", "--tokens", "20").output
+    assert "c = 1" in invoked("--t-draft", "90", "--t-target", "5", "--requests", "2", "--tokens", "2").output
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_check_tells_by_its_exit_code(passes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = [checks.Check("one", "a", 2.0, 2.01), checks.Check("other", "b", 5, 5 if passes else 4, exact=True)]
+    monkeypatch.setattr("pearl.cli.check.checks", lambda tokens, seed: iter(made))
+    result = invoked("check", "--json", str(tmp_path / "c.json"), code=0 if passes else 1)
+    assert result.exit_code == (0 if passes else 1)
+    assert ("FAIL" in result.output) is not passes
+    assert [one["passed"] for one in json.loads((tmp_path / "c.json").read_text())] == [True, passes]
+
+
+def test_a_sweep_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = invoked("sweep", "jitter", "--out", str(tmp_path / "s"), "--acceptance", "0.8", "--tokens", "400").output
+    assert "slower from here on" in out
+    points = json.loads((tmp_path / "s" / "jitter.json").read_text())
+    assert [point["jitter"] for point in points] == list(sweeps.JITTERS)
+    assert (tmp_path / "s" / "jitter.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_totals_of_nothing_judged_say_so() -> None:
+    assert Totals(AR).acceptance_rate is None
