@@ -64,6 +64,8 @@ def _process(directory: Path) -> int | None:
 class AttachedEngine(Engine):
     """Sends requests to an engine that another process has started; closing it leaves that engine as it is."""
 
+    _remedy = "Start an engine again, with `pearl serve` say"
+
     def __init__(self, directory: Path, progress: Progress = lambda _: None) -> None:
         card = _card(directory)
         if not card:

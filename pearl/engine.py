@@ -34,7 +34,7 @@ from pearl.errors import (
     TransportError,
 )
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
-from pearl.processes import DraftKeeper, Worker
+from pearl.processes import END_SECONDS, DraftKeeper, Worker
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -50,7 +50,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.request import Prompt, as_prompts, encode, submission
-from pearl.silence import Silence
+from pearl.silence import SLACK, Silence
 from pearl.stream import Piece, Result, Stream
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, being_written
@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 CARD = "engine.json"  # in the engine's directory: how another front of the same user reaches it
+_DRAFT_END_SECONDS = 1.0  # for the draft to end by itself where the target is lost, and callers wait to be told
 _LAST_WORDS_SECONDS = 5.0  # for the status line of a worker that is going down
 _RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
 _READ_SECONDS = 0.1  # longest turn at the socket, so that a dead worker is noticed
@@ -104,10 +105,12 @@ class Engine:
         # Weak, so that a stream which its user has dropped is collected, and so cancelled.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._closed = self._ended = False
+        self._ending = threading.RLock()
+        self._fate = ""  # why the target is lost
         self._silence = Silence(10 * _READ_SECONDS)  # the target's
         self._welcome: Welcome | None = None
         self._recording: tuple[Path, int] | None = None
-        self._recorded: Trace | None = None  # the workers' last word on it
+        self._recorded: Trace | TraceError | None = None  # the workers' last word on it
         self._draft: DraftKeeper | None = None
         self._target: Worker | None = None
         self._endpoint: ZmqConnection | None = None
@@ -139,6 +142,8 @@ class Engine:
         card = {"pid": os.getpid(), "address": self._target.address, "config": config}
         (self._directory / CARD).write_text(json.dumps(card))
 
+    _remedy = "Make a new engine"
+
     def _own_directory(self) -> Path:
         """Where the sockets are; nobody else can reach it."""
         return private_directory()
@@ -147,7 +152,10 @@ class Engine:
         self._endpoint = ZmqConnection(address, channel_keys(self.config.keys, self._directory))
         self._silence.heard()
         self._endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-        self._read_until(lambda: self._welcome is not None or time.monotonic() > deadline)
+        try:
+            self._read_until(lambda: self._welcome is not None or time.monotonic() > deadline)
+        except TargetLost as error:
+            raise StartError(str(error)) from None
         if self._welcome is None:
             raise StartError("the target does not answer; see --log-level debug")
 
@@ -355,7 +363,9 @@ class Engine:
         self._recorded = None
         self._post(trace)
         deadline = time.monotonic() + _RECORD_SECONDS
-        self._read_until(lambda: self._recorded == trace or time.monotonic() > deadline)
+        self._read_until(lambda: self._recorded is not None or time.monotonic() > deadline)
+        if isinstance(self._recorded, TraceError):
+            raise self._recorded
         if self._recorded != trace:
             raise TraceError("the workers do not answer: is another front's text being made?")
 
@@ -404,9 +414,11 @@ class Engine:
     def _read(self) -> None:
         if self._closed or self._endpoint is None:
             raise EngineClosed("this engine has been closed; make another")
+        if self._fate:
+            raise TargetLost(self._fate)
         received = self._endpoint.receive(_READ_SECONDS)
         if received:
-            self._silence.heard()
+            self._silence.heard(max(m.seconds * SLACK if isinstance(m, Heartbeat) else 0.0 for _, m in received))
         elif not self._target_alive():
             raise self._lost(self._target_fate())
         elif self._silence.seconds > self.config.target_timeout:
@@ -415,22 +427,29 @@ class Engine:
             self._sort(message)
 
     def _lost(self, why: str) -> TargetLost:
-        """The target is of no more use. Nothing of this engine is left running, even if nobody closes it."""
-        if self._target is not None:
-            self._target.kill()
-        self._end_workers()
-        return TargetLost(f"{why}; the text ends here. Make a new engine")
+        """The target is of no more use. Nothing of this engine is left running, even if nobody closes it.
 
-    def _end_workers(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        workers = [w for w in (self._draft, self._target) if w is not None]
-        for worker in workers:
-            worker.close()
-        for worker in workers:
-            worker.end()
-        self._remove_directory()
+        Whoever comes later is told the same: by then the target is dead in any case, for we have ended it.
+        """
+        with self._ending:
+            self._fate = self._fate or f"{why}; the text ends here. {self._remedy}"
+            if self._target is not None:
+                self._target.kill()
+        self._end_workers(_DRAFT_END_SECONDS)
+        return TargetLost(self._fate)
+
+    def _end_workers(self, seconds: float = END_SECONDS) -> None:
+        """Once. A second thread waits until it is done. `seconds`: how long each has to end by itself."""
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+            workers = [w for w in (self._draft, self._target) if w is not None]
+            for worker in workers:
+                worker.close()
+            for worker in workers:
+                worker.end(seconds)
+            self._remove_directory()
 
     def _sort(self, message: object) -> None:
         match message:
@@ -449,6 +468,8 @@ class Engine:
                 stream = self._streams.get(request)
                 if stream is not None and not stream.take(message):
                     raise self._lost("the target's messages have a gap, or come twice")
+            case Error(_, "TraceError", text):  # for who asked, not for who happens to read
+                self._recorded = TraceError(text)
             case Error(_, kind, text):
                 raise getattr(errors, kind, StartError)(text)
             case Exception():

@@ -107,3 +107,9 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The peer sent something that the protocol does not allow."""
+
+
+def error_named(kind: str) -> type[PearlError]:
+    """The class of that name; `StartError` where there is none: a name may come from a stranger."""
+    found = globals().get(kind)
+    return found if isinstance(found, type) and issubclass(found, PearlError) else StartError

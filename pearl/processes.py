@@ -24,7 +24,7 @@ from pearl.silence import Silence
 
 log = logging.getLogger(__name__)
 
-_END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
+END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
 _LOOK_SECONDS = 0.2  # between two looks at a draft
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
@@ -46,6 +46,7 @@ class Worker:
         self.address = ""  # the target's, once it is bound
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
+        self.ready_since = 0.0
         self.error: errors.PearlError | None = None
         self._progress = progress
         self._states: set[str] = set()
@@ -103,6 +104,8 @@ class Worker:
         if said["state"] == "loading" and self._progress:
             self._progress(f"{self.role}: {said['message']}")
         with self._changed:
+            if said["state"] == "ready":
+                self.ready_since = time.monotonic()
             if said["state"] == "bound":
                 self.address = said["address"]
             if said["state"] == "failed":
@@ -136,9 +139,9 @@ class Worker:
         if self.error is not None:
             return self.error
         code = self._process.poll()
-        how = f"killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         hint = "; a kill by signal 9 is often the kernel's, for lack of memory" if code == -9 else ""
-        return errors.StartError(f"{self.role} worker was {how}{hint}")
+        return errors.StartError(f"{self.role} worker {how}{hint}")
 
     def kill(self) -> None:
         """Ends it at once, with what it has started itself: it leads a session."""
@@ -152,7 +155,7 @@ class Worker:
             with contextlib.suppress(OSError):  # it was gone already
                 self._process.stdin.close()
 
-    def end(self, seconds: float = _END_SECONDS) -> None:
+    def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""
         self.close()
         try:
@@ -191,7 +194,7 @@ class DraftKeeper:
             trouble = self._trouble()
             if trouble is None:
                 continue
-            if self.worker.reached("ready") and time.monotonic() - self.worker.began > _SOUND_SECONDS:
+            if self.worker.ready_since and time.monotonic() - self.worker.ready_since > _SOUND_SECONDS:
                 self._restarts = 0
             self.worker.kill()
             self.worker.end()
@@ -201,12 +204,17 @@ class DraftKeeper:
             self._restarts += 1
             log.warning("%s; starting it again (%d)", trouble, self._restarts)
             if not self._closing.wait(min(0.5 * 2**self._restarts, _MOST_BACK_OFF_SECONDS)):
-                self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
+                try:
+                    self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
+                except OSError as error:  # no process or no memory to be had now; the next turn counts it as a loss
+                    log.warning("a draft worker could not be started: %s", error)
 
     def _trouble(self) -> str | None:
         """What is wrong with the draft, if anything."""
         worker, config = self.worker, self._config
         if not worker.alive:
+            with contextlib.suppress(errors.PearlError):  # its last words may still be on their way
+                worker.wait_for("gone", time.monotonic() + 1.0)
             return str(worker.fate())
         if worker.reached("ready"):
             silent = worker.silence.seconds
@@ -218,11 +226,11 @@ class DraftKeeper:
         self._closing.set()
         self.worker.close()
 
-    def end(self) -> None:
+    def end(self, seconds: float = END_SECONDS) -> None:
         self.close()
         if self._thread.is_alive():
             self._thread.join()
-        self.worker.end()
+        self.worker.end(seconds)
 
 
 def _environment(device: str) -> dict[str, str]:

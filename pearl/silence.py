@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+
+SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
 
 
 class Silence:
@@ -18,16 +21,19 @@ class Silence:
 
     def __init__(self, between_looks: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = between_looks, clock
+        self._lock = threading.Lock()  # one thread may listen, and another look
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:
         """A sign of life. `allowance`: seconds that it has asked for, being busy; they do not count as silence."""
-        self._seconds, self._looked = -allowance, self._clock()
+        with self._lock:
+            self._seconds, self._looked = -allowance, self._clock()
 
     @property
     def seconds(self) -> float:
         """Of silence so far; a look."""
-        now = self._clock()
-        self._seconds += min(now - self._looked, self._most)
-        self._looked = now
-        return self._seconds
+        with self._lock:
+            now = self._clock()
+            self._seconds += min(now - self._looked, self._most)
+            self._looked = now
+            return self._seconds

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
-from pearl.errors import ConfigError, PearlError, StartError, TransportError
-from pearl.processes import DraftKeeper
+from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
+from pearl.processes import END_SECONDS, DraftKeeper
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
 
@@ -80,15 +80,16 @@ class TorchrunEngine(Engine):
 
     def _check_draft(self) -> None:
         if (why := self._store.peek(_FAILED)) is not None:
-            raise StartError(f"rank 1: {why}")
+            kind, _, message = why.partition(":")
+            raise error_named(kind)(message)
 
-    def _end_workers(self) -> None:
+    def _end_workers(self, seconds: float = END_SECONDS) -> None:
         if hasattr(self, "_store"):
             try:
                 self._store.set(_CLOSED, "yes")
             except TransportError:
                 log.debug("torchrun's store is gone already")
-        super()._end_workers()
+        super()._end_workers(seconds)
 
 
 def serve_draft(config: EngineConfig, progress: Progress) -> None:
@@ -97,7 +98,7 @@ def serve_draft(config: EngineConfig, progress: Progress) -> None:
     What the store says may be anybody's, for torchrun authenticates nobody: it is checked before it is used.
     """
     store = _store()
-    with _told_to_rank_0(store):
+    with _told_to_rank_0(store, config):
         _check_keys(config)  # a missing file is told at once, not when rank 0 has loaded its model
         address = store.get(_ADDRESS, config.startup_timeout)
         with _directory(config, store, address) as directory:
@@ -117,13 +118,19 @@ def _check_keys(config: EngineConfig) -> None:
 
 
 @contextmanager
-def _told_to_rank_0(store: TorchrunStore) -> Iterator[None]:
-    """Why this rank fails: not every torchrun takes the other down with it, and rank 0 would wait in vain."""
+def _told_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
+    """Why this rank fails: not every torchrun takes the other down with it, and rank 0 would wait in vain.
+
+    On one host it is told once, by rank 0; this one then ends as if all were well, or torchrun would end rank 0 for it.
+    """
     try:
         yield
     except PearlError as error:
         with suppress(TransportError):
-            store.set(_FAILED, str(error))
+            store.set(_FAILED, f"{type(error).__name__}:{error}")
+            if config.one_host:
+                log.info("%s", error)
+                raise SystemExit(0) from None
         raise
 
 
@@ -152,7 +159,11 @@ def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineC
     deadline = time.monotonic() + config.startup_timeout
     while not keeper.worker.reached("ready") and not _closed(store):
         if not keeper.worker.alive or time.monotonic() > deadline:
-            keeper.worker.wait_for("ready", time.monotonic() + 1.0)
+            try:
+                keeper.worker.wait_for("ready", time.monotonic() + 1.0)
+            except TransportError:  # the target it talks to has failed, which rank 0 tells
+                if not _closed(store):
+                    raise
 
 
 def _closed(store: TorchrunStore) -> bool:

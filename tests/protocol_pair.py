@@ -24,6 +24,7 @@ from pearl.protocol.events import (
     DraftGone,
     DraftJoined,
     End,
+    Failed,
     Forward,
     Forwarded,
     Judge,
@@ -281,6 +282,11 @@ class Pair:
         self.drafter = self.draft = self.draft_answer = None
         self.to_draft.clear()
         self.to_target.append(DraftGone("killed"))
+
+    def fail_target(self) -> None:
+        """What it computes gives nothing that can be used."""
+        self.target_answer = None
+        self.tell_target(Failed("on purpose"))
 
     # ---- carrying out commands ----
 

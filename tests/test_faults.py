@@ -36,9 +36,10 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
+from pearl.transport.address import bind_address, private_directory
 from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
-from pearl.transport.zeromq import ZmqConnection, ZmqListener, bind_address, private_directory
+from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from tests.conftest import TOY, greedy_text
 from tests.test_processes import BOUND, children, eventually, gone, temporary
 from tests.test_worker import Loops

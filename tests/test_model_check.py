@@ -24,7 +24,7 @@ from pearl.protocol.coordinator import Counts as TargetCounts
 from pearl.protocol.drafter import _HANDLERS, Drafter
 from pearl.protocol.drafter import Counts as DraftCounts
 from pearl.protocol.events import Drafted
-from pearl.protocol.messages import DraftTokens, Resync, Verdict
+from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Verdict
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Speeds
 from tests.protocol_pair import (
@@ -81,6 +81,10 @@ class FaultyPair(Pair):
                 return isinstance(self.to_target and self.to_target[0], (DraftTokens, Resync))
             case "lose to draft" | "lose two to draft":
                 return bool(self.to_draft)
+            case "fail":
+                return self.target_answer is not None
+            case "cancel" | "cancel next":
+                return True
         raise AssertionError(fault)
 
     def move(self, move: str) -> None:
@@ -104,6 +108,10 @@ class FaultyPair(Pair):
                 self.lossy = bool(self.to_target.popleft())
             case "lose to draft" | "lose two to draft":
                 self.lossy = bool(self.to_draft.popleft())
+            case "fail":
+                self.fail_target()
+            case "cancel" | "cancel next":
+                self.tell_target(Cancel(1 + (move == "cancel next")))
         self.check_invariants()
 
 
@@ -217,6 +225,29 @@ def test_long_runs_come_to_their_end_whatever_happens(
     for result in pair.results.values():
         assert tuple(result.tokens) == text[len(PROMPT) :]
         check_counts(result)
+
+
+ENDINGS = [("fail",), ("cancel",), ("fail", "kill"), ("fail", "cancel next"), ("fail", "lose to target")]
+
+
+@pytest.mark.parametrize("faults", ENDINGS, ids=str)
+@pytest.mark.parametrize("window", ["fixed", "stream"])
+def test_a_request_that_ends_early_at_any_time_harms_no_other(window: str, faults: tuple[str, ...]) -> None:
+    """Two requests, of which one fails or is cancelled: what it has of its text is right, the other's is whole."""
+    text = TEXT[:-2]
+    for wrong in ((), (2,)):
+        submits = [submission(text, "pearl", window=window, gamma=2, request=number) for number in (1, 2)]
+        pair = FaultyPair(submits, ScriptTarget(text), partial(ScriptDraft, text, wrong))
+        pair.faults = faults
+        for final in finals(pair):
+            assert final.done, f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+            cut = 0
+            for result in final.results.values():
+                assert tuple(result.tokens) == text[len(PROMPT) :][: len(result.tokens)]
+                assert result.end is not None
+                cut += result.end.reason is FinishReason.CANCELLED
+                assert result.end.reason is FinishReason.CANCELLED or len(result.tokens) == len(text) - len(PROMPT)
+            assert cut <= len({"fail", "cancel", "cancel next"} & set(faults))
 
 
 def test_the_exploration_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pearl.protocol import coordinator as target_side
 from pearl.protocol import drafter as draft_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Forwarded, Judged, Sampled
+from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Judged, Sampled, Stalled
 from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, Resync, Sampling, Submit, Verdict
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.window import METHODS
@@ -31,8 +31,11 @@ TARGET_EVENTS = {
     DraftTokens: DraftTokens(9, 0, 0, (1,)),
     DraftJoined: DraftJoined(100),
     DraftGone: DraftGone("test"),
+    Failed: Failed("test"),
+    Stalled: Stalled(),
     Resync: Resync(9, 0),
 }
+WAITING = (target_side.State.HELD, target_side.State.GATHERING)
 DRAFT_EVENTS = {
     Begin: Begin(9, 0, (1,), 5, Sampling(), "ratio", extend_digest(0, (1,))),
     Verdict: Verdict(9, 0, 1, (1,), 5, 0),
@@ -126,6 +129,10 @@ def eventful_run(seed: int) -> None:
             pair.to_draft[0] = garble(pair.to_draft[0])
         elif disaster < 0.31:
             pair.tell_target(Cancel(chance.randrange(2)))
+        elif disaster < 0.32 and pair.target_answer:
+            pair.fail_target()
+        elif disaster < 0.5 and pair.drafter and pair.coordinator.state in WAITING:
+            pair.tell_target(Stalled())
         else:
             pair.move(picker(pair.moves))
 

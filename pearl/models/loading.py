@@ -133,8 +133,11 @@ def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -
 def _check_cache_fits(spec: str, model: PreTrainedModel, context: int) -> None:
     """A cache on the CPU takes its memory only as it fills: that there is enough is looked at before any request."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = getattr(config, "num_attention_heads", None)
+    if not queries:
+        return  # no such attention: the runner refuses it by name
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
     needed = 2 * config.num_hidden_layers * heads * width * context * model.dtype.itemsize
     free = available_memory()
     if model.device.type == "cpu" and free is not None and needed > free:

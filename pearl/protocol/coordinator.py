@@ -83,8 +83,11 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.PREFILL: {Forwarded: _FED | {State.PREFILL}, Failed: _ENDED},
     State.PRE_VERIFY: {Forwarded: _FED, Failed: _ENDED},
     State.POST_VERIFY: {Forwarded: _FED, Failed: _ENDED},
-    State.JUDGING: {Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD}},
-    State.SAMPLING: {Sampled: _DECIDED},
+    State.JUDGING: {
+        Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD},
+        Failed: _ENDED,
+    },
+    State.SAMPLING: {Sampled: _DECIDED, Failed: _ENDED},
     State.HELD: {
         DraftTokens: frozenset({State.JUDGING}),
         DraftGone: frozenset({State.SAMPLING}),
@@ -167,7 +170,7 @@ class Coordinator:
         commands: list[object] = []
         _HANDLERS[kind](self, event, commands.append)
         assert self.state is before or self.state in (allowed or ()), (before, event, self.state)
-        if before is State.JUDGING and kind is Judged:
+        if before is State.JUDGING and kind in (Judged, Failed):
             deferred, self._deferred = self._deferred, []
             for late in deferred:
                 commands += self.handle(late)
@@ -258,6 +261,7 @@ class Coordinator:
 
     def _draft_joined(self, event: DraftJoined, do: Callable[[object], None]) -> None:
         self.draft_context = event.context
+        self.speeds.t_draft = event.seconds or self.speeds.t_draft  # what its predecessor took says nothing of it
         if self.request is not None and not self._ending:
             self._resynchronise(do)
 

@@ -61,9 +61,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class DraftJoined:
-    """A draft is there, first or again; its model holds `context` tokens."""
+    """A draft is there, first or again; its model holds `context` tokens, and one takes it `seconds` (0: unknown)."""
 
     context: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The target's forward gave nothing that can be used. Only this request ends by it."""
+    """What was asked to be computed gave nothing that can be used. Only this request ends by it."""
 
     reason: str
 

@@ -29,16 +29,23 @@ def calibrate_target(runner: ModelRunner, speeds: Speeds) -> None:
     runner.rollback(0)
 
 
-def calibrate_draft(runner: ModelRunner) -> float:
-    """Seconds of a one-token forward: the median over about a second; leaves the cache empty."""
+def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:
+    """Seconds of a one-token forward, and seconds a token of a longer one; leaves the cache empty.
+
+    The former is the median over about a second; `brief`: of a few. The latter errs on the long side, for it is that of
+    this process's first forward.
+    """
+    began = time.monotonic()
     base = _fill(runner)
-    end = time.monotonic() + _DRAFT_SECONDS
+    runner.synchronize()
+    each = (time.monotonic() - began) / base
+    end = time.monotonic() + (0.0 if brief else _DRAFT_SECONDS)
     _seconds(runner, base, 1)
     taken: list[float] = []
     while len(taken) < _REPEATS or (time.monotonic() < end and len(taken) < _MOST_DRAFTS):
         taken.append(_seconds(runner, base, 1))
     runner.rollback(0)
-    return median(taken)
+    return median(taken), each
 
 
 def _fill(runner: ModelRunner) -> int:

@@ -28,6 +28,7 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
+from pearl.silence import SLACK
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
 from pearl.worker.calibrate import calibrate_draft
@@ -36,8 +37,7 @@ from pearl.worker.rows import RowPacker, inline
 
 log = logging.getLogger(__name__)
 
-SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
-_LONG = 8  # tokens: a forward of more is announced, for it may take longer than silence is suffered
+LONG = 8  # tokens: a forward of more is announced, for it may take longer than silence is suffered
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
@@ -68,7 +68,7 @@ class DraftWorker:
         self._stopping = stopping
         self._heartbeat_seconds = heartbeat_seconds
         self._launcher_beat = beat
-        self._usual_pace = 0.0  # seconds of a token, as measured at start
+        self._prefill_pace = 0.0  # seconds a token of a long forward, as measured last
         self._drafter = Drafter(hello.context)
         self._tracer = tracer
         self._decide = tracer.deciding(self._drafter)
@@ -131,8 +131,8 @@ class DraftWorker:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
         self._execute = self._tracer.computing(self._executor.execute)
-        # a target that knows our speed has met a draft before, and may be waiting for us
-        seconds = self._usual_pace = welcome.t_draft or calibrate_draft(self._executor.runner)
+        # one that knows a draft's speed has met another, and has no use for a long measurement now
+        seconds, self._prefill_pace = calibrate_draft(self._executor.runner, brief=welcome.t_draft > 0)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
@@ -163,8 +163,9 @@ class DraftWorker:
 
     def _announce(self, tokens: int) -> None:
         """Long work, of which silence is no sign of trouble."""
-        self._mail.send(Heartbeat(self._steps, "prefill", tokens))
-        self._launcher_beat(tokens * SLACK * self._usual_pace)
+        seconds = tokens * self._prefill_pace
+        self._mail.send(Heartbeat(self._steps, "prefill", tokens, seconds))
+        self._launcher_beat(SLACK * seconds)
 
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
@@ -184,11 +185,14 @@ class DraftWorker:
             case Begin() | Verdict() | Finish():
                 self._take(command)
             case _:
-                if isinstance(command, Draft) and len(command.tokens) > _LONG:
+                if isinstance(command, Draft) and len(command.tokens) > LONG:
                     self._announce(len(command.tokens))
+                began = time.monotonic()
                 event = self._execute(command)
                 if isinstance(command, Draft):
                     self._steps += 1
+                    if len(command.tokens) > LONG:
+                        self._prefill_pace = (time.monotonic() - began) / len(command.tokens)
                     self._receive(0)  # a verdict that came meanwhile may have overtaken this token
                 if event is not None:
                     commands = self._decide(event)

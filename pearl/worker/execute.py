@@ -4,6 +4,7 @@ but the one that times a forward.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,11 @@ Event = Forwarded | Judged | Sampled | Drafted
 def _memory_named() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(f"{error}. Shorten the prompt, lower max_context, or take a smaller model.") from error
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and not re.search(r"(?i)can't allocate memory|not enough memory", str(error)):
+            raise  # on a CPU torch has no class of its own for it
+        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
+        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
 
 
 class TargetExecutor:
@@ -67,8 +71,12 @@ class TargetExecutor:
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer.
 
-        Raises `ForwardError` where a forward gives nothing that can be used.
+        Raises `ForwardError` where it gives nothing that can be used.
         """
+        with _memory_named():
+            return self._execute(command)
+
+    def _execute(self, command: object) -> Event | None:
         match command:
             case Open():
                 self._open(command)
@@ -94,9 +102,8 @@ class TargetExecutor:
     def _forward(self, command: Forward) -> Forwarded:
         assert self.runner.length == command.start, (self.runner.length, command)
         began = time.perf_counter()
-        with _memory_named():
-            self._logits = self.runner.forward(command.tokens, command.rows)
-            self.runner.synchronize()
+        self._logits = self.runner.forward(command.tokens, command.rows)
+        self.runner.synchronize()
         seconds = time.perf_counter() - began
         self._first = command.start + len(command.tokens) - command.rows + 1
         check_finite(self._logits, self._first)

@@ -2,11 +2,12 @@
 
 The launcher holds the other end of the worker's stdin for as long as it lives, so end-of-file means that it is gone,
 however it went; the parent's id is looked at too, for a child that the launcher has forked may hold that end as well.
-(PR_SET_PDEATHSIG would follow the creating *thread*.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import select
@@ -18,7 +19,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is ended under it
+
+
+def _continue_when_orphaned() -> None:
+    """Has the kernel send SIGCONT when the launcher dies: a worker that is stopped could not notice, nor end.
+
+    (It comes when the *thread* that created us ends, perhaps early, and again later: harmless to who is not stopped.)
+    """
+    with contextlib.suppress(AttributeError, OSError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 class Lifeline:
@@ -28,6 +39,7 @@ class Lifeline:
         self.settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
         self.closed = threading.Event()
         self._launcher = os.getppid()
+        _continue_when_orphaned()
         self._ended = threading.Event()
         self._status = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # whatever a library prints must not end up among our status lines

@@ -47,12 +47,12 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
-from pearl.silence import Silence
+from pearl.silence import SLACK, Silence
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.admission import MAX_FRONTS, MAX_RECORDINGS, Admission
 from pearl.worker.calibrate import calibrate_target
-from pearl.worker.draft import SLACK
+from pearl.worker.draft import LONG
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.rows import are_probabilities, unpack
 
@@ -64,7 +64,8 @@ _CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are a
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _TOO_SLOW = 20.0  # times what a draft's token took when it joined
 _LEAST_SLOW = 0.01  # seconds; below that slowness harms nobody, and the noise of a busy machine is larger
-_SLOW_TOKENS = 8  # that many in a row, and the draft is given up
+_SLOW_TOKENS = 8  # that many in a row, or draft_timeout spent on them, and the draft is given up
+_MOST_ALLOWED = 10  # times draft_timeout: the longest silence that a draft may announce
 _STALLED_BEATS = 2  # so many of a draft at rest while we wait for it: something was lost, and it is told all again
 _STALLED_FOR_GOOD = 8  # so many, and it is given up
 _AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
@@ -122,9 +123,11 @@ class TargetWorker:
         self._draft_silence = Silence()
         self._usual_pace = 0.0  # seconds of a draft token, measured at start
         self._slow_tokens = self._stalled_beats = 0
+        self._slow_seconds = 0.0
         self._draft_probed = self._fronts_told = 0.0
         self._work = 0  # forwards so far
-        self._failure: ForwardError | None = None  # what ends the request that is being ended
+        self._prefill_pace = 0.0  # seconds a token of the last long forward
+        self._failures: dict[int, ForwardError] = {}  # our number -> what ends that request
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
@@ -272,15 +275,13 @@ class TargetWorker:
             self._mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
             return
         if self._draft is not None:
-            self._lose_draft("another draft took its place")
+            self._lose_draft("its successor is here")
         self._draft, self._draft_context = peer, hello.context
         self._endpoint.trust(peer)
         self._slow_tokens = self._stalled_beats = 0
         speeds = self._coordinator.speeds
         self._mail.post(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
         if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
-            log.warning("a draft has joined")
-            self._handle(DraftJoined(hello.context))
             if self._tracer.number:
                 self._mail.post(Trace(self._tracer.number, True), peer)
         else:
@@ -290,17 +291,20 @@ class TargetWorker:
         self._draft_silence.heard()
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """The first one after joining carries the draft's calibration and makes us ready.
+        """One that announces long work is allowed a multiple of what it should take; but a draft cannot ask for ever.
 
-        One that announces long work is allowed a multiple of what that many tokens take one by one.
+        The one that says how long a token takes it admits the draft; the first of all makes us ready.
         """
-        self._draft_silence.heard(heartbeat.tokens * SLACK * self._coordinator.speeds.t_draft)
+        if heartbeat.work == "prefill":
+            self._draft_silence.heard(min(SLACK * heartbeat.seconds, _MOST_ALLOWED * self._settings.draft_timeout))
         self._check_progress(heartbeat)
-        if not self._is_ready:
+        if heartbeat.work == "calibrated":
             self._usual_pace = heartbeat.seconds
-            self._coordinator.speeds.observe_draft(heartbeat.seconds)
-            self._handle(DraftJoined(self._draft_context))
-            self._become_ready()
+            self._handle(DraftJoined(self._draft_context, heartbeat.seconds))
+            if self._is_ready:
+                log.warning("a draft has joined")
+            else:
+                self._become_ready()
             self._compare_clocks()
 
     def _check_progress(self, heartbeat: Heartbeat) -> None:
@@ -317,10 +321,14 @@ class TargetWorker:
 
     def _check_pace(self, seconds: float) -> None:
         """Raises `DraftLost` where the draft has become so slow that each of its tokens costs more than it can save."""
-        speeds = self._coordinator.speeds
-        bound = max(_TOO_SLOW * self._usual_pace, 2 * speeds.t_target(1), _LEAST_SLOW)
-        self._slow_tokens = self._slow_tokens + 1 if seconds > bound else 0
-        if self._slow_tokens >= _SLOW_TOKENS:
+        if not seconds:  # a forward of more than its last token says nothing
+            return
+        bound = max(_TOO_SLOW * self._usual_pace, 2 * self._coordinator.speeds.t_target(1), _LEAST_SLOW)
+        if seconds <= bound:
+            self._slow_tokens, self._slow_seconds = 0, 0.0
+            return
+        self._slow_tokens, self._slow_seconds = self._slow_tokens + 1, self._slow_seconds + seconds
+        if self._slow_tokens >= _SLOW_TOKENS or self._slow_seconds > self._settings.draft_timeout:
             raise DraftLost(f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual")
 
     def _become_ready(self) -> None:
@@ -454,12 +462,17 @@ class TargetWorker:
 
     def _compute(self, command: object, now: float) -> None:
         if isinstance(command, Open):
-            alone = self._settings.expects_draft and self._draft is None
+            alone = self._settings.expects_draft and not self._coordinator.draft_context
             self._watch = Stopwatch(begun=now, draft_lost=alone)
+        if isinstance(command, Forward) and len(command.tokens) > LONG:
+            self._announce(len(command.tokens))
         event = self._computed(command)
-        self._watch.busy += time.monotonic() - now
+        seconds = time.monotonic() - now
+        self._watch.busy += seconds
         if isinstance(command, Forward):
             self._work += 1
+            if len(command.tokens) > LONG:
+                self._prefill_pace = seconds / len(command.tokens)
             self._receive(0)  # what came meanwhile counts in the verdict
             self._look_after_peers()
         if event is not None:
@@ -470,8 +483,15 @@ class TargetWorker:
             return self._execute(command)
         except ForwardError as error:
             log.info("%s", error)  # who asked is told; once is enough
-            self._failure = error
+            assert self._coordinator.request is not None
+            self._failures[self._coordinator.request.request] = error
             return Failed(str(error))
+
+    def _announce(self, tokens: int) -> None:
+        """Tells the fronts that wait how long they may hear nothing."""
+        each = self._prefill_pace or self._coordinator.speeds.t_target(LONG) / LONG
+        for peer in {owner for owner, _ in self._requests.values()}:
+            self._mail.send(Heartbeat(self._work, "prefill", tokens, tokens * each), peer)
 
     def _deliver(self, message: Message, now: float) -> None:
         assert isinstance(message, (Committed, Preview))
@@ -483,7 +503,7 @@ class TargetWorker:
 
     def _end(self, end: End) -> None:
         owner = self._requests.pop(end.request, None)
-        failure, self._failure = self._failure, None
+        failure = self._failures.pop(end.request, None)
         if owner is not None and failure is not None:
             self._mail.post(Error(owner[1], type(failure).__name__, str(failure)), owner[0])
         elif owner is not None:
