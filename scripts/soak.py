@@ -1,8 +1,8 @@
 """Requests under random faults, for as long as you like: every text must be whole, or fail by its name.
 
 Toy pairs in real processes. Each round makes an engine, asks for texts, and meanwhile does something to a worker:
-SIGKILL, SIGSTOP with or without SIGCONT, a hang, an exception, NaN.  Prints counts; exits with 1 where a text was
-wrong, an error was none of those that may come, or something was left behind.
+SIGKILL, SIGSTOP with or without SIGCONT, a hang, an exception, NaN, slowness.  Prints counts; exits with 1 where a text
+was wrong, an error was none of those that may come, or something was left behind.
 
     scripts/soak                             # a minute
     scripts/soak --seconds 3600 --seed 7
@@ -35,6 +35,7 @@ ALPHA, VOCAB = 0.7, 32
 SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 METHODS = ("pearl", "pearl", "pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "ar")
 INFLICTED = ("hang", "raise", "nan", "kill", "stop", "slow")  # by a worker on itself
+FATAL = ("hang", "raise", "kill", "stop", "SIGKILL", "SIGSTOP")  # to a target
 SIGNALLED = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "nothing")
 TIMEOUT = 2.0  # of both workers: seconds of silence
 
@@ -102,7 +103,8 @@ class Soak:
                     for _ in range(noise.randint(1, 6)):
                         self.ask(engine, role, fault)
         except TargetLost:
-            self.check(role == "target", f"round {number}: TargetLost, though it was the {role} ({fault})")
+            fatal = role == "target" and fault in FATAL
+            self.check(fatal, f"round {number}: TargetLost after {fault} of the {role}")
             self.counts["TargetLost"] += 1
         except NumericalError:
             self.check(

@@ -518,6 +518,13 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
     assert front.ask(submission(50)).tokens == simulated(submission(50))
 
 
+def eventually(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
+        time.sleep(0.01)
+
+
 class FakeDraft:
     """A draft in the test's hands: it is admitted as a good one, and waits for the first Begin."""
 
@@ -714,14 +721,15 @@ class Ailing(Hanging):
         return ToyRunner.forward(self, tokens, rows)
 
 
-def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops) -> None:
+@pytest.mark.parametrize("method", ["sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"])
+def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: str) -> None:
     """It sends tokens and beats, so it is not silent; but each token costs more than it can save."""
     pair = loops(draft_timeout=1000.0)
     draft = pair.draft(kind=Ailing)
     assert isinstance(draft, Ailing)
     front = pair.front()
     draft.after, draft.pause = len(draft.fed) + 10, 0.2
-    told = front.ask(submission(100, sampling=GREEDY))
+    told = front.ask(replace(submission(100, method, GREEDY), decoding=Decoding(method, gamma=4)))
     assert told.tokens == simulated(submission(100, sampling=GREEDY))
     assert told.statistics.draft_lost
     assert told.statistics.provenance["direct"] > 50
@@ -748,6 +756,52 @@ def test_model_that_gives_no_distribution_fails_its_request_only(loops: MakeLoop
     before = len(pair.target_model.fed)
     assert front.ask(submission(60, request=2)).tokens == simulated(submission(60))
     assert pair.target_model.fed[before] == len(PROMPT), "nothing of the cache was kept"
+
+
+def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
+    """Another one ends while the failing forward runs, and must not be given its error."""
+    pair = loops(expects_draft=False)
+    front, model = pair.front(), pair.target_model
+    fine = model._distribution
+    model.after = len(model.fed) + 3
+    front.endpoint.send(submission(60, "ar", request=1))
+    front.endpoint.send(submission(60, "ar", request=2))
+    eventually(lambda: len(model.fed) == model.after, "the first text hangs")
+    model._distribution = lambda tokens: fine(tokens) * NAN
+    front.endpoint.send(Cancel(2))
+    time.sleep(0.2)  # it waits in the inbox when the forward ends; should it come later, nothing is tested
+    model.after = 1 << 60
+    model.release.set()
+    deadline, said = time.monotonic() + BOUND, {}
+    while len(said) < 2 and time.monotonic() < deadline:
+        for _, message in front.endpoint.receive(0.2):
+            if isinstance(message, (Error, Finished)):
+                said[message.request] = message
+    assert isinstance(said[1], Error)
+    assert said[1].kind == "NumericalError"
+    assert isinstance(said[2], Finished)
+    assert said[2].reason is FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried."), RuntimeError("[enforce] can't allocate memory: you tried")],
+    ids=["gpu", "cpu"],
+)
+def test_forward_without_memory_fails_its_request_only(loops: MakeLoops, error: Exception) -> None:
+    pair = loops(expects_draft=False)
+    front, model = pair.front(), pair.target_model
+    fine = model._distribution
+
+    def starved(_: Sequence[int]) -> torch.Tensor:
+        raise error
+
+    model._distribution = starved
+    with pytest.raises(RequestError, match="Shorten the prompt") as caught:
+        front.ask(submission(20, "ar"))
+    assert caught.value.args[1:] == ("OutOfMemory",)
+    model._distribution = fine
+    assert front.ask(submission(20, "ar", request=2)).tokens == simulated(submission(20, "ar"))
 
 
 def test_lost_message_is_made_good(loops: MakeLoops) -> None:
