@@ -38,6 +38,12 @@ class ModelError(PearlError):
     exit_code = 3
 
 
+class DistillError(PearlError):
+    """A distillation cannot go on; what it has saved is whole, and `--resume` continues from there."""
+
+    exit_code = 6
+
+
 class StartError(PearlError):
     """A worker did not come up; the message carries the real cause."""
 
