@@ -7,6 +7,8 @@ import sys
 import click
 
 from pearl.cli.chat import chat
+from pearl.cli.distill import distill
+from pearl.cli.evaluate import evaluate_draft
 from pearl.cli.generate import generate
 from pearl.cli.serve import serve
 from pearl.cli.trace import trace
@@ -21,6 +23,8 @@ def cli() -> None:
 
 
 cli.add_command(chat)
+cli.add_command(distill)
+cli.add_command(evaluate_draft)
 cli.add_command(generate)
 cli.add_command(serve)
 cli.add_command(trace)

@@ -21,7 +21,7 @@ _SPARSE = 0.75  # of the batch's rows alive: below, the dead ones are cut out
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and what followed. Row i of `top_ids`, `top_probs` [len(tokens), top] is about tokens[i]: likeliest first.
+    """A prompt and what followed. Row i of `top_ids` and `top_probs` [tokens, top] is about tokens[i]: likeliest first.
 
     The probabilities are the target's own, at temperature 1, whatever the answer was drawn at.
     """

@@ -20,9 +20,9 @@ OPENINGS = (
     "Write a program that", "Explain", "Explain the difference between", "Describe", "What is", "What are the",
     "How do I", "How does", "How can I", "How many", "Why do", "Can you", "Give me", "List", "Create a", "Imagine",
     "You are a", "Compare", "Summarize", "Translate", "Rewrite", "Suggest", "Plan a", "Solve", "Calculate", "Find",
-    "If a", "A train", "A farmer", "A store sells", "A school has", "There are", "In a", "Each", "Mary has", "John buys",
-    "def ", "def is_", "def count_", "from typing import List\n\n\ndef ", "import ", "class ", "Fix this code:",
-    "Complete this function:", "Is it true that", "Please", "I want to", "I need", "My", "Who was", "When did",
+    "If a", "A train", "A farmer", "A store sells", "A school has", "There are", "In a", "Each", "Mary has",
+    "John buys", "def ", "def is_", "def count_", "from typing import List\n\n\ndef ", "import ", "class ",
+    "Fix this code:", "Complete this function:", "Is it true that", "Please", "I want to", "I need", "My", "Who was", "When did",
     "Given a list of", "Given the following", "Suppose", "Let's", "Tell me about", "Help me", "Discuss", "Analyze",
 )  # fmt: skip
 
@@ -46,11 +46,15 @@ class DistillConfig(Section):
     held_out: Count = Field(64, description="Invented prompts kept for measuring, never trained on.")
     rounds: Count = Field(8, description="Rounds of answering, then learning.")
     answers_per_round: Count = Field(512, description="Answers that each round adds.")
-    answer_batch: int | None = Field(None, ge=1, description="Answers generated at once; default: what fits, 128 on CPU.")
+    answer_batch: int | None = Field(
+        None, ge=1, description="Answers generated at once; default: what fits, 128 on CPU."
+    )
     max_prompt_tokens: Count = Field(96, description="Longest user turn.")
     max_answer_tokens: Count = Field(256, description="Longest answer; it ends at EOS, or when it goes in circles.")
     temperatures: tuple[float, ...] = Field((0.0, 0.6, 1.0), description="Answers take these in turn; 0 is greedy.")
-    top: int = Field(32, ge=1, le=1024, description="Likeliest tokens recorded for each position; samples are of these.")
+    top: int = Field(
+        32, ge=1, le=1024, description="Likeliest tokens recorded for each position; samples are of these."
+    )
 
     passes: Count = Field(4, description="Tokens learnt from in a round, as a multiple of those it added.")
     batch_tokens: Count = Field(2048, description="Tokens of a training batch, padding included.")

@@ -77,14 +77,14 @@ def head_loss(
         hidden: [rows, width], the draft's last states.
         weight: [vocab, width], its head.
         ids, probs: [rows, top], the target's likeliest tokens and their probabilities.
-        negatives: look only at this batch's `ids` and as many others, which stand for all that are not drawn; 0: at all.
+        negatives: look only at the batch's `ids` and so many others, which stand for all that are not drawn; 0: at all.
     """
     if not negatives or negatives >= len(weight):
-        return HeadLoss.apply(hidden, weight, ids, probs, None)  # type: ignore[no-untyped-call, no-any-return]
+        return HeadLoss.apply(hidden, weight, ids, probs, None)
     known, places = ids.unique(return_inverse=True)
     others = torch.randint(len(weight), (negatives,), generator=generator).to(ids.device).unique()
     others = others[~torch.isin(others, known)]
     offsets = torch.zeros(len(known) + len(others), device=ids.device)
     offsets[len(known) :] = torch.tensor((len(weight) - len(known)) / max(1, len(others))).log()
     chosen = weight[torch.cat((known, others))]
-    return HeadLoss.apply(hidden, chosen, places, probs, offsets)  # type: ignore[no-untyped-call, no-any-return]
+    return HeadLoss.apply(hidden, chosen, places, probs, offsets)

@@ -41,7 +41,9 @@ def _prompt(line: str, path: Path, number: int) -> str:
     except (ValueError, AttributeError, LookupError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise ConfigError(f'{path}, prompt {number}: not a JSON object with a text under "prompt", "question" or "turns"')
+        raise ConfigError(
+            f'{path}, prompt {number}: not a JSON object with a text under "prompt", "question" or "turns"'
+        )
     return text
 
 

@@ -54,7 +54,9 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DistillError(f"{path} is damaged ({error}). Remove it, or begin a new run in another directory") from error
+        raise DistillError(
+            f"{path} is damaged ({error}). Remove it, or begin a new run in another directory"
+        ) from error
 
 
 def file_digest(path: Path) -> str:
@@ -115,6 +117,6 @@ def _unpacked(packed: dict[str, torch.Tensor]) -> list[Answer]:
     prompts, tokens = packed["prompts"].tolist(), packed["tokens"].tolist()
     spans = zip(pairwise(packed["prompt_ends"].tolist()), pairwise(packed["token_ends"].tolist()), strict=True)
     return [
-        Answer(prompts[p : p_end], tokens[t:t_end], packed["top_ids"][t:t_end], packed["top_probs"][t:t_end])
+        Answer(prompts[p:p_end], tokens[t:t_end], packed["top_ids"][t:t_end], packed["top_probs"][t:t_end])
         for (p, p_end), (t, t_end) in spans
     ]

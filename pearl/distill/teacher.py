@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pearl.errors import ModelError
+from pearl.models.embedded import Progress, silent
 from pearl.models.loading import load_model
 from pearl.models.tokenizer import load_tokenizer
-from pearl.models.embedded import Progress, silent
 from pearl.text import Tokenizer
 
 _MARK = "\u2042"  # stands for a user's words while the chat template is read
