@@ -116,6 +116,7 @@ class _Batch:
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int, top: int) -> None:
         self._model, self._top = model, top
+        self._head: torch.Tensor = model.get_output_embeddings().weight
         longest = max(map(len, prompts))
         capacity = longest + limit
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -135,16 +136,16 @@ class _Batch:
         end = self._length + self._fed.shape[1]
         mask = self._mask[:, :end]
         positions = (mask.cumsum(-1) - 1).clamp_min_(0)[:, self._length :]
-        logits = self._model(
+        # The head apart: given states of which only the last count, torch would copy it for every row.
+        states = self._model.base_model(
             input_ids=self._fed,
             attention_mask=mask,
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        ).last_hidden_state[:, -1]
         self._length = end
-        logits = logits[self._alive.to(logits.device)].float()
+        logits = (states[self._alive.to(states.device)] @ self._head.T).float()
         best = logits.topk(self._top)
         return best.indices, torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
 

@@ -22,8 +22,9 @@ OPENINGS = (
     "You are a", "Compare", "Summarize", "Translate", "Rewrite", "Suggest", "Plan a", "Solve", "Calculate", "Find",
     "If a", "A train", "A farmer", "A store sells", "A school has", "There are", "In a", "Each", "Mary has",
     "John buys", "def ", "def is_", "def count_", "from typing import List\n\n\ndef ", "import ", "class ",
-    "Fix this code:", "Complete this function:", "Is it true that", "Please", "I want to", "I need", "My", "Who was", "When did",
-    "Given a list of", "Given the following", "Suppose", "Let's", "Tell me about", "Help me", "Discuss", "Analyze",
+    "Fix this code:", "Complete this function:", "Is it true that", "Please", "I want to", "I need", "My", "Who was",
+    "When did", "Given a list of", "Given the following", "Suppose", "Let's", "Tell me about", "Help me", "Discuss",
+    "Analyze",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ that was not, on one machine and with as many threads.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,10 +77,12 @@ class Distillation:
         self._teacher = load_teacher(
             config.target, device, config.dtype, trust_remote_code=config.trust_remote_code, progress=watcher.say
         )
-        self._config = self._settled(config, resume)
+        self._config, settings = self._settled(config, resume)
         self._given = given
         self._shards = Shards(self._directory / "answers")
         self._draft = new_draft(self._config, self._teacher)
+        self._check_space()
+        write_json(self._directory / "run.json", settings)
         weights = checkpoints.learning(self._draft).values()
         self._optimizer = torch.optim.AdamW(
             weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
@@ -97,8 +100,8 @@ class Distillation:
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self._config.dtype == "bfloat16" else torch.float32
 
-    def _settled(self, config: DistillConfig, resume: bool) -> DistillConfig:
-        """The settings with nothing left to the machine, written down, and compared with what is there."""
+    def _settled(self, config: DistillConfig, resume: bool) -> tuple[DistillConfig, dict[str, Any]]:
+        """The settings with nothing left to the machine, as they are written down, compared with what is there."""
         path = self._directory / "run.json"
         before = read_json(path)
         if before is not None and not resume:
@@ -114,9 +117,21 @@ class Distillation:
             raise ConfigError(
                 f"{path} has other settings than these: {', '.join(differing)}. A run keeps what it began with"
             )
-        if before is None:
-            write_json(path, own)
-        return config
+        return config, own
+
+    def _check_space(self) -> None:
+        """Raises `DistillError` where the disk could not hold the longest answers, three checkpoints and two drafts."""
+        config, answers = self._config, self._config.rounds * self._config.answers_per_round
+        weights = sum(weight.numel() for weight in self._draft.parameters())
+        learning = sum(weight.numel() for weight in checkpoints.learning(self._draft).values())
+        needed = answers * config.max_answer_tokens * config.top * 6 + 3 * 12 * learning + 2 * 2 * weights
+        self._directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
+            raise DistillError(
+                f"no room in {self._directory}: the run may need {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free. "
+                "Make room, choose another --out, or lower top, rounds or answers_per_round"
+            )
 
     def run(self) -> Path:
         """Goes through all rounds; the draft's directory."""
