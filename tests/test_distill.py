@@ -40,18 +40,18 @@ class Silent:
 
     def __init__(self, last: int | None = None) -> None:
         self.left = last
-        self.said: list[str] = []
+        self.calls = 0
 
     def begin(self, what: str, total: int) -> None: ...
 
     def advance(self, count: int, note: str = "") -> None:
+        self.calls += 1
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt
 
-    def say(self, message: str) -> None:
-        self.said.append(message)
+    def say(self, message: str) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +102,16 @@ def agreements(out: Path) -> list[float]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbed."""
     torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("whole")
-    run(settings(out))
+    out, counting = tmp_path_factory.mktemp("whole"), Silent()
+    Distillation(settings(out), counting).run()
+    (out / "calls").write_text(str(counting.calls))
     return out
+
+
+def interrupted(whole: Path, out: Path, share: float) -> None:
+    """A run that ends after a share of all its steps."""
+    with pytest.raises(KeyboardInterrupt):
+        Distillation(settings(out), Silent(int(share * int((whole / "calls").read_text()))), resume=True).run()
 
 
 # ---- what comes out ----
@@ -133,11 +140,11 @@ def test_the_engine_drafts_with_it(whole: Path) -> None:
 def test_learning_makes_it_agree_more(tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"
-    start = str(tiny_model("llama-tied", layers=1, seed=7, chat=True))
-    run(settings(out, init_from=start, rounds=3, answers_per_round=24, passes=12, learning_rate=1e-2))
+    start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
+    run(settings(out, init_from=start, rounds=2, held_out=32, answers_per_round=64, passes=8, learning_rate=1e-2))
     found = agreements(out)
-    assert len(found) == 4
-    assert found[-1] > found[0] + 0.2
+    assert len(found) == 3
+    assert found[-1] > found[0] + 0.1
     copied = tmp_path / "copied"
     run(settings(copied, layers=(0, 1, 2), rounds=1, learning_rate=1e-9))
     assert agreements(copied)[0] == 1.0
@@ -171,12 +178,11 @@ def test_a_seed_is_a_draft(whole: Path, tmp_path: Path) -> None:
     assert weights(tmp_path / "other") != weights(whole)
 
 
-@pytest.mark.parametrize("last", [2, 14, 25, 33, 40, 55, 75])
-def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path, last: int) -> None:
-    """In the middle of prompts, of answers, of learning; twice in a row."""
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            Distillation(settings(tmp_path), Silent(last), resume=True).run()
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.35, 0.45, 0.6, 0.8, 0.9, 0.99])
+def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path, share: float) -> None:
+    """In the middle of prompts, of answers, of learning; and again at once."""
+    interrupted(whole, tmp_path, share)
+    interrupted(whole, tmp_path, 0)
     run(settings(tmp_path), resume=True)
     assert weights(tmp_path) == weights(whole)
     assert agreements(tmp_path)[-1] == agreements(whole)[-1]
@@ -236,20 +242,20 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def test_a_full_disk_keeps_what_was_saved(whole: Path, tmp_path: Path) -> None:
     """Shards are small and checkpoints are not: the limit falls on the first checkpoint after the interruption."""
-    with pytest.raises(KeyboardInterrupt):
-        Distillation(settings(tmp_path), Silent(40), resume=True).run()
+    interrupted(whole, tmp_path, 0.7)
     before = checkpoints_of(tmp_path)
     assert before
+    resumed = Distillation(settings(tmp_path), Silent(), resume=True)
     with files_of_at_most(100_000), pytest.raises(DistillError, match=r"cannot write .*checkpoints.*--resume"):
-        run(settings(tmp_path), resume=True)
+        resumed.run()
     assert checkpoints_of(tmp_path) == before
     run(settings(tmp_path), resume=True)
     assert weights(tmp_path) == weights(whole)
 
 
 def test_too_little_room_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    total, used, _ = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: type(shutil.disk_usage("/"))(total, used, 1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(DistillError, match="no room"):
         Distillation(settings(tmp_path), Silent())
 
@@ -257,9 +263,14 @@ def test_too_little_room_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("before")
-    with pytest.raises(ValueError, match="amid"), written_whole(path) as building:
-        building.write_text("half")
-        raise ValueError("amid")
+
+    def interrupted() -> None:
+        with written_whole(path) as building:
+            building.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert path.read_text() == "before"
 
 

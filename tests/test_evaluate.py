@@ -122,9 +122,9 @@ def test_the_loss_and_its_gradients(rows: int) -> None:
     wanted = reference(hidden, weight, ids, probs)
     gradients = torch.autograd.grad(wanted, (hidden, weight))
     found = head_loss(hidden, weight, ids, probs)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # what is left over is a difference
     for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_drawn_negatives_stand_for_the_vocabulary() -> None:
@@ -134,10 +134,10 @@ def test_drawn_negatives_stand_for_the_vocabulary() -> None:
     probs, ids = (hidden.detach() @ weight.T * 1.5).softmax(-1).topk(8)
     whole = head_loss(hidden, weight, ids, probs)
     some = head_loss(hidden, weight, ids, probs, negatives=1500, generator=generator(0, "negatives"))
-    assert float(some) == pytest.approx(float(whole), rel=0.01)
+    assert some.item() == pytest.approx(whole.item(), rel=0.01)
     (a,), (b,) = torch.autograd.grad(whole, hidden), torch.autograd.grad(some, hidden)
     assert torch.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.97
-    assert float(head_loss(hidden, weight, ids, probs, negatives=5000)) == float(whole)
+    assert head_loss(hidden, weight, ids, probs, negatives=5000).item() == whole.item()
 
 
 def test_a_head_that_does_more_is_refused() -> None:

@@ -84,9 +84,9 @@ class DistillConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> DistillConfig:
         if self.warmup + self.decay > 1:
-            raise ValueError("warmup and decay are shares of one run: together at most 1")
+            raise ConfigError("warmup and decay are shares of one run: together at most 1")
         if self.init_from is not None and (self.width or "layers" in self.model_fields_set):
-            raise ValueError("init_from brings its own shape: leave out layers and width")
+            raise ConfigError("init_from brings its own shape: leave out layers and width")
         return self
 
 

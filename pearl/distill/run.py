@@ -129,7 +129,7 @@ class Distillation:
         free = shutil.disk_usage(self._directory).free
         if free < needed:
             raise DistillError(
-                f"no room in {self._directory}: the run may need {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free. "
+                f"no room in {self._directory}: {free / 1e9:.1f} GB are free, the run may need {needed / 1e9:.1f} GB. "
                 "Make room, choose another --out, or lower top, rounds or answers_per_round"
             )
 
