@@ -20,8 +20,8 @@ from pearl.models.runner import check_room
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on how long the text is
 _LEAST_ROWS = 4  # packed matrices multiply three to six rows in less time than one or two
-# From here on two plain products of bf16 take 60 to 85% of the fused attention's time on a CPU. Their scores are rounded
-# to bf16, as in transformers' eager attention; the logits are no further from float32's than its default's are.
+# From here on two plain products of bf16 take 60 to 85% of the fused attention's time on a CPU. Their scores are
+# rounded to bf16, as in transformers' eager attention; the logits are no further from float32's than its default's.
 _MANY_ROWS = 16
 
 Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
