@@ -434,3 +434,18 @@ def test_every_setting_is_a_flag() -> None:
     shown = CliRunner().invoke(cli, ["distill", "--help"]).output
     for name in DistillConfig.model_fields:
         assert f"--{name.replace('_', '-')}" in shown
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
+def test_every_device_takes_the_same_path(tmp_path: Path, device: str) -> None:
+    """In bfloat16, with the batch left to the device and few negatives; interrupted amid answers, and resumed."""
+    config = settings(tmp_path, device=device, dtype="bfloat16", answer_batch=None, negatives=16)
+    with pytest.raises(KeyboardInterrupt):
+        Distillation(config, Silent(20)).run()
+    runner = load_runner(str(run(config, resume=True)), device=torch.device(device))
+    assert runner.forward([5, 6, 7], rows=1).isfinite().all()
+    assert agreements(tmp_path)[-1] > 0
+    assert json.loads((tmp_path / "run.json").read_text())["answer_batch"] >= 1
