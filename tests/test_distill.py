@@ -424,7 +424,7 @@ def test_bad_settings_are_refused_by_name(values: dict[str, Any], told: str) -> 
 
 
 def test_the_configuration_that_ships_is_one() -> None:
-    path = Path(__file__).parent.parent / "configs" / "distill.yaml"
+    path = Path(__file__).parent.parent / "configs" / "distill" / "embedded.yaml"
     assert load_config(path, {"out": "x"}).init_from == "embedded-draft"
     with pytest.raises(ConfigError, match="--out"):
         load_config(path, {})

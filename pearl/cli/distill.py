@@ -64,7 +64,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, field in reversed(DistillConfig.model_fields.items()):
         wrapped_all = field_option(name, field)(wrapped_all)
     kind = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--config", type=kind, help="YAML file of these settings; see configs/distill.yaml.")(
+    return click.option("--config", type=kind, help="YAML file of these settings; see configs/distill/embedded.yaml.")(
         wrapped_all
     )
 
