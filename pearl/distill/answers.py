@@ -6,14 +6,17 @@ and step, made on the host: the same on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from pearl.models.hf import FixedLayer
+
+T = TypeVar("T")
 
 CIRCLE = 16  # an answer that repeats as many tokens of its own goes in circles, and teaches nothing more
 _SPARSE = 0.75  # of the batch's rows alive: below, the dead ones are cut out
@@ -171,6 +174,11 @@ def _gathered(
     ids = torch.cat([ids for _, ids, _ in records]).cpu()[order].split(sizes)
     probs = torch.cat([probs for _, _, probs in records]).cpu()[order].split(sizes)
     return [Answer(list(prompts[row.index]), row.tokens, ids[row.index], probs[row.index]) for row in rows]
+
+
+def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """`size` at a time, the last perhaps fewer."""
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def fitting_batch(model: PreTrainedModel, length: int) -> int:

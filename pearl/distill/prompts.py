@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pearl.distill.answers import answer
+from pearl.distill.answers import Answer, answer, batched
 from pearl.distill.benchmarks import is_benchmark
 from pearl.distill.teacher import Teacher
 from pearl.errors import ConfigError
@@ -59,6 +59,11 @@ def training_prompts(paths: Sequence[Path]) -> list[str]:
     return [text for text, _ in found]
 
 
+def attempts(count: int) -> int:
+    """How many turns are begun for `count` prompts."""
+    return int(count * _EXTRA) + 1
+
+
 def invent(
     teacher: Teacher,
     count: int,
@@ -66,6 +71,7 @@ def invent(
     openings: Sequence[str],
     plain: float,
     limit: int,
+    batch: int,
     generator: torch.Generator,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> list[str]:
@@ -75,6 +81,7 @@ def invent(
 
     Args:
         plain: share that begins with no opening.
+        batch: turns written at once.
     """
     if not openings and not teacher.encode_start(""):
         raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
@@ -82,17 +89,19 @@ def invent(
     bare = bool(teacher.encode_start(""))
     starts = [
         "" if bare and (not openings or draw.random() < plain) else draw.choice(openings)
-        for _ in range(int(count * _EXTRA) + 1)
+        for _ in range(attempts(count))
     ]
-    turns = answer(
-        teacher.model,
-        [teacher.encode_start(start) for start in starts],
-        limit=limit,
-        eos=teacher.eos,
-        temperatures=(_HEAT,),
-        top=_TOP,
-        generator=generator,
-        tick=tick,
-    )
+    turns: list[Answer] = []
+    for some in batched([teacher.encode_start(start) for start in starts], batch):
+        turns += answer(
+            teacher.model,
+            some,
+            limit=limit,
+            eos=teacher.eos,
+            temperatures=(_HEAT,),
+            top=_TOP,
+            generator=generator,
+            tick=tick,
+        )
     texts = (start + teacher.tokenizer.decode(turn.tokens) for start, turn in zip(starts, turns, strict=True))
     return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[:count]

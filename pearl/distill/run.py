@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import torch
 
 from pearl.distill import checkpoints
-from pearl.distill.answers import Answer, answer, fitting_batch
+from pearl.distill.answers import Answer, answer, batched, fitting_batch
 from pearl.distill.checkpoints import Place
 from pearl.distill.config import DistillConfig
 from pearl.distill.draft import export, head, hidden_states, new_draft
 from pearl.distill.loss import head_loss
 from pearl.distill.plan import generator, plan, rate
-from pearl.distill.prompts import invent, training_prompts
+from pearl.distill.prompts import attempts, invent, training_prompts
 from pearl.distill.shards import Shards, read_json, write_json
 from pearl.distill.teacher import choose_device, load_teacher
 from pearl.errors import ConfigError, DistillError
@@ -153,7 +153,7 @@ class Distillation:
         config = self._config
         assert config.answer_batch is not None
         prompts = self._prompts(name, count)
-        shards = {f"{name}-{i:03d}": some for i, some in enumerate(_batched(prompts, config.answer_batch))}
+        shards = {f"{name}-{i:03d}": some for i, some in enumerate(batched(prompts, config.answer_batch))}
         missing = [shard for shard in shards if shard not in self._shards]
         if missing:
             self._watcher.begin(f"{name}: answering", len(missing) * config.max_answer_tokens)
@@ -191,14 +191,17 @@ class Distillation:
 
     def _invented(self, name: str, count: int) -> list[str]:
         config = self._config
-        self._watcher.begin(f"{name}: inventing prompts", config.max_prompt_tokens)
-        with self._ticking(config.max_prompt_tokens) as tick:
+        assert config.answer_batch is not None
+        steps = -(-attempts(count) // config.answer_batch) * config.max_prompt_tokens
+        self._watcher.begin(f"{name}: inventing prompts", steps)
+        with self._ticking(steps) as tick:
             return invent(
                 self._teacher,
                 count,
                 openings=config.openings,
                 plain=config.plain,
                 limit=config.max_prompt_tokens,
+                batch=config.answer_batch,
                 generator=generator(config.seed, name, "prompts"),
                 tick=tick,
             )
@@ -299,10 +302,6 @@ class Distillation:
     def _about(self) -> dict[str, Any]:
         settings = json.loads(self._config.model_dump_json(exclude={"out", "device"}))
         return {"target_digest": self._teacher.digest, "tokens_seen": self._place.tokens, "settings": settings}
-
-
-def _batched(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def _chunks(answers: list[Answer], tokens: int) -> Iterator[list[Answer]]:
