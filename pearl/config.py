@@ -39,7 +39,7 @@ _ADDRESS = re.compile(
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class _Settings(BaseModel):
+class Section(BaseModel):
     """Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -56,7 +56,7 @@ class _Settings(BaseModel):
             raise ConfigError("; ".join(problems)) from None
 
 
-class EngineConfig(_Settings):
+class EngineConfig(Section):
     """What is fixed for an engine's life: the pair, where it runs and how its processes talk."""
 
     target: str = Field(
@@ -153,7 +153,7 @@ def _on_one_host(known: ValidationInfo) -> bool:
     return known.data.get("control", "ipc") in _ONE_HOST  # where it was bad, that is what is told
 
 
-class DecodingConfig(_Settings):
+class DecodingConfig(Section):
     """How a request is decoded: the method and its window."""
 
     method: Literal["ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
@@ -164,7 +164,7 @@ class DecodingConfig(_Settings):
     rule: Literal["ratio", "coupled"] = Field("ratio", description="Acceptance rule under sampling.")
 
 
-class SamplingParams(_Settings):
+class SamplingParams(Section):
     """How tokens are drawn and where the text ends. None: the checkpoint's own default, as transformers reads it."""
 
     temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the checkpoint's.")
@@ -211,7 +211,7 @@ UNSUPPORTED = {
     "typical_p": "filters are top_k, top_p and min_p",
 }
 
-SECTIONS: tuple[type[_Settings], ...] = (EngineConfig, DecodingConfig, SamplingParams)
+SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)
 
 
 def _told(error: Any) -> str:

@@ -47,6 +47,12 @@ class ModelError(PearlError):
     advice = ""
 
 
+class DistillError(PearlError):
+    """A distillation cannot go on; what it has saved is whole, and `--resume` continues from there."""
+
+    exit_code = 6
+
+
 class StartError(PearlError):
     """A worker did not come up; the message carries the real cause."""
 

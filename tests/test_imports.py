@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a p
     {"pearl.worker"},
     {"pearl.trace", "pearl.metrics"},
     {"pearl.transport"},
+    {"pearl.distill"},
     {"pearl.models"},
     {"pearl.text"},
     {"pearl.sampling", "pearl.verification"},

@@ -8,6 +8,8 @@ import sys
 import click
 
 from pearl.cli.chat import chat
+from pearl.cli.distill import distill
+from pearl.cli.evaluate import evaluate_draft
 from pearl.cli.generate import generate
 from pearl.cli.keys import keys
 from pearl.cli.serve import serve
@@ -25,6 +27,8 @@ def cli() -> None:
 
 
 cli.add_command(chat)
+cli.add_command(distill)
+cli.add_command(evaluate_draft)
 cli.add_command(generate)
 cli.add_command(keys)
 cli.add_command(serve)

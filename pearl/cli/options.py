@@ -29,7 +29,7 @@ def settings_options(command: _Command) -> _Command:
     for name in reversed(UNSUPPORTED):
         wrapped = click.option(_flag(name), name, hidden=True)(wrapped)
     for name, field in reversed(_FIELDS.items()):
-        wrapped = _option(name, field)(wrapped)
+        wrapped = field_option(name, field)(wrapped)
     config = click.option(
         "--config", type=click.Path(dir_okay=False, path_type=Path), help="YAML file of these settings; see configs/."
     )
@@ -50,7 +50,8 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
+def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
+    """A flag for a field: of its type, with its description."""
     kind, flag = _bare(field.annotation), _flag(name)
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
@@ -70,7 +71,7 @@ def _bare(annotation: Any) -> Any:
 def _type(kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         return click.Choice(typing.get_args(kind))
-    return str if typing.get_origin(kind) is tuple else kind
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
 
 
 def _metavar(kind: Any) -> str | None:
@@ -78,5 +79,6 @@ def _metavar(kind: Any) -> str | None:
 
 
 def _help(field: FieldInfo) -> str:
-    default = "" if field.default in (None, ()) else f"  [default: {field.default}]"
+    shown = not field.is_required() and field.default not in (None, ()) and not isinstance(field.default, tuple)
+    default = f"  [default: {field.default}]" if shown else ""
     return f"{field.description}{default}"

@@ -43,15 +43,31 @@ def load_runner(
     from pearl.models.hf import HFRunner
     from pearl.models.llama import LlamaRunner, is_llama
 
+    model = load_model(
+        spec, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
+    )
+    with _explained(spec):
+        context = _context(spec, model, max_context)
+        _check_cache_fits(spec, model, context)
+        return LlamaRunner(model, context) if forwards == "auto" and is_llama(model) else HFRunner(model, context)
+
+
+def load_model(
+    spec: str,
+    *,
+    device: torch.device,
+    dtype: str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> PreTrainedModel:
+    """The `transformers` model itself, for what needs more than a runner. Arguments and errors as `load_runner`'s."""
     checkpoint = resolve_checkpoint(spec, progress)
     progress(f"loading {spec}")
     arguments = _arguments(checkpoint, device, dtype, device_map) | {"trust_remote_code": trust_remote_code}
     model = _load(spec, checkpoint, arguments)
     _refuse_offloaded(spec, model, device)
-    with _explained(spec):
-        context = _context(spec, model, max_context)
-        _check_cache_fits(spec, model, context)
-        return LlamaRunner(model, context) if forwards == "auto" and is_llama(model) else HFRunner(model, context)
+    return model
 
 
 def _arguments(

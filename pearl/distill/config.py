@@ -1,0 +1,98 @@
+"""Every setting of a distillation, in the manner of `pearl.config`: a flat YAML mapping, and a flag for each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pearl.config import Section, read_file
+from pearl.errors import ConfigError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+# How people open a request: stories, questions, code, sums. The target writes the rest.
+OPENINGS = (
+    "Write a", "Write a Python function", "Write a short story about", "Write an email to", "Write a poem about",
+    "Write a program that", "Explain", "Explain the difference between", "Describe", "What is", "What are the",
+    "How do I", "How does", "How can I", "How many", "Why do", "Can you", "Give me", "List", "Create a", "Imagine",
+    "You are a", "Compare", "Summarize", "Translate", "Rewrite", "Suggest", "Plan a", "Solve", "Calculate", "Find",
+    "If a", "A train", "A farmer", "A store sells", "A school has", "There are", "In a", "Each", "Mary has",
+    "John buys", "def ", "def is_", "def count_", "from typing import List\n\n\ndef ", "import ", "class ",
+    "Fix this code:", "Complete this function:", "Is it true that", "Please", "I want to", "I need", "My", "Who was",
+    "When did", "Given a list of", "Given the following", "Suppose", "Let's", "Tell me about", "Help me", "Discuss",
+    "Analyze",
+)  # fmt: skip
+
+
+class DistillConfig(Section):
+    """One run: the pair, the text it learns from, and how it learns."""
+
+    target: str = Field("embedded", description="Model to imitate: directory, .gguf file, hub id or embedded.")
+    out: str = Field(description="Directory of the run: answers, checkpoints, log, and the draft itself.")
+    init_from: str | None = Field(None, description="Draft to go on from; default: made of the target's own layers.")
+    layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
+    width: int | None = Field(None, ge=8, description="Hidden size of a narrower, tied draft; default: the target's.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Everything drawn follows from it.")
+    device: str = Field("auto", description="auto, cpu or cuda:N.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of forwards; weights learn in float32.")
+    trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
+
+    prompts: tuple[str, ...] = Field((), description="Files of prompts, .jsonl or a line each (may be given again).")
+    openings: tuple[str, ...] = Field(OPENINGS, description="Starts of user turns that the target goes on from.")
+    plain: Share = Field(0.3, description="Share of invented prompts with no opening at all.")
+    held_out: Count = Field(64, description="Invented prompts kept for measuring, never trained on.")
+    rounds: Count = Field(8, description="Rounds of answering, then learning.")
+    answers_per_round: Count = Field(512, description="Answers that each round adds.")
+    answer_batch: int | None = Field(
+        None, ge=1, description="Answers generated at once; default: what fits, 128 on CPU."
+    )
+    max_prompt_tokens: Count = Field(96, description="Longest user turn.")
+    max_answer_tokens: Count = Field(256, description="Longest answer; it ends at EOS, or when it goes in circles.")
+    temperatures: tuple[float, ...] = Field((0.0, 0.6, 1.0), description="Answers take these in turn; 0 is greedy.")
+    top: int = Field(
+        32, ge=1, le=1024, description="Likeliest tokens recorded for each position; samples are of these."
+    )
+
+    passes: Count = Field(4, description="Tokens learnt from in a round, as a multiple of those it added.")
+    batch_tokens: Count = Field(2048, description="Tokens of a training batch, padding included.")
+    negatives: int = Field(
+        0, ge=0, description="Other tokens that the loss looks at, drawn anew for each batch; 0: the whole vocabulary."
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="Its highest value.")
+    warmup: Share = Field(0.02, description="Share of the run in which it rises.")
+    decay: Share = Field(0.4, description="Share of the run, at its end, in which it falls to a hundredth.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    clip: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
+    checkpoint_steps: Count = Field(200, description="Steps between two checkpoints; the end of a round has its own.")
+
+    @field_validator("prompts", "openings", "layers", "temperatures", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return (value,) if isinstance(value, (str, int, float)) else value
+
+    @field_validator("layers", "temperatures")
+    @classmethod
+    def _sensible(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or min(value) < 0:
+            raise ValueError("at least one, none of them negative")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DistillConfig:
+        if self.warmup + self.decay > 1:
+            raise ConfigError("warmup and decay are shares of one run: together at most 1")
+        if self.init_from is not None and (self.width or "layers" in self.model_fields_set):
+            raise ConfigError("init_from brings its own shape: leave out layers and width")
+        return self
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Any]) -> DistillConfig:
+    """A configuration file, if any, with flags on top. Raises `ConfigError`."""
+    values = {**(read_file(path) if path else {}), **overrides}
+    if not values.get("out"):
+        raise ConfigError("where is the run to live? Give --out DIRECTORY")
+    return DistillConfig(**values)

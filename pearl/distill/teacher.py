@@ -1,0 +1,93 @@
+"""The target as a teacher: its model and tokenizer, a digest of it, and a prompt as it reads one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel
+
+from pearl.errors import ModelError
+from pearl.models.embedded import Progress, silent
+from pearl.models.loading import load_model
+from pearl.models.tokenizer import load_tokenizer
+from pearl.text import Tokenizer
+
+_MARK = "\u2042"  # stands for a user's words while the chat template is read
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A loaded target. `eos`: ids that end an answer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    eos: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @cached_property
+    def digest(self) -> str:
+        """Of names, shapes, types and a sample of every parameter's values: which model this is, in a second."""
+        return model_digest(self.model)
+
+    @cached_property
+    def turn_start(self) -> str:
+        """What stands before a user's first words; empty without a chat template."""
+        text = self.tokenizer.chat_text([{"role": "user", "content": _MARK}])
+        return "" if text is None else text.partition(_MARK)[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens that an answer to `text` follows: through the chat template where there is one."""
+        ids = self.tokenizer.apply_chat([{"role": "user", "content": text}])
+        return self.tokenizer.encode(text) if ids is None else ids
+
+    def encode_start(self, opening: str) -> list[int]:
+        """The tokens of a user's turn that has only begun."""
+        if start := self.turn_start:
+            return self.tokenizer.encode(start + opening, special=False)
+        return self.tokenizer.encode(opening)
+
+
+def load_teacher(
+    name: str,
+    device: torch.device,
+    dtype: str,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Teacher:
+    """Raises `ModelError`."""
+    tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust_remote_code, progress=progress)
+    if not defaults.eos:
+        raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
+    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+    return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """See `Teacher.digest`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 4096)].float().cpu().numpy().tobytes()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample)
+    return digest.hexdigest()
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: the first GPU, otherwise the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"bad device {name!r}: use auto, cpu or cuda:0") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"there is no {name} here: use auto or cpu")
+    return device

@@ -1,0 +1,121 @@
+"""Draft architectures by what counts: how fast each would make PEARL, given an acceptance rate, from measured forwards.
+
+Shapes are compared, not trained models: the weights are random, for a forward takes as long whatever they are.  Each
+shape and the target take turns on one thread, so that a slow minute hits all; the time of a forward is the median of
+the CPU time of its repeats, which is the wall's on a core that nobody else uses.  Tokens a second are the virtual
+clock's (`pearl.simulate`): an estimate, with i.i.d. acceptance and messages that cost nothing.
+
+    python scripts/compare_drafts.py                  # of the embedded target: about a minute
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import platform
+import time
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pearl.models.llama import LlamaRunner
+from pearl.models.loading import load_model, load_runner
+from pearl.models.runner import ModelRunner
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.simulate import CoinDraft, CoinTarget, Timing, simulate
+
+CPU = torch.device("cpu")
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
+CONTEXT, TOKENS = 512, 2000
+SHAPES: dict[str, dict[str, int]] = {
+    "1 layer": {"num_hidden_layers": 1},
+    "2 layers (the bundled draft)": {"num_hidden_layers": 2},
+    "3 layers": {"num_hidden_layers": 3},
+    "4 layers": {"num_hidden_layers": 4},
+    "2 layers, width 384, tied": {"num_hidden_layers": 2, "width": 384},
+    "2 layers, width 192, tied": {"num_hidden_layers": 2, "width": 192},
+    "4 layers, width 192, tied": {"num_hidden_layers": 4, "width": 192},
+    "2 layers, 16,384 output tokens": {"num_hidden_layers": 2, "vocab_size": 16384},
+    "2 layers, 8,192 output tokens": {"num_hidden_layers": 2, "vocab_size": 8192},
+}
+
+
+def runner_of(config: Any, shape: dict[str, int]) -> LlamaRunner:
+    """A runner of random weights in the target's class, of another shape."""
+    from transformers import LlamaForCausalLM
+
+    config, width = copy.deepcopy(config), shape.get("width", config.hidden_size)
+    for name, value in shape.items():
+        if name != "width":
+            setattr(config, name, value)
+    config.intermediate_size = config.intermediate_size * width // config.hidden_size
+    config.num_attention_heads = width // config.head_dim
+    config.num_key_value_heads = max(n for n in (1, 2, 3) if config.num_attention_heads % n == 0)
+    config.hidden_size = width
+    return LlamaRunner(LlamaForCausalLM(config).to(torch.bfloat16).eval(), CONTEXT)
+
+
+def forward_times(runners: dict[str, ModelRunner], fed: dict[str, int], repeats: int) -> dict[str, float]:
+    """CPU seconds of a forward at a cache of 128 tokens; in turns, the median."""
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for runner in runners.values():
+        if runner.length == 0:
+            runner.forward([1] * 128, 0)
+    for _ in range(repeats):
+        for name, runner in runners.items():
+            began = time.thread_time()
+            runner.forward([1] * fed.get(name, 1), fed.get(name, 1))
+            times[name].append(time.thread_time() - began)
+            runner.rollback(128)
+    return {name: median(of) for name, of in times.items()}
+
+
+def estimate(alpha: float, t_draft: float, t_target: dict[int, float]) -> float:
+    """Tokens a second of `pearl`, window stream, under the virtual clock."""
+    known = sorted(t_target)
+
+    def of(fed: int) -> float:
+        return t_target[next((n for n in known if n >= fed), known[-1])]
+
+    submit = Submit(1, (1,), 1 + TOKENS, Sampling(), Decoding())
+    outcome = simulate(submit, CoinTarget(alpha), CoinDraft(), Timing(t_draft, of))
+    return len(outcome.tokens) / outcome.seconds
+
+
+@click.command()
+@click.option("--target", default="embedded", show_default=True)
+@click.option("--repeats", default=40, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def main(target: str, repeats: int, as_json: bool) -> None:
+    torch.set_num_threads(1)
+    config = load_model(target, device=CPU).config
+    shared: ModelRunner = load_runner(target, device=CPU, max_context=CONTEXT)
+    fed = {f"target of {n}": n for n in (1, 2, 4, 6, 8, 12, 16)}
+    runners: dict[str, ModelRunner] = {name: runner_of(config, shape) for name, shape in SHAPES.items()}
+    times = forward_times(runners | dict.fromkeys(fed, shared), fed, repeats)
+    t_target = {n: times[name] for name, n in fed.items()}
+    rows = {
+        name: {"t_draft": times[name], "c": t_target[1] / times[name]}
+        | {f"alpha {a}": estimate(a, times[name], t_target) for a in ALPHAS}
+        for name in SHAPES
+    }
+    if as_json:
+        click.echo(json.dumps({"t_target": t_target, "shapes": rows}))
+        return
+    columns = ("t_draft ms", "c", *(f"alpha {a}" for a in ALPHAS))
+    table = Table("estimated tokens a second", *columns, box=None, padding=(0, 2, 0, 0))
+    for name, row in rows.items():
+        table.add_row(name, f"{row['t_draft'] * 1e3:.2f}", *(f"{v:.1f}" for k, v in row.items() if k != "t_draft"))
+    console = Console(highlight=False, width=120)
+    console.print(table)
+    console.print("t_target ms: " + ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in t_target.items()))
+    console.print(f"{platform.machine()}, one thread, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

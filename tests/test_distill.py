@@ -1,0 +1,451 @@
+"""Distillation on tiny models: the same bytes whatever happens on the way, and nothing lost when something does."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pearl.cli import cli
+from pearl.config import SamplingParams
+from pearl.distill.config import DistillConfig, load_config
+from pearl.distill.plan import plan, rate
+from pearl.distill.prompts import read_prompts, training_prompts
+from pearl.distill.run import Distillation
+from pearl.distill.shards import Shards, written_whole
+from pearl.engine import Engine
+from pearl.errors import ConfigError, DistillError, ModelError
+from pearl.models.loading import load_runner
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+CPU = torch.device("cpu")
+BOUND = 120.0  # seconds
+
+
+class Silent:
+    """A watcher that counts, and pulls the plug at one call."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.left = last
+        self.calls = 0
+
+    def begin(self, what: str, total: int) -> None: ...
+
+    def advance(self, count: int, note: str = "") -> None:
+        self.calls += 1
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+    def say(self, message: str) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def target(**options: Any) -> str:
+    return str(tiny_model("llama-tied", layers=3, chat=True, **options))
+
+
+def settings(out: Path, **others: Any) -> DistillConfig:
+    values: dict[str, Any] = {
+        "target": target(),
+        "out": str(out),
+        "device": "cpu",
+        "dtype": "float32",
+        "rounds": 2,
+        "answers_per_round": 8,
+        "held_out": 4,
+        "answer_batch": 4,
+        "max_prompt_tokens": 6,
+        "max_answer_tokens": 12,
+        "top": 8,
+        "batch_tokens": 200,
+        "checkpoint_steps": 3,
+        "learning_rate": 3e-3,
+    }
+    return DistillConfig(**values | others)
+
+
+def run(config: DistillConfig, *, resume: bool = False) -> Path:
+    return Distillation(config, Silent(), resume=resume).run()
+
+
+def weights(out: Path) -> bytes:
+    return (out / "draft" / "model.safetensors").read_bytes()
+
+
+def agreements(out: Path) -> list[float]:
+    return [json.loads(line)["held_out_agreement"] for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed."""
+    torch.set_num_threads(1)
+    out, counting = tmp_path_factory.mktemp("whole"), Silent()
+    Distillation(settings(out), counting).run()
+    (out / "calls").write_text(str(counting.calls))
+    return out
+
+
+def interrupted(whole: Path, out: Path, share: float) -> None:
+    """A run that ends after a share of all its steps."""
+    with pytest.raises(KeyboardInterrupt):
+        Distillation(settings(out), Silent(int(share * int((whole / "calls").read_text()))), resume=True).run()
+
+
+# ---- what comes out ----
+
+
+def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
+    runner = load_runner(str(whole / "draft"), device=CPU)
+    assert runner.vocab_size == VOCAB_SIZE
+    assert runner.forward([5, 6, 7], rows=1).isfinite().all()
+    assert (whole / "draft" / "tokenizer.json").is_file()
+    told = json.loads((whole / "draft" / "distillation.json").read_text())
+    assert told["tokens_seen"] > 0
+    assert told["settings"]["seed"] == 0
+
+
+@pytest.mark.slow
+def test_the_engine_drafts_with_it(whole: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with Engine(target(), str(whole / "draft"), startup_timeout=BOUND) as engine:
+        drafted = engine.generate([[5, 6, 7]], params, method="pearl")[0]
+        alone = engine.generate([[5, 6, 7]], params, method="ar")[0]
+    assert drafted.tokens == alone.tokens
+    assert drafted.statistics.num_judged_draft_tokens > 0
+
+
+def test_learning_makes_it_agree_more(tmp_path: Path) -> None:
+    """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
+    out = tmp_path / "noise"
+    start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
+    run(settings(out, init_from=start, rounds=2, held_out=32, answers_per_round=64, passes=8, learning_rate=1e-2))
+    found = agreements(out)
+    assert len(found) == 3
+    assert found[-1] > found[0] + 0.1
+    copied = tmp_path / "copied"
+    run(settings(copied, layers=(0, 1, 2), rounds=1, learning_rate=1e-9))
+    assert agreements(copied)[0] == 1.0
+
+
+def test_shared_embeddings_stay_as_they_are(whole: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(Path(target()) / "model.safetensors", "pt") as theirs:
+        table = theirs.get_tensor("model.embed_tokens.weight")
+        first = theirs.get_tensor("model.layers.0.mlp.up_proj.weight")
+    with safe_open(whole / "draft" / "model.safetensors", "pt") as ours:
+        assert torch.equal(ours.get_tensor("model.embed_tokens.weight"), table.bfloat16())
+        assert not torch.equal(ours.get_tensor("model.layers.0.mlp.up_proj.weight"), first.bfloat16())
+
+
+def test_a_narrower_draft_learns_its_embeddings(tmp_path: Path) -> None:
+    run(settings(tmp_path, width=16, layers=(0,)))
+    runner = load_runner(str(tmp_path / "draft"), device=CPU)
+    assert runner.forward([5], rows=1).shape == (1, VOCAB_SIZE)
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["hidden_size"] == 16
+
+
+# ---- the same bytes ----
+
+
+def test_a_seed_is_a_draft(whole: Path, tmp_path: Path) -> None:
+    run(settings(tmp_path / "again"))
+    assert weights(tmp_path / "again") == weights(whole)
+    run(settings(tmp_path / "other", seed=1))
+    assert weights(tmp_path / "other") != weights(whole)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.35, 0.45, 0.6, 0.8, 0.9, 0.99])
+def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path, share: float) -> None:
+    """In the middle of prompts, of answers, of learning; and again at once."""
+    interrupted(whole, tmp_path, share)
+    interrupted(whole, tmp_path, 0)
+    run(settings(tmp_path), resume=True)
+    assert weights(tmp_path) == weights(whole)
+    assert agreements(tmp_path)[-1] == agreements(whole)[-1]
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_nothing(whole: Path, tmp_path: Path) -> None:
+    flags = []
+    for name, value in settings(tmp_path).model_dump(exclude_unset=True).items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, "-m", "pearl", "distill", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + BOUND
+    while not list((tmp_path / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait(BOUND)
+    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=BOUND)
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path) == weights(whole)
+
+
+def test_a_plan_has_every_fresh_answer_and_fits() -> None:
+    config = DistillConfig(out="x", passes=3, batch_tokens=100)
+    lengths = [10 + i % 37 for i in range(60)]
+    batches = plan(config, 1, lengths, fresh=20)
+    chosen = [i for batch in batches for i in batch]
+    assert len(chosen) == 60
+    assert set(range(40, 60)) <= set(chosen)
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 100 for batch in batches)
+    assert batches == plan(config, 1, lengths, fresh=20) != plan(config, 2, lengths, fresh=20)
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    config = DistillConfig(out="x", warmup=0.1, decay=0.5)
+    assert [rate(config, at) for at in (0, 0.05, 0.1, 0.4, 0.75, 1)] == pytest.approx([0.01, 0.5, 1, 1, 0.5, 0.01])
+
+
+# ---- what goes wrong ----
+
+
+def checkpoints_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((out / "checkpoints").glob("*"))}
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to write more, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_what_was_saved(whole: Path, tmp_path: Path) -> None:
+    """Shards are small and checkpoints are not: the limit falls on the first checkpoint after the interruption."""
+    interrupted(whole, tmp_path, 0.7)
+    before = checkpoints_of(tmp_path)
+    assert before
+    resumed = Distillation(settings(tmp_path), Silent(), resume=True)
+    with files_of_at_most(100_000), pytest.raises(DistillError, match=r"cannot write .*checkpoints.*--resume"):
+        resumed.run()
+    assert checkpoints_of(tmp_path) == before
+    run(settings(tmp_path), resume=True)
+    assert weights(tmp_path) == weights(whole)
+
+
+def test_too_little_room_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(DistillError, match="no room"):
+        Distillation(settings(tmp_path), Silent())
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    def interrupted() -> None:
+        with written_whole(path) as building:
+            building.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "before"
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_model("llama-tied", chat=True), draft)
+    text = (draft / "tokenizer.json").read_text()
+    tokenizer = json.loads(text)
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="different vocabularies"):
+        Distillation(settings(tmp_path / "run", init_from=str(draft)), Silent())
+    assert not (tmp_path / "run" / "run.json").exists()  # nothing has begun that would be in the way
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_good(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    first, last = sorted((out / "checkpoints").glob("*"))
+    content = bytearray(last.read_bytes())
+    content[-5] ^= 1
+    last.write_bytes(content)
+    with pytest.raises(DistillError, match=rf"{last.name} is damaged: .*goes on from {first.name}"):
+        run(settings(out), resume=True)
+    last.write_bytes(content[:100])
+    with pytest.raises(DistillError, match="is damaged"):
+        run(settings(out), resume=True)
+    last.unlink()
+    run(settings(out), resume=True)
+    assert weights(out) == weights(whole)
+
+
+def test_a_damaged_shard_is_named(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    shard = out / "answers" / "round-001-000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DistillError, match=r"round-001-000.* damaged"):
+        run(settings(out), resume=True)
+    manifest = json.loads((out / "answers" / "manifest.json").read_text())
+    del manifest["round-001-000"]
+    (out / "answers" / "manifest.json").write_text(json.dumps(manifest))
+    run(settings(out), resume=True)
+    again = Shards(out / "answers").read("round-001-000")
+    once = Shards(whole / "answers").read("round-001-000")
+    assert [(a.prompt, a.tokens) for a in again] == [(a.prompt, a.tokens) for a in once]
+
+
+def test_a_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    """Steps so large that the weights overflow."""
+    config = settings(tmp_path, learning_rate=1e38, checkpoint_steps=1)
+    with pytest.raises(DistillError, match=r"the loss is .* at step [1-9]"):
+        run(config)
+    from safetensors.torch import load_file
+
+    kept = sorted((tmp_path / "checkpoints").glob("*"))
+    assert kept
+    assert all(tensor.isfinite().all() for tensor in load_file(kept[0]).values())
+
+
+def test_a_run_is_not_overwritten_nor_continued_otherwise(whole: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a run already: --resume"):
+        run(settings(whole))
+    with pytest.raises(ConfigError, match="other settings than these: passes, seed"):
+        run(settings(whole, seed=5, passes=2), resume=True)
+
+
+# ---- prompts and settings ----
+
+DUCKS = (
+    "Janet’s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her friends "
+    "every day with four. She sells the remainder at the farmers' market daily for $2 per fresh duck egg. How much in "
+    "dollars does she make every day at the farmers' market?"
+)
+HAWAII = (
+    "Compose an engaging travel blog post about a recent trip to Hawaii, highlighting cultural experiences and "
+    "must-see attractions."
+)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        DUCKS,
+        HAWAII,
+        DUCKS.replace("Janet", "Maria").replace("16", "24").replace("$2", "$5").replace("breakfast", "lunch"),
+        "Please help me with this one:\n" + HAWAII.upper(),
+        "from typing import List\n\n\ndef has_close_elements(numbers: List[float], threshold: float) -> bool:\n"
+        '    """ Check if in given list of numbers, are any two numbers closer to each other than\n'
+        "    given threshold.",
+    ],
+)
+def test_benchmark_prompts_are_refused(tmp_path: Path, prompt: str) -> None:
+    """As they stand, with other names and numbers, and within other text."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": p}) for p in ("What is a duck?", prompt)))
+    with pytest.raises(ConfigError, match="for testing only"):
+        training_prompts([path])
+
+
+def test_ordinary_prompts_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    ordinary = [
+        "Write a Python function that takes a list of integers and returns the largest.",
+        "A farmer has 12 cows and buys 7 more. How many cows does he have now?",
+        "Compose a short letter about a trip to Norway.",
+        "How do I bake bread?",
+        "def is_prime(n):",
+    ]
+    path.write_text("\n".join(ordinary))
+    assert training_prompts([path]) == ordinary
+
+
+def test_prompts_are_read_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"question": "b"}\n{"turns": ["c", "d"]}\n')
+    assert read_prompts(path) == ["a", "b", "c"]
+    assert read_prompts(path, 2) == ["a", "b"]
+    path.write_text('{"prompt": "a"}\n{"answer": 3}\n')
+    with pytest.raises(ConfigError, match="prompt 2"):
+        read_prompts(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_prompts(tmp_path / "none.txt")
+
+
+def test_given_prompts_are_asked(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(f"question number {word}" for word in ("one", "two", "three")))
+    run(settings(tmp_path / "run", prompts=(str(path),)))
+    asked = [json.loads((tmp_path / "run" / "prompts" / f"round-00{i}.json").read_text()) for i in range(2)]
+    assert asked[0][:2] == ["question number one", "question number three"]
+    assert asked[1][0] == "question number two"
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"epochs": 3}, "unknown setting 'epochs'"),
+        ({"rounds": 0}, "rounds"),
+        ({"warmup": 0.7, "decay": 0.7}, "together at most 1"),
+        ({"init_from": "x", "width": 64}, "brings its own shape"),
+        ({"temperatures": [-1.0]}, "none of them negative"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(None, {"out": "x"} | values)
+
+
+def test_the_configuration_that_ships_is_one() -> None:
+    path = Path(__file__).parent.parent / "configs" / "distill" / "embedded.yaml"
+    assert load_config(path, {"out": "x"}).init_from == "embedded-draft"
+    with pytest.raises(ConfigError, match="--out"):
+        load_config(path, {})
+
+
+def test_every_setting_is_a_flag() -> None:
+    shown = CliRunner().invoke(cli, ["distill", "--help"]).output
+    for name in DistillConfig.model_fields:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
+def test_every_device_takes_the_same_path(tmp_path: Path, device: str) -> None:
+    """In bfloat16, with the batch left to the device and few negatives; interrupted amid answers, and resumed."""
+    config = settings(tmp_path, device=device, dtype="bfloat16", answer_batch=None, negatives=16)
+    with pytest.raises(KeyboardInterrupt):
+        Distillation(config, Silent(20)).run()
+    runner = load_runner(str(run(config, resume=True)), device=torch.device(device))
+    assert runner.forward([5, 6, 7], rows=1).isfinite().all()
+    assert agreements(tmp_path)[-1] > 0
+    assert json.loads((tmp_path / "run.json").read_text())["answer_batch"] >= 1

@@ -1,0 +1,248 @@
+"""What is measured of a draft, against the same computed the long way; and the pieces that learning stands on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from pearl.cli import cli
+from pearl.distill.answers import answer
+from pearl.distill.draft import check_head
+from pearl.distill.evaluate import GreedyAnswers, Observations, evaluate, figures, observe, repeated
+from pearl.distill.loss import head_loss
+from pearl.distill.plan import generator
+from pearl.distill.teacher import load_teacher
+from pearl.errors import ModelError
+from pearl.models.loading import load_model, load_runner
+from tests.tiny import EOS_ID, tiny_model
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8], [9, 10], [40, 41, 42, 43, 44, 45, 46]]
+
+
+def model(**options):
+    return load_model(str(tiny_model("llama", **options)), device=CPU).eval()
+
+
+def by_hand(kind: Path, prompt: list[int], limit: int) -> list[int]:
+    """Greedy text, a token at a time."""
+    runner = load_runner(str(kind), device=CPU, forwards="transformers")
+    tokens, logits = [], runner.forward(prompt, 1)
+    while len(tokens) < limit and EOS_ID not in tokens:
+        tokens.append(int(logits[0].argmax()))
+        logits = runner.forward(tokens[-1:], 1)
+    return tokens
+
+
+# ---- answers ----
+
+
+def test_a_batch_answers_as_each_alone() -> None:
+    """Left padding, rows that end and are cut out of the batch: none of it shows."""
+    kind = tiny_model("llama")
+    prompts = [[i, *range(3, 3 + i % 7)] for i in range(5, 29)]
+    limits = 20
+    found = answer(load_model(str(kind), device=CPU).eval(), prompts, limit=limits, eos=(EOS_ID,), top=5, circles=True)
+    assert [a.tokens for a in found] == [by_hand(kind, prompt, limits) for prompt in prompts]
+
+
+def test_rows_that_end_leave_the_batch_and_the_others_go_on() -> None:
+    """Ends are spread by taking a frequent token for EOS."""
+    kind = tiny_model("llama")
+    loaded = load_model(str(kind), device=CPU).eval()
+    prompts = [[i, *range(3, 3 + i % 7)] for i in range(5, 69)]
+    free = answer(loaded, prompts, limit=20, eos=(), circles=True)
+    ends = tuple({a.tokens[i % 20] for i, a in enumerate(free)})
+    cut = answer(loaded, prompts, limit=20, eos=ends, circles=True)
+    assert len({len(a.tokens) for a in cut}) > 3
+    for short, long in zip(cut, free, strict=True):
+        assert short.tokens == long.tokens[: len(short.tokens)]
+        assert len(short.tokens) == 20 or short.tokens[-1] in ends
+        assert not set(short.tokens[:-1]) & set(ends)
+
+
+def test_what_is_recorded_is_the_targets_distribution() -> None:
+    loaded = model()
+    drawn = answer(loaded, PROMPTS, limit=9, eos=(), temperatures=(0.7,), top=6, generator=generator(3, "x"))
+    for one in drawn:
+        logits = loaded(torch.tensor([[*one.prompt, *one.tokens]])).logits[0, len(one.prompt) - 1 : -1]
+        wanted = logits.softmax(-1).topk(6)
+        torch.testing.assert_close(one.top_probs.float(), wanted.values, atol=1e-3, rtol=1e-2)
+        assert (one.top_ids[:, 0] == wanted.indices[:, 0]).all()
+        assert all(t in ids for t, ids in zip(one.tokens, one.top_ids.tolist(), strict=True))
+
+
+def test_drawn_tokens_have_the_recorded_frequencies() -> None:
+    """Chi-square over one position of many rows, at temperature 1; greedy rows among them take the first."""
+    drawn = answer(
+        model(), [[5, 6]] * 4000, limit=1, eos=(), temperatures=(1.0, 0.0), top=4, generator=generator(0, "chi")
+    )
+    probs, ids = drawn[0].top_probs[0].double(), drawn[0].top_ids[0].tolist()
+    counts = torch.tensor([sum(a.tokens[0] == id for a in drawn[::2]) for id in ids]).double()
+    expected = 2000 * probs / probs.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand
+    assert {a.tokens[0] for a in drawn[1::2]} == {ids[0]}
+
+
+def test_going_in_circles_ends_an_answer() -> None:
+    """The greedy text of a model whose next token depends on the last alone is a circle, sooner or later."""
+    loaded = model(seed=3)
+    (whole,) = answer(loaded, [[5]], limit=200, eos=(), circles=True)
+    (cut,) = answer(loaded, [[5]], limit=200, eos=())
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+    if len(cut.tokens) < 200:
+        run = cut.tokens[-16:]
+        assert any(cut.tokens[i : i + 16] == run for i in range(len(cut.tokens) - 16))
+
+
+# ---- loss ----
+
+
+def reference(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """The same cross-entropy by autograd, row by row."""
+    total = torch.zeros(())
+    for row, kinds, theirs in zip(hidden, ids, probs, strict=True):
+        ours = (weight @ row).softmax(-1)
+        rest = torch.ones(len(weight), dtype=torch.bool)
+        rest[kinds] = False
+        total = total - (theirs * ours[kinds].log()).sum() - (1 - theirs.sum()) * ours[rest].sum().log()
+    return total / len(hidden)
+
+
+@pytest.mark.parametrize("rows", [7, 1100])  # one chunk, several
+def test_the_loss_and_its_gradients(rows: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True)
+    probs, ids = (torch.randn(rows, 20) * 2).softmax(-1).topk(4)
+    wanted = reference(hidden, weight, ids, probs)
+    gradients = torch.autograd.grad(wanted, (hidden, weight))
+    found = head_loss(hidden, weight, ids, probs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # what is left over is a difference
+    for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_drawn_negatives_stand_for_the_vocabulary() -> None:
+    """A few of 5,000 tokens give about the loss, and the gradient's direction, of all."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(5000, 16) * 0.3
+    probs, ids = (hidden.detach() @ weight.T * 1.5).softmax(-1).topk(8)
+    whole = head_loss(hidden, weight, ids, probs)
+    some = head_loss(hidden, weight, ids, probs, negatives=1500, generator=generator(0, "negatives"))
+    assert some.item() == pytest.approx(whole.item(), rel=0.01)
+    (a,), (b,) = torch.autograd.grad(whole, hidden), torch.autograd.grad(some, hidden)
+    assert torch.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.97
+    assert head_loss(hidden, weight, ids, probs, negatives=5000).item() == whole.item()
+
+
+def test_a_head_that_does_more_is_refused() -> None:
+    """Bloom multiplies only; a cap on the logits would make every figure wrong."""
+    loaded = model()
+    check_head(loaded)
+    loaded.lm_head.bias = torch.nn.Parameter(torch.linspace(-5, 5, loaded.config.vocab_size))
+    with pytest.raises(ModelError, match="does more to its logits"):
+        check_head(loaded)
+
+
+# ---- figures ----
+
+
+def test_observations_are_what_a_look_at_each_token_says() -> None:
+    """Brute force: both models on each prefix alone, sums over the vocabulary in Python."""
+    target, draft = model(), model(noise=0.6)
+    answers = [[11, 12, 13, 14, 15], [21], [31, 32, 33]]
+    seen = observe(target, draft, PROMPTS, answers)
+    expected = []
+    for prompt, tokens in zip(PROMPTS, answers, strict=True):
+        for i, token in enumerate(tokens):
+            prefix = torch.tensor([[*prompt, *tokens[:i]]])
+            theirs, ours = (m(prefix).logits[0, -1].softmax(-1).tolist() for m in (target, draft))
+            rank = sum(p > ours[token] for p in ours)
+            expected.append((i, rank, sum(min(a, b) for a, b in zip(theirs, ours, strict=True))))
+    found = sorted(zip(seen.position.tolist(), seen.rank.tolist(), seen.overlap.tolist(), strict=True))
+    for (position, rank, overlap), wanted in zip(found, sorted(expected), strict=True):
+        assert (position, rank) == wanted[:2]
+        assert overlap == pytest.approx(wanted[2], abs=1e-5)
+
+
+def test_repeated_runs() -> None:
+    tokens = [*range(8), 99, *range(8), 5]
+    assert [i for i, again in enumerate(repeated(tokens)) if again] == [16]
+    assert not any(repeated([1] * 8))
+    assert repeated([1] * 10) == [False] * 8 + [True] * 2
+
+
+def test_figures_are_counted_by_hand() -> None:
+    seen = Observations(
+        rank=torch.tensor([0, 1, 3, 0, 7, 9]),
+        overlap=torch.tensor([1.0, 0.5, 0.0, 1.0, 0.5, 0.0]),
+        repeated=torch.tensor([False, False, False, True, True, False]),
+        position=torch.tensor([0, 1, 2, 16, 17, 300]),
+    )
+    found = figures(seen)
+    assert found.tokens == 6
+    assert found.agreement == pytest.approx(2 / 6)
+    assert found.overlap == pytest.approx(0.5)
+    assert found.repeated == pytest.approx(2 / 6)
+    assert found.agreement_unrepeated == pytest.approx(1 / 4)
+    assert found.overlap_unrepeated == pytest.approx(1.5 / 4)
+    assert found.by_position == {0: (pytest.approx(1 / 3), 3), 16: (0.5, 2), 256: (0.0, 1)}
+    assert found.correction_in_top == {2: 0.25, 4: 0.5, 8: 0.75}
+
+
+def test_the_target_is_its_own_best_draft(tmp_path: Path) -> None:
+    """And its answers are asked for once."""
+    teacher = load_teacher(str(tiny_model("llama", chat=True)), CPU, "float32")
+    kept = GreedyAnswers(teacher, tmp_path, limit=20)
+    found = evaluate(teacher, teacher.model, {"a": ["hello", "you"], "b": ["there"]}, kept, batch=2)
+    assert list(found) == ["a", "b", "all"]
+    assert found["all"].agreement == 1.0
+    assert found["all"].overlap == pytest.approx(1, abs=1e-5)
+    steps: list[int] = []
+    again = evaluate(
+        teacher,
+        teacher.model,
+        {"a": ["hello", "you"]},
+        GreedyAnswers(teacher, tmp_path, 20),
+        batch=2,
+        tick=steps.append,
+    )
+    assert again["a"] == found["a"]
+    assert steps == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    pair = [str(tiny_model("llama", chat=True, noise=0.3)), "--target", str(tiny_model("llama", chat=True))]
+    prompts = tmp_path / "some.jsonl"
+    prompts.write_text('{"question": "the end"}\n{"question": "and then"}\n')
+    common = [
+        "evaluate-draft",
+        *pair,
+        str(prompts),
+        "--max-tokens",
+        "20",
+        "--answers",
+        str(tmp_path),
+        "--device",
+        "cpu",
+    ]
+    done = CliRunner().invoke(cli, [*common, "--json", "--png", str(tmp_path / "picture.png")])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["sets"]["some"]
+    assert 0 < found["tokens"] <= 40
+    assert 0 <= found["agreement"] <= 1
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    table = CliRunner().invoke(cli, common).stdout
+    assert f"{found['agreement']:.3f}" in table
+
+
+def test_a_draft_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    teacher = load_teacher(str(tiny_model("llama", chat=True, vocab_size=300)), CPU, "float32")
+    small = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    with pytest.raises(ModelError, match="vocabulary is smaller"):
+        evaluate(teacher, small, {"a": ["hello"]}, GreedyAnswers(teacher, tmp_path, 5), batch=1)
