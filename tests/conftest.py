@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 
+os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
+os.environ.pop("LINES", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers' threads are enough
 
 import pytest
