@@ -11,11 +11,13 @@ import struct
 from bisect import bisect_right
 from enum import IntEnum
 from hashlib import blake2b
+from math import inf, isfinite
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -58,6 +60,14 @@ def exponentials(key: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64
     return torch.log(torch.from_numpy(uniforms)).neg_().numpy()  # torch's log is vectorised, numpy's takes ten times it
 
 
+def _not_finite() -> NumericalError:
+    """Looked at where a number is read anyway: to look at all logits of every forward would cost more than a draw."""
+    return NumericalError(
+        "a model's logits are not finite. Try a wider dtype (bfloat16 or float32); if it happens with every prompt, "
+        "the checkpoint is damaged."
+    )
+
+
 def race(probs: torch.Tensor, key: int) -> int:
     """Draws a token id from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
 
@@ -70,6 +80,8 @@ def race(probs: torch.Tensor, key: int) -> int:
     """
     weights = probs.cpu().numpy()
     ids = np.flatnonzero(weights > 0)  # of booleans: a fifth of the time
+    if not len(ids):
+        raise _not_finite()
     times = exponentials(key, ids) / weights[ids].astype(np.float64)
     return int(ids[np.argmin(times)])
 
@@ -80,7 +92,10 @@ def pick(probs: torch.Tensor, key: int) -> int:
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
     cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
-    index = bisect_right(cumulative, uniform(key) * float(cumulative[-1]))
+    total = float(cumulative[-1])
+    if not 0 < total < inf:  # NaN is neither
+        raise _not_finite()
+    index = bisect_right(cumulative, uniform(key) * total)
     if index == len(cumulative):  # the product has been rounded up to the total
         index = int(torch.nonzero(probs)[-1])
     return index
@@ -124,5 +139,8 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def greedy(logits: torch.Tensor) -> int:
-    """The likeliest token of logits [vocab]; the first of equals, as transformers' argmax."""
-    return int(torch.argmax(logits))
+    """The likeliest token of logits [vocab]; the first of equals, as transformers' argmax, to which NaN is largest."""
+    token = int(torch.argmax(logits))
+    if not isfinite(float(logits[token])):
+        raise _not_finite()
+    return token

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from pearl import sampling as module
+from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
 from pearl.sampling import Purpose, draw_key, exponentials, greedy, pick, probabilities, race, uniform
 
@@ -222,3 +223,18 @@ def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: Sam
     together = probabilities(logits, sampling)
     assert all(torch.equal(together[i], probabilities(logits[i], sampling)) for i in range(7))
     assert len({int((row > 0).sum()) for row in together}) > 1 or (sampling.top_p == 1 and sampling.min_p == 0)
+
+
+SETTINGS = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.9), Sampling(1.0, min_p=0.1)]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(sampling: Sampling, bad: float) -> None:
+    """One such number among them, or nothing else."""
+    for logits in (torch.tensor([1.0, bad, 3.0, 4.0, 5.0]), torch.full((5,), bad)):
+        for draw in (race, pick):
+            with pytest.raises(NumericalError, match="not finite"):
+                draw(probabilities(logits, sampling), 7)
+        with pytest.raises(NumericalError, match="not finite"):
+            greedy(logits)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pearl.errors import NumericalError, RequestError
+from pearl.errors import RequestError
 
 
 def check_room(tokens: Sequence[int], end: int, context: int, vocab_size: int) -> None:
@@ -22,19 +22,6 @@ def check_room(tokens: Sequence[int], end: int, context: int, vocab_size: int) -
         raise RequestError(
             f"A token id lies outside the model's vocabulary of {vocab_size}: "
             "the prompt was made with another model's tokenizer."
-        )
-
-
-def check_finite(logits: torch.Tensor, position: int) -> None:
-    """Raises `NumericalError` where a row of logits [n, vocab], for position `position` and on, holds no distribution.
-
-    The maximum of a row tells: NaN spreads to it, and a distribution has one that is finite.
-    """
-    if logits.numel() and not bool(logits.amax(-1).isfinite().all()):
-        row = int((~logits.amax(-1).isfinite()).nonzero()[0])
-        raise NumericalError(
-            f"the logits for position {position + row} are not finite. Try a wider dtype (bfloat16 or float32); "
-            "if it happens with every prompt, the checkpoint is damaged."
         )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from statistics import median
 
-from pearl.errors import ModelError, NumericalError
-from pearl.models.runner import ModelRunner, check_finite
+from pearl.errors import ModelError
+from pearl.models.runner import ModelRunner
 from pearl.protocol.window import Speeds
 
 FED = (1, 2, 4, 8)  # tokens fed to the target: the sizes of windows that matter; others are interpolated
@@ -63,8 +63,6 @@ def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
     logits = runner.forward([i % runner.vocab_size for i in range(fed)], fed)
     runner.synchronize()
     seconds = time.perf_counter() - began
-    try:
-        check_finite(logits, base + 1)
-    except NumericalError as error:  # a model that gives NaN for anything is refused at start, not in a text
-        raise ModelError(f"It cannot be used: {error}") from error
+    if not logits.amax(-1).isfinite().all():  # NaN spreads to the maximum: refused at start, not in a text
+        raise ModelError("Its logits are not finite. Try a wider dtype (bfloat16 or float32); or it is damaged.")
     return seconds

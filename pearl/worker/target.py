@@ -323,8 +323,8 @@ class TargetWorker:
         """Raises `DraftLost` where the draft has become so slow that each of its tokens costs more than it can save."""
         if not seconds:  # a forward of more than its last token says nothing
             return
-        bound = max(_TOO_SLOW * self._usual_pace, 2 * self._coordinator.speeds.t_target(1), _LEAST_SLOW)
-        if seconds <= bound:
+        bound = max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW)
+        if seconds <= bound or seconds <= 2 * self._coordinator.speeds.t_target(1):
             self._slow_tokens, self._slow_seconds = 0, 0.0
             return
         self._slow_tokens, self._slow_seconds = self._slow_tokens + 1, self._slow_seconds + seconds
