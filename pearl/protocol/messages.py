@@ -217,7 +217,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """From a work loop. `step` counts forwards, `work` names what is being done with how many `tokens`."""
+    """From a work loop. `step` counts forwards, `work` names what is being done with how many `tokens`.
+
+    `seconds`: how long that should take; of "calibrated", which admits a draft, what a token takes it.
+    """
 
     step: int
     work: str
