@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -115,3 +117,9 @@ def test_the_protocol_is_sans_io() -> None:
     for name, tree in modules().items():
         if belongs(name, "pearl.protocol"):
             assert {m.partition(".")[0] for m in imported(name, tree)} & IMPURE == set(), name
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """Importing it takes seconds, and a front speaks to its engine without it."""
+    code = "import sys, pearl.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

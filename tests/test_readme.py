@@ -29,7 +29,9 @@ def test_every_method_is_explained():
 
 def flags(command: click.Command) -> set[str]:
     """Of a command and all those below it."""
-    below = command.commands.values() if isinstance(command, click.Group) else ()
+    context = click.Context(command)
+    names = command.list_commands(context) if isinstance(command, click.Group) else []
+    below = [command.get_command(context, name) for name in names]
     own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     return own.union(*(flags(one) for one in below))
 

@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 
 import click
 
 from pearl.cli.chat import chat
-from pearl.cli.distill import distill
-from pearl.cli.evaluate import evaluate_draft
 from pearl.cli.generate import generate
 from pearl.cli.keys import keys
 from pearl.cli.serve import serve
-from pearl.cli.simulate import simulate
 from pearl.cli.terminal import say
 from pearl.cli.trace import trace
 from pearl.errors import PearlError
 from pearl.version import __version__
 
+# These need torch, whose import takes seconds; the others speak to an engine without it.
+_HEAVY = {
+    "distill": "pearl.cli.distill:distill",
+    "evaluate-draft": "pearl.cli.evaluate:evaluate_draft",
+    "simulate": "pearl.cli.simulate:simulate",
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+class _Group(click.Group):
+    """Imports a heavy command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_HEAVY])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _HEAVY:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = _HEAVY[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="pearl")
 def cli() -> None:
     """PEARL: parallel speculative decoding. Two processes, one text."""
 
 
 cli.add_command(chat)
-cli.add_command(distill)
-cli.add_command(evaluate_draft)
 cli.add_command(generate)
 cli.add_command(keys)
 cli.add_command(serve)
-cli.add_command(simulate)
 cli.add_command(trace)
 
 
