@@ -178,7 +178,10 @@ class Engine:
             try:
                 self._target.wait_for("ready", min(deadline, time.monotonic() + 0.2))
             except StartError:
-                if not self._target.alive or time.monotonic() > deadline:
+                if not self._target.alive:  # it has just died: its own words, not that it is late
+                    self._target.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
+                    raise self._target.fate() from None
+                if time.monotonic() > deadline:
                     raise
 
     def _check_draft(self) -> None:

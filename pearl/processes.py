@@ -21,6 +21,7 @@ from typing import Any
 from pearl import errors
 from pearl.config import Device, EngineConfig
 from pearl.silence import Silence
+from pearl.worker.lifeline import DIRECTORY
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class Worker:
             [sys.executable, "-m", "pearl.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(config.target_device if role == "target" else config.draft_device),
+            env=_environment(config.target_device if role == "target" else config.draft_device)
+            | {DIRECTORY: str(directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
         )
         settings = {

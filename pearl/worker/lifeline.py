@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+DIRECTORY = "PEARL_DIRECTORY"  # of the environment: where the sockets are
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is ended under it
 
@@ -36,7 +37,11 @@ class Lifeline:
     """Reads the settings, then watches stdin in a thread. `closed` is set once the launcher has let go."""
 
     def __init__(self) -> None:
-        self.settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+        line = sys.stdin.buffer.readline()
+        if not line:  # the launcher was killed before it said anything, and nobody else knows of its directory
+            shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
+            os._exit(1)
+        self.settings: dict[str, Any] = json.loads(line)
         self.closed = threading.Event()
         self._launcher = os.getppid()
         _continue_when_orphaned()
