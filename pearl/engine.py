@@ -87,6 +87,8 @@ class Engine:
         ConfigError, ModelError, StartError: nothing is left running.
     """
 
+    _remedy = "Make a new engine"  # what to do once the target is lost
+
     def __init__(
         self,
         target: str | None = None,
@@ -141,8 +143,6 @@ class Engine:
             config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
         card = {"pid": os.getpid(), "address": self._target.address, "config": config}
         (self._directory / CARD).write_text(json.dumps(card))
-
-    _remedy = "Make a new engine"
 
     def _own_directory(self) -> Path:
         """Where the sockets are; nobody else can reach it."""

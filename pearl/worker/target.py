@@ -225,12 +225,12 @@ class TargetWorker:
     def _meet_front(self, peer: Peer, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
-        if len(self._fronts) >= MAX_FRONTS and peer not in self._fronts:
+        if len(self._fronts) >= MAX_FRONTS:
             raise RequestError(f"{MAX_FRONTS} fronts are attached: try again later")
         self._fronts.add(peer)
         if self._is_ready:
             self._welcome(peer)
-        elif peer not in self._waiting_fronts:
+        else:
             self._waiting_fronts.append(peer)
 
     def _welcome(self, peer: Peer) -> None:
