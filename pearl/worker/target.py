@@ -24,7 +24,6 @@ from pearl.errors import (
 )
 from pearl.metrics import Stopwatch, fold
 from pearl.protocol.coordinator import Coordinator, State
-from pearl.protocol.drafter import State as Working
 from pearl.protocol.events import Deliver, DraftGone, DraftJoined, End, Failed, Forward, Open, Send, Stalled, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -47,13 +46,13 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
-from pearl.silence import SLACK, Silence
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.admission import MAX_FRONTS, MAX_RECORDINGS, Admission
 from pearl.worker.calibrate import calibrate_target
 from pearl.worker.draft import LONG
 from pearl.worker.execute import TargetExecutor
+from pearl.worker.health import DraftHealth
 from pearl.worker.rows import are_probabilities, unpack
 
 log = logging.getLogger(__name__)
@@ -62,13 +61,6 @@ _PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead proc
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
-_TOO_SLOW = 20.0  # times what a draft's token took when it joined
-_LEAST_SLOW = 0.01  # seconds; below that slowness harms nobody, and the noise of a busy machine is larger
-_SLOW_TOKENS = 8  # that many in a row, or draft_timeout spent on them, and the draft is given up
-_MOST_ALLOWED = 10  # times draft_timeout: the longest silence that a draft may announce
-_STALLED_BEATS = 2  # so many of a draft at rest while we wait for it: something was lost, and it is told all again
-_STALLED_FOR_GOOD = 8  # so many, and it is given up
-_AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
 
 
 @dataclass(frozen=True)
@@ -120,10 +112,7 @@ class TargetWorker:
         self._is_ready = False
         self._draft: Peer | None = None
         self._draft_context = 0
-        self._draft_silence = Silence()
-        self._usual_pace = 0.0  # seconds of a draft token, measured at start
-        self._slow_tokens = self._stalled_beats = 0
-        self._slow_seconds = 0.0
+        self._health = DraftHealth(settings.draft_timeout)
         self._draft_probed = self._fronts_told = 0.0
         self._work = 0  # forwards so far
         self._prefill_pace = 0.0  # seconds a token of the last long forward
@@ -162,7 +151,7 @@ class TargetWorker:
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
             if peer == self._draft:
-                self._draft_silence.heard()
+                self._health.heard()
             try:
                 self._on_message(peer, message)
             except (ProtocolError, TransportError, DraftLost) as error:
@@ -197,9 +186,9 @@ class TargetWorker:
                 if self._recording is not None and message == self._recording[1]:  # else it has only just joined
                     self._recorded()
             case DraftTokens() if peer == self._draft:
-                self._stalled_beats = 0
+                self._health.drafted()
                 self._handle(self._with_rows(message))
-                self._check_pace(message.seconds)
+                self._health.took(message.seconds, self._coordinator.speeds)
             case Resync() if peer == self._draft:
                 self._handle(message)
             case Heartbeat() if peer == self._draft:
@@ -278,7 +267,6 @@ class TargetWorker:
             self._lose_draft("its successor is here")
         self._draft, self._draft_context = peer, hello.context
         self._endpoint.trust(peer)
-        self._slow_tokens = self._stalled_beats = 0
         speeds = self._coordinator.speeds
         self._mail.post(self._introduction(speeds.t_draft, speeds.measured, 0), peer)
         if self._is_ready:  # its predecessor was lost; this one sends frames, for a process group cannot be rejoined
@@ -288,48 +276,23 @@ class TargetWorker:
             if self._open_channel:
                 self._channel = self._open_channel()
             calibrate_target(self._executor.runner, speeds)
-        self._draft_silence.heard()
+        self._health.joined()
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """One that announces long work is allowed a multiple of what it should take; but a draft cannot ask for ever.
-
-        The one that says how long a token takes it admits the draft; the first of all makes us ready.
-        """
+        """The one that says how long a token takes it admits the draft; the first of all makes us ready."""
         if heartbeat.work == "prefill":
-            self._draft_silence.heard(min(SLACK * heartbeat.seconds, _MOST_ALLOWED * self._settings.draft_timeout))
-        self._check_progress(heartbeat)
+            self._health.announced(heartbeat.seconds)
+        if self._health.stalled(heartbeat.work, self._coordinator.state in (State.HELD, State.GATHERING)):
+            log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
+            self._handle(Stalled())
         if heartbeat.work == "calibrated":
-            self._usual_pace = heartbeat.seconds
+            self._health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft_context, heartbeat.seconds))
             if self._is_ready:
                 log.warning("a draft has joined")
             else:
                 self._become_ready()
             self._compare_clocks()
-
-    def _check_progress(self, heartbeat: Heartbeat) -> None:
-        """A draft that waits while it is waited for has missed something: it is given the whole prefix."""
-        if heartbeat.work not in _AT_REST or self._coordinator.state not in (State.HELD, State.GATHERING):
-            self._stalled_beats = 0
-            return
-        self._stalled_beats += 1
-        if self._stalled_beats == _STALLED_FOR_GOOD:
-            raise DraftLost("it waits while it is waited for, though it was told all")
-        if self._stalled_beats % _STALLED_BEATS == 0:
-            log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
-            self._handle(Stalled())
-
-    def _check_pace(self, seconds: float) -> None:
-        """Raises `DraftLost` where the draft has become so slow that each of its tokens costs more than it can save."""
-        if not seconds:  # a forward of more than its last token says nothing
-            return
-        bound = max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW)
-        if seconds <= bound or seconds <= 2 * self._coordinator.speeds.t_target(1):
-            self._slow_tokens, self._slow_seconds = 0, 0.0
-            return
-        self._slow_tokens, self._slow_seconds = self._slow_tokens + 1, self._slow_seconds + seconds
-        if self._slow_tokens >= _SLOW_TOKENS or self._slow_seconds > self._settings.draft_timeout:
-            raise DraftLost(f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual")
 
     def _become_ready(self) -> None:
         self._is_ready = True
@@ -424,7 +387,7 @@ class TargetWorker:
 
     def _probe_draft(self, now: float) -> None:
         assert self._draft is not None
-        silent = self._draft_silence.seconds
+        silent = self._health.silent
         if silent > self._settings.draft_timeout:
             self._lose_draft(f"silent for {silent:.1f} s")
         elif silent > _PROBE_SECONDS and now - self._draft_probed > _PROBE_SECONDS:
