@@ -55,6 +55,50 @@ def pearl_tokens_per_step(a: float, c: int) -> float:
     return 1 - post + post * geometric(a, c)
 
 
+def pearl_improvement(a: float, window: int, ratio: float) -> float:
+    """How many times as fast as the target alone, with any fixed window.
+
+    A step lasts as long as a target forward; where all was accepted, until the next window is drafted.
+
+    Args:
+        ratio: t_target / t_draft, at least 1.
+
+    Source: the chain of `pearl_tokens_per_step`.
+    """
+    post = a / (1 + a - a**window)
+    late = max(window / ratio - 1, 0.0)  # how much longer a window takes to draft than a forward
+    return pearl_tokens_per_step(a, window) / (1 + late * ((1 - post) * a + post * a**window))
+
+
+def no_pre_verify_improvement(a: float, window: int, ratio: float) -> float:
+    """The same without pre-verify. Source: renewals at corrections.
+
+    After one the target waits for a whole window, and verifies it and the token behind it; from then on each step
+    verifies one window, until one of its tokens is rejected.
+    """
+    late = max(window / ratio - 1, 0.0)
+    if a == 1:
+        return window / (1 + late)
+    again = a ** (window + 1) / (1 - a**window)  # steps after the first
+    tokens = geometric(a, window + 1) + again * geometric(a, window)
+    seconds = window / ratio + 1 + late * a ** (window + 1) + again * (1 + late * a**window)
+    return tokens / seconds
+
+
+def no_post_verify_improvement(a: float, window: int, ratio: float) -> float:
+    """The same of a fixed window without post-verify. Source: renewals, each with a pre-verify.
+
+    Where that accepts, the target waits until the window is full and verifies the rest of it, with a bonus behind it.
+    """
+    tokens = 1 + a * geometric(a, window)
+    return tokens / (1 - a + a * (max(window / ratio, 1.0) + 1))
+
+
+def acceptance_of(mean_accepted: float) -> float:
+    """Of tokens a run, its correction included: the inverse of `run_committed`."""
+    return 1 - 1 / mean_accepted
+
+
 def pearl_best_window(t_draft: float, t_target: float) -> float:
     """With constant forward times: their ratio. Source: PEARL (Liu et al. 2024), theorem 1."""
     return t_target / t_draft

@@ -10,10 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pearl.cli.numbers import STDOUT, json_option, write_json
+from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.experiments.checks import CLOSE, Check, checks
-
-_WIDTH = 120  # columns, where the output is no terminal
 
 
 @click.command()
@@ -49,7 +47,7 @@ def _print(done: Sequence[Check]) -> None:
     for one in done:
         numbers = (f"{one.closed:.5g}", f"{one.simulated:.5g}", "-" if one.exact else f"{one.difference:+.2%}")
         table.add_row(one.claim, one.setting, *numbers, "pass" if one.passed else "[red]FAIL[/red]")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    console = table_console()
     console.print(table, "")
     for one in done:
         if one.note:

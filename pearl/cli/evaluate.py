@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.distill import Bars
+from pearl.cli.numbers import named_file
 from pearl.distill.evaluate import TOPS, Figures, GreedyAnswers, as_dict, evaluate
 from pearl.distill.plot import plot
 from pearl.distill.prompts import read_prompts
 from pearl.distill.teacher import choose_device, load_teacher
-from pearl.errors import ConfigError
 from pearl.models.embedded import cache_directory
 from pearl.models.loading import load_model
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
@@ -54,7 +54,7 @@ def evaluate_draft(
     The target answers the prompts of each FILE (.jsonl with "prompt", "question" or "turns"; or one a line) greedily;
     both models then read the answers. NAME is the file's in the table.
     """
-    sets = {name: read_prompts(path, limit) for name, path in map(_named, prompts)}
+    sets = {name: read_prompts(path, limit) for name, path in map(named_file, prompts)}
     where = choose_device(device)
     console = Console(stderr=True, highlight=False)
     teacher = load_teacher(target, where, dtype)
@@ -71,13 +71,6 @@ def evaluate_draft(
         click.echo(json.dumps({"target": target, "draft": draft, "max_tokens": max_tokens, "sets": as_dict(found)}))
     else:
         Console(highlight=False).print(_table(found))
-
-
-def _named(argument: str) -> tuple[str, Path]:
-    name, equals, path = argument.partition("=")
-    if not (path if equals else name):
-        raise ConfigError(f"{argument!r}: write FILE or NAME=FILE")
-    return (name, Path(path)) if equals else (Path(name).stem, Path(name))
 
 
 def _table(found: dict[str, Figures]) -> Table:

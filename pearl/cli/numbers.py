@@ -1,13 +1,15 @@
-"""Options of the commands that simulate or measure: numbers that are numbers, times by tokens fed, where JSON goes."""
+"""Options of the commands that simulate or measure: numbers that are numbers, times by tokens fed, files."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from pearl.errors import ConfigError
 
@@ -38,11 +40,42 @@ class Times(click.ParamType):
         return times
 
 
+_WIDTH = 120  # columns, where the output is no terminal
 POSITIVE = Number(min=0, min_open=True)
 json_option = click.option(
     "--json", "to", type=click.Path(path_type=Path, allow_dash=True), help="Write JSON here; - is standard output."
 )
 STDOUT = Path("-")
+
+
+def table_console() -> Console:
+    """Wide enough for a table that goes into a file."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def refuse_options(ctx: click.Context) -> None:
+    """Of a group whose command has been named: they would be ignored. Raises `ConfigError`."""
+    if any(ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE for name in ctx.params):
+        name = ctx.invoked_subcommand
+        raise ConfigError(f"options of {name} go behind it: pearl {ctx.info_name} {name} ...")
+
+
+def named_file(argument: str) -> tuple[str, Path]:
+    """`NAME=FILE`, or `FILE`, whose name without its ending it then has. Raises `ConfigError`."""
+    name, equals, path = argument.partition("=")
+    if not (path if equals else name):
+        raise ConfigError(f"{argument!r}: write FILE or NAME=FILE")
+    return (name, Path(path)) if equals else (Path(name).stem, Path(name))
+
+
+def read_json(path: Path) -> Any:
+    """Raises `ConfigError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not JSON") from None
 
 
 def write_json(path: Path, document: object) -> None:

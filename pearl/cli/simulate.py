@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.check import check
-from pearl.cli.numbers import POSITIVE, STDOUT, Number, Times, json_option, write_json
+from pearl.cli.numbers import POSITIVE, STDOUT, Number, Times, json_option, refuse_options, write_json
 from pearl.cli.sweep import sweep
 from pearl.errors import ConfigError
 from pearl.experiments.compare import compare
@@ -47,7 +47,7 @@ def simulate(
     (--trace) takes from a recorded run which positions the draft got right, and how long forwards took.
     """
     if ctx.invoked_subcommand is not None:
-        _refuse_options(ctx)
+        refuse_options(ctx)
         return
     began = time.monotonic()
     record = _recorded(trace, texts, delay, jitter, seed) if trace else None
@@ -60,13 +60,6 @@ def simulate(
         _print(workload, done, time.monotonic() - began)
         if record and again:
             _print_replay(trace, record, again)
-
-
-def _refuse_options(ctx: click.Context) -> None:
-    given = [name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    if given:
-        name = ctx.invoked_subcommand
-        raise ConfigError(f"options of {name} go behind it: pearl simulate {name} ...")
 
 
 def _recorded(trace: Path, texts: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:

@@ -20,7 +20,12 @@ _EXTRA = 1.15  # so many are invented for each that is wanted: some are empty, s
 
 
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
-    """The first `count` prompts of a file: .jsonl ("prompt", "question" or the first of "turns"), or a line each.
+    """The first `count` prompts of a file, as `read_turns` has them; of several turns the first."""
+    return [turns[0] for turns in read_turns(path, count)]
+
+
+def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
+    """A user's turns of the first `count` prompts of a file: .jsonl ("prompt", "question" or "turns"), or a line each.
 
     Raises `ConfigError`.
     """
@@ -28,23 +33,25 @@ def read_prompts(path: Path, count: int | None = None) -> list[str]:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:count]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error}") from None
-    found = [_prompt(line, path, i) for i, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
+    jsonl = path.suffix == ".jsonl"
+    found = [_turns(line, path, i) if jsonl else (line,) for i, line in enumerate(lines, 1)]
     if not found:
         raise ConfigError(f"{path} holds no prompts")
     return found
 
 
-def _prompt(line: str, path: Path, number: int) -> str:
+def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
     try:
         record: Any = json.loads(line)
-        text = record.get("prompt") or record.get("question") or record["turns"][0]
+        text = record.get("prompt") or record.get("question")
+        turns = (text,) if text else tuple(record["turns"])
     except (ValueError, AttributeError, LookupError, TypeError):
-        text = None
-    if not isinstance(text, str):
+        turns = ()
+    if not turns or not all(isinstance(turn, str) for turn in turns):
         raise ConfigError(
             f'{path}, prompt {number}: not a JSON object with a text under "prompt", "question" or "turns"'
         )
-    return text
+    return turns
 
 
 def training_prompts(paths: Sequence[Path]) -> list[str]:

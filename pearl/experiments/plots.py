@@ -15,23 +15,23 @@ _MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D"}
 
 def heat_maps(points: Sequence[Point], path: Path) -> None:
     """PEARL's speed-up over `ar` and over `sd` at its best gamma, by acceptance rate and speed ratio."""
-    figure = _figure(20, 5)
+    picture = figure(20, 5)
     ratios, rates = (sorted({getattr(p, name) for p in points}) for name in ("ratio", "acceptance"))
     of = {(p.acceptance, p.ratio): p.speedups for p in points}
     pairs = [(PEARL, None), (PEARL, SD), (FIXED_C, SD)]
-    for axes, (method, other) in zip(figure.subplots(1, len(pairs)), pairs, strict=True):
+    for axes, (method, other) in zip(picture.subplots(1, len(pairs)), pairs, strict=True):
         _heat_map(
-            figure, axes, [[of[a, c][method] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
+            picture, axes, [[of[a, c][method] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
         )
         axes.set_xticks(range(len(ratios)), [f"{c:g}" for c in ratios])
         axes.set_yticks(range(len(rates)), [f"{a:g}" for a in rates])
         axes.set_xlabel("speed ratio c = t_target / t_draft")
         axes.set_ylabel("acceptance rate")
         axes.set_title(f"{method}: times as fast as {other or 'ar'}", loc="left", fontsize=10)
-    _save(figure, path)
+    save(picture, path)
 
 
-def _heat_map(figure: Any, axes: Any, grid: list[list[float]]) -> None:
+def _heat_map(picture: Any, axes: Any, grid: list[list[float]]) -> None:
     """Blue where it pays, red where it loses, white where it makes no difference; each cell tells its figure."""
     from matplotlib.colors import TwoSlopeNorm
 
@@ -42,7 +42,7 @@ def _heat_map(figure: Any, axes: Any, grid: list[list[float]]) -> None:
         for x, value in enumerate(row):
             dark = abs(norm(value) - 0.5) > 0.35
             axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
-    figure.colorbar(image, ax=axes)
+    picture.colorbar(image, ax=axes)
 
 
 def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: str, path: Path) -> None:
@@ -52,8 +52,8 @@ def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: s
         label: of the axis. scale: from its unit to the label's.
     """
     groups = by_acceptance(points)
-    figure = _figure(1.5 + 4.5 * len(groups), 4.8)
-    every = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    picture = figure(1.5 + 4.5 * len(groups), 4.8)
+    every = picture.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (acceptance, group) in zip(every, groups.items(), strict=True):
         for name in group[0].speedups:
             x, y = [getattr(p, axis) * scale for p in group], [p.speedups[name] for p in group]
@@ -70,24 +70,25 @@ def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: s
         axes.legend(fontsize=7, frameon=False)
     every[0].set_ylabel("times as fast as ar at the same setting")
     every[0].set_ylim(bottom=0)  # of all, and only once all are drawn
-    figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+    picture.suptitle(title, fontsize=10)
+    save(picture, path)
 
 
-def _figure(width: float, height: float) -> Any:
-    """Raises `ConfigError` where there is no matplotlib."""
+def figure(width: float, height: float) -> Any:
+    """Inches. Raises `ConfigError` where there is no matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing a sweep needs matplotlib: pip install 'pearl-runtime[plot]'") from None
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+        raise ConfigError("pictures need matplotlib: pip install 'pearl-runtime[plot]'") from None
+    made = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(picture: Any, path: Path) -> None:
+    """Raises `ConfigError` where it cannot be written."""
     try:
-        figure.savefig(path, format="png")
+        picture.savefig(path, format="png")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

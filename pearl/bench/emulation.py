@@ -1,0 +1,25 @@
+"""An emulated pair (toys whose every forward lasts a given time) under the virtual clock: what its run could reach.
+
+Run and simulation share models, seed and decisions; messages and the runtime's own work cost the simulation nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.models.tokenizer import load_tokenizer
+from pearl.models.toy import load_toy
+from pearl.request import submission
+from pearl.simulate import Outcome, Timing, paired_executors, simulate
+
+
+def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:
+    """The same request in virtual time."""
+    target, draft = load_toy(config.target, "target", config.max_context), load_toy(config.draft, "draft", None)
+    assert config.target_pace is not None
+    assert config.draft_pace is not None
+    pace = config.target_pace
+    _, defaults = load_tokenizer(config.target)
+    submit = submission(1, prompt, target.context, params, defaults, decoding)
+    return simulate(submit, *paired_executors(target, draft), Timing(config.draft_pace, lambda fed: pace))
