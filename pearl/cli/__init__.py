@@ -19,6 +19,7 @@ from pearl.version import __version__
 
 # These need torch, whose import takes seconds; the others speak to an engine without it.
 _HEAVY = {
+    "calibrate": "pearl.cli.calibrate:calibrate_pair",
     "bench": "pearl.cli.bench:bench",
     "distill": "pearl.cli.distill:distill",
     "evaluate-draft": "pearl.cli.evaluate:evaluate_draft",

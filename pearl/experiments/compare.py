@@ -14,19 +14,12 @@ _NEAR = 2  # how far from the best so far a better one is looked for: a step of 
 AR = Decoding("ar")
 STREAM = Decoding("pearl", "stream")
 FIXED = Decoding("pearl", "fixed")
+OVERLAPPED = (Decoding("pearl-no-pre-verify"), Decoding("pearl-no-post-verify"), STREAM, FIXED)
 
 
 def compare(workload: Workload) -> list[Totals]:
     """`ar`, `sd` at its best gamma, the ablations and `pearl` with either window, in this order."""
-    methods = [
-        AR,
-        sd_at_best(workload),
-        Decoding("pearl-no-pre-verify"),
-        Decoding("pearl-no-post-verify"),
-        STREAM,
-        FIXED,
-    ]
-    return [run(workload, decoding) for decoding in methods]
+    return [run(workload, decoding) for decoding in (AR, sd_at_best(workload), *OVERLAPPED)]
 
 
 def sd_at_best(workload: Workload) -> Decoding:

@@ -118,9 +118,9 @@ def _rate(commits: Iterable[list[tuple[float, int]]]) -> float:
 
 
 def _timing(trace: Trace, delay: float, jitter: float) -> Timing:
-    drafts = [seconds for one, seconds in _steps(trace.draft) if one.name == "draft"]
+    drafts = [seconds for one, seconds in steps(trace.draft) if one.name == "draft"]
     verifies: dict[int, list[float]] = {}
-    for one, seconds in _steps(trace.target):
+    for one, seconds in steps(trace.target):
         if one.name in _VERIFIES:
             verifies.setdefault(one.args["n"], []).append(seconds)
     if not drafts or not verifies:
@@ -136,7 +136,7 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
     return cache(speeds.t_target)
 
 
-def _steps(slices: Iterable[Slice]) -> list[tuple[Slice, float]]:
+def steps(slices: Iterable[Slice]) -> list[tuple[Slice, float]]:
     """Each forward, and how long it lasted with what its worker did until the next, waiting aside."""
     steps: list[tuple[Slice, float]] = []
     for one in slices:

@@ -1,0 +1,96 @@
+"""`pearl calibrate`: how fast a pair is here, and which method to use. Arguments and tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from pearl.bench.calibrate import PROMPTS, Calibration, calibrate
+from pearl.bench.machine import Stolen, hardware, in_words
+from pearl.cli.numbers import STDOUT, Number, json_option, table_console, write_json
+from pearl.cli.options import settings_options
+from pearl.cli.terminal import SafeConsole
+from pearl.config import Settings
+from pearl.distill.prompts import read_prompts
+from pearl.errors import ConfigError
+from pearl.printable import log_to_stderr
+
+_TOKENS = 64
+
+
+@click.command("calibrate")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help="File of prompts to measure on.  [default: four of ours]"
+)
+@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
+@click.option("--acceptance", type=Number(0, 1), metavar="X", help="Predict for this rate, not for the measured one.")
+@json_option
+@settings_options
+def calibrate_pair(
+    settings: Settings, prompts: Path | None, limit: int, acceptance: float | None, to: Path | None
+) -> None:
+    """Measures a pair on this machine: t_draft and t_target(n), alone and with both at work; c; which method to use.
+
+    Decodes a few texts by each method (--max-tokens, 64 of them), reads the times from traces, and predicts each
+    method's speed by the simulator. Says so when speculation does not pay.
+    """
+    if not settings.engine.has_draft:
+        raise ConfigError("--draft none: there is no pair to measure")
+    log_to_stderr(settings.engine.log_level, "front")
+    given, toy = settings.sampling, bool(settings.engine.target_pace)
+    usual = {"temperature": 1.0 if toy else 0.0, "max_tokens": _TOKENS, "seed": 0}
+    params = given.model_copy(update={k: v for k, v in usual.items() if getattr(given, k) is None})
+    asked = read_prompts(prompts, limit) if prompts else ["hello"] * limit if toy else list(PROMPTS[:limit])
+    stolen = Stolen()
+    console = SafeConsole(stderr=True)
+    with console.status("starting"):
+        found = calibrate(settings.engine, asked, params, acceptance, lambda what: console.print(what, style="dim"))
+    if to is not None:
+        document = asdict(found) | {"ratio": found.ratio, "stolen": stolen.share, "hardware": hardware()}
+        write_json(to, document | {"settings": settings.engine.model_dump()})
+    if to != STDOUT:
+        _print(found, stolen.share)
+
+
+def _print(found: Calibration, stolen: float) -> None:
+    console = table_console()
+    times = Table(box=None, padding=(0, 2, 0, 0))
+    times.add_column("a forward, ms")
+    for column in ("alone", "both at work", "slower by"):
+        times.add_column(column, justify="right")
+    times.add_row("t_draft", *_row(found.alone.draft, found.both.draft))
+    for n in sorted({*found.alone.target, *found.both.target}):
+        times.add_row(f"t_target({n})", *_row(found.alone.target.get(n), found.both.target.get(n)))
+    console.print(times)
+    origin = "as given" if found.given else "measured on these texts"
+    console.print(
+        f"\nspeed ratio t_target(1) / t_draft {found.ratio:.2f}; window c = {found.c}; acceptance "
+        f"{found.acceptance:.2f}, {origin}\n",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("method")
+    for column in ("predicted, over ar", "measured, over ar"):
+        table.add_column(column, justify="right")
+    for verdict in found.verdicts:
+        table.add_row(
+            verdict.method, *("-" if v is None else f"{v:.2f}" for v in (verdict.predicted, verdict.measured))
+        )
+    console.print(table)
+    pays = (
+        "at no acceptance rate" if found.pays_from is None else f"from an acceptance rate of {found.pays_from:.2f} on"
+    )
+    console.print(
+        f"\nar: {found.ar:.1f} tokens/s. PEARL pays {pays}, by its closed form at these times.\n"
+        f"[bold]{found.advice}[/bold]\n  {found.flags}\n"
+        f"{stolen:.1%} of the cores' time was taken by the host; {in_words(hardware())}",
+        soft_wrap=True,
+    )
+
+
+def _row(alone: float | None, both: float | None) -> list[str]:
+    slower = f"{both / alone - 1:.0%}" if alone and both else ""
+    return [*("-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in (alone, both)), slower]
