@@ -46,10 +46,11 @@ def test_theorem_1() -> None:
 
 
 def test_closed_forms_hold_within_one_per_cent() -> None:
-    """Tokens a step, speed and run lengths of PEARL; tokens a step and speed of sd."""
+    """Tokens a step, speed and run lengths of PEARL; its ablations and other windows; tokens a step and speed of sd."""
     found = [check for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)) for check in checks.pearl_yield(a, c, TOKENS, seed=1)]
     found += [check for a, gamma in ((0.8, 4), (0.6, 2)) for check in checks.sd_yield(a, gamma, 5, TOKENS, seed=1)]
-    assert len(found) == 16
+    found += [check for a, w, c in ((0.8, 3, 5), (0.9, 6, 4)) for check in checks.window_yield(a, w, c, TOKENS, seed=1)]
+    assert len(found) == 22
     assert [check for check in found if not check.passed] == []
 
 
@@ -64,6 +65,9 @@ def test_all_checks_are_made() -> None:
         "PEARL, theorem 1",
         "PEARL",
         "PEARL, theorem 2",
+        "pearl",
+        "pearl-no-pre-verify",
+        "pearl-no-post-verify",
         "SD (Leviathan)",
         "Yin et al., theorem 1",
     }

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a package with all that is in it
     {"pearl", "pearl.cli", "pearl.__main__"},
+    {"pearl.bench"},
     {"pearl.attach", "pearl.torchrun", "pearl.conversation"},
     {"pearl.experiments"},
     {"pearl.engine", "pearl.processes", "pearl.simulate", "pearl.theory"},

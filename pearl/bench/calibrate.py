@@ -34,7 +34,7 @@ PROMPTS = (
 )
 ALL_DEVICES = "ar, all devices"
 _GAMMAS = (1, 3, 7)  # of sd: the target is fed 2, 4 and 8 tokens
-_TEXTS, _TOKENS = 20, 400  # simulated
+_TEXTS, _TOKENS = 20, 200  # simulated
 _PAYS = 1.02  # so many times as fast as ar at least: below lies what a busy machine does by itself
 _WARM_UP = 16
 

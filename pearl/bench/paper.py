@@ -35,7 +35,7 @@ TABLES = {
 }
 _AROUND = 2  # windows tried on either side of c
 _VOCABULARY = 32
-_SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 2000
+_SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
 
 
 class _Strict(BaseModel):

@@ -63,6 +63,8 @@ def checks(
         yield best_window(a, c, tokens // 10, seed, coin)
     for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)):
         yield from pearl_yield(a, c, tokens, seed, coin)
+    for a, window, ratio in ((0.8, 3, 5), (0.8, 5, 5), (0.9, 6, 4)):
+        yield from window_yield(a, window, ratio, tokens, seed, coin)
     for a, gamma, ratio in ((0.8, 4, 5), (0.9, 7, 5), (0.6, 2, 3)):
         yield from sd_yield(a, gamma, ratio, tokens, seed, coin)
     for chain in (0, 1):
@@ -99,6 +101,19 @@ def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarge
     yield Check("PEARL, theorem 2: accepted a run", setting, accepted, simulated)
     note = f"committed, with one more as some state it: {committed + 1:.3f}; simulated {simulated + 2:.3f}"
     yield Check("PEARL, theorem 2: committed a run", setting, committed, simulated + 1, note=note)
+
+
+def window_yield(a: float, window: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
+    """Speed of any fixed window, and of both ablations with it."""
+    forms = {
+        "pearl": theory.pearl_improvement,
+        "pearl-no-pre-verify": theory.no_pre_verify_improvement,
+        "pearl-no-post-verify": theory.no_post_verify_improvement,
+    }
+    for method, form in forms.items():
+        done = _run(a, ratio, Decoding(method, "fixed", window), tokens, seed, coin)
+        setting = f"a {a}, fixed({window}), t_target/t_draft {ratio}"
+        yield Check(f"{method}: times as fast as ar", setting, form(a, window, ratio), done.tokens_per_second * ratio)
 
 
 def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
