@@ -9,32 +9,19 @@ interval over the conversations.
 
 from __future__ import annotations
 
-import os
-import platform
-import random
 import time
 from statistics import median
 
 import click
-from bench_paced import stolen_seconds
 from rich.console import Console
 from rich.table import Table
 
 from pearl import Engine, SamplingParams
+from pearl.bench.interval import bootstrapped
+from pearl.bench.machine import Stolen, hardware, in_words
 from pearl.conversation import Conversation
 
 SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bird", "the rain", "a lamp", "the wind"]
-
-
-def interval(second: list[float], last: list[float], draws: int = 10_000) -> tuple[float, float]:
-    """95% of the ratios of medians, of as many conversations drawn with replacement."""
-    noise = random.Random(0)
-    ratios = []
-    for _ in range(draws):
-        drawn = noise.choices(range(len(last)), k=len(last))
-        ratios.append(median(last[i] for i in drawn) / median(second[i] for i in drawn))
-    ratios.sort()
-    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
 
 
 @click.command()
@@ -50,7 +37,7 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
     seconds: list[list[float]] = [[] for _ in range(turns)]
     new: list[list[int]] = [[] for _ in range(turns)]
     lengths = [0] * turns
-    stolen, began = stolen_seconds(), time.monotonic()
+    stolen = Stolen()
     with Engine(target, draft) as engine:
         for i in range(-1, conversations):  # the first is for warming up
             conversation = Conversation(engine.tokenizer)
@@ -74,11 +61,12 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
         row = (median(taken), min(taken), max(taken))
         table.add_row(str(turn + 1), str(lengths[turn]), f"{median(new[turn]):.0f}", *(f"{t * 1e3:.0f}" for t in row))
     console.print(table)
-    low, high = interval(seconds[1], seconds[-1])
-    ratio = median(seconds[-1]) / median(seconds[1])
-    console.print(f"turn {turns} over turn 2: {ratio:.2f}, 95% interval {low:.2f} to {high:.2f}")
-    share = (stolen_seconds() - stolen) / (time.monotonic() - began) / (os.cpu_count() or 1)
-    console.print(f"{conversations} conversations; stolen {share:.1%} of the cores' time; {platform.machine()}")
+    each = list(zip(seconds[1], seconds[-1], strict=True))
+    ratio = bootstrapped(each, lambda some: median(last for _, last in some) / median(second for second, _ in some))
+    console.print(f"turn {turns} over turn 2: {ratio.value:.2f}, 95% interval {ratio.low:.2f} to {ratio.high:.2f}")
+    console.print(
+        f"{conversations} conversations; stolen {stolen.share:.1%} of the cores' time; {in_words(hardware())}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,24 +8,16 @@ Prints the ratio of the times with a bootstrap interval, and what the recorder s
 from __future__ import annotations
 
 import platform
-import random
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import click
 from rich.console import Console
 
 from pearl import Engine, SamplingParams
+from pearl.bench.interval import median_of
 from pearl.trace.reading import read
 from pearl.trace.report import report
-
-
-def interval(ratios: list[float], draws: int = 10_000) -> tuple[float, float]:
-    """95% of the medians of as many, drawn from them with replacement."""
-    noise = random.Random(0)
-    medians = sorted(median(noise.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 @click.command()
@@ -53,9 +45,10 @@ def main(target: str, draft: str, target_pace: float | None, draft_pace: float |
                     console.print(f"{i}: {seconds[off]:.3f} s without, {seconds[on]:.3f} s with a trace")
         trace = read(path)
         size, found = path.stat().st_size, report(trace)
-    low, high = interval(ratios)
+    ratio = median_of(ratios)
     console.print(
-        f"with over without: {median(ratios):.4f}, 95% interval {low:.4f} to {high:.4f}; {pairs} x {tokens} tokens"
+        f"with over without: {ratio.value:.4f}, 95% interval {ratio.low:.4f} to {ratio.high:.4f}; "
+        f"{pairs} x {tokens} tokens"
     )
     working = sum(one.seconds for one in trace.requests)
     for worker in trace.metadata["workers"]:

@@ -595,3 +595,19 @@ def test_serve_and_connect(home: dict[str, str]) -> None:
     server.send_signal(signal.SIGINT)
     assert server.wait(BOUND) == 0
     server.stderr.close()
+
+
+def test_an_end_that_was_swallowed_comes_again() -> None:
+    """As by an event loop, or a destructor."""
+    program = (
+        "import contextlib, os, signal, time\n"
+        "from pearl.cli.terminal import ended_by_signals\n"
+        "with ended_by_signals():\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(60)\n"
+        "    print('swallowed', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "swallowed\n")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from tempfile import TemporaryDirectory
 
 from pearl.bench.systems import devices_of
@@ -42,16 +42,17 @@ _WARM_UP = 16
 @dataclass
 class Times:
     """Seconds. `draft`, `target` (by tokens fed): of a forward, medians. The `_step`s: means, with all that its worker
-    does until the next but wait.
+    does until the next but wait. `jitter`: of forwards fed alike, as a share of them: half of what two thirds lie in.
     """
 
     draft: float = 0.0
     target: dict[int, float] = field(default_factory=dict)
     draft_step: float = 0.0
     target_step: dict[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
 
     def timing(self) -> Timing:
-        return Timing(self.draft_step, interpolated(self.target_step))
+        return Timing(self.draft_step, interpolated(self.target_step), jitter=self.jitter)
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,10 @@ def _fill(times: Times, traces: Sequence[Trace]) -> None:
     times.draft_step = mean(seconds for _, seconds in drafts)
     times.target = {n: median(one.seconds for one, _ in found) for n, found in sorted(target.items())}
     times.target_step = {n: mean(seconds for _, seconds in found) for n, found in sorted(target.items())}
+    alike = [drafts, *target.values()]
+    spread = [one.seconds / median(o.seconds for o, _ in group) - 1 for group in alike for one, _ in group]
+    sixths = quantiles(spread, n=6)
+    times.jitter = (sixths[4] - sixths[0]) / 2  # blind to the few that a busy machine holds up
 
 
 def _verdicts(alone: Times, both: Times, acceptance: float, measured: Mapping[str, float]) -> tuple[Verdict, ...]:

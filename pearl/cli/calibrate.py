@@ -68,7 +68,7 @@ def _print(found: Calibration, stolen: float) -> None:
     origin = "as given" if found.given else "measured on these texts"
     console.print(
         f"\nspeed ratio t_target(1) / t_draft {found.ratio:.2f}; window c = {found.c}; acceptance "
-        f"{found.acceptance:.2f}, {origin}\n",
+        f"{found.acceptance:.2f}, {origin}; jitter {found.alone.jitter:.0%} alone, {found.both.jitter:.0%} with both\n",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from pearl.cli.commands import COMMANDS, Leave, obey
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply
-from pearl.cli.terminal import LineReader, SafeConsole, WatchKeys, keys_are_keys, state_directory
+from pearl.cli.terminal import LineReader, SafeConsole, WatchKeys, ended_by_signals, keys_are_keys, state_directory
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.conversation import Conversation
 from pearl.engine import Engine
@@ -207,7 +206,7 @@ def chat(
         if question is not None:
             talk.answer(question)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            with keys_are_keys():
+            with keys_are_keys(), ended_by_signals():
                 _interactive(talk, LineReader(COMMANDS, remember=history))
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -218,8 +217,6 @@ def chat(
 
 def _interactive(chat: Chat, reader: LineReader) -> None:
     """Reads and answers until the user leaves."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is put back as it was
-        signal.signal(number, lambda received, _: sys.exit(128 + received))
     logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
     chat.keys = True
     config = chat.engine.config

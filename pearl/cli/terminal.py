@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import select
+import signal
 import sys
 import termios
 import threading
@@ -35,6 +36,7 @@ _INTERRUPT = b"\x03"
 _LONG_PASTE = 2000  # characters; more than that stands as a note in the line, for the screen holds no more
 _NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[@-~]|O.|.)?")  # keys that write nothing, and the brackets around a paste
+_AGAIN_SECONDS = 1.0
 _QUOTES = '"""'
 
 
@@ -77,6 +79,28 @@ def keys_are_keys() -> Iterator[None]:
     finally:
         with contextlib.suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """While it is open SIGTERM and SIGHUP end the program by `SystemExit`, so that the terminal is put back as it was.
+
+    What they raise, event loops and destructors may swallow: it is raised again until it gets through.
+    """
+    number = 0
+
+    def end(received: int, _: object) -> None:
+        nonlocal number
+        number = number or received
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+        sys.exit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class WatchKeys:
