@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.models.tokenizer import load_tokenizer
 from pearl.models.toy import load_toy
@@ -15,7 +17,11 @@ from pearl.simulate import Outcome, Timing, paired_executors, simulate
 
 
 def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:
-    """The same request in virtual time."""
+    """The same request in virtual time.
+
+    On one thread: over a few tokens of vocabulary several would only wait for each other, five times as long.
+    """
+    torch.set_num_threads(1)
     target, draft = load_toy(config.target, "target", config.max_context), load_toy(config.draft, "draft", None)
     assert config.target_pace is not None
     assert config.draft_pace is not None

@@ -128,6 +128,7 @@ def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coi
 
 def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors) -> Check:
     """What the pair has rejected, over texts of its own."""
+    torch.set_num_threads(1)  # over eight tokens several would only wait for each other
     target, draft = markov_chain(2 * chain), markov_chain(2 * chain + 1)
     expected, counted, each = 0.0, 0, max(1, tokens // _TEXTS)
     for text in range(_TEXTS):
