@@ -46,7 +46,7 @@ def load_runner(
     from pearl.models.hf import HFRunner
     from pearl.models.llama import LlamaRunner, is_llama
 
-    # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so of them a rank reads only its part.
+    # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
     # (Where the dtype is to change, and of other files, the whole passes through host memory.)
     place = torch.device("cpu") if group.size > 1 else device
     model = load_model(
