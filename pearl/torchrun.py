@@ -54,7 +54,8 @@ def check_world(config: EngineConfig) -> None:
         shares += f" and rank {targets} for the draft" if config.has_draft else ""
         remedy = f"Start it with --nproc-per-node {ranks}" if ranks > 1 else "Start `python -m pearl` directly"
         raise ConfigError(
-            f"torchrun started {world} processes; PEARL takes {ranks} here: {shares}. {remedy}, or see --target-tp"
+            f"torchrun started {world} processes; PEARL takes {ranks} here: {shares}. {remedy}, or share "
+            f"the target with --target-tp {world - config.has_draft}"
         )
 
 

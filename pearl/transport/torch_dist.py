@@ -214,9 +214,9 @@ _BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
 class RankGroup:
     """The ranks that share a model: their sums, and what the first one, the leader, tells the others to do.
 
-    Sums go over NCCL where the ranks have GPUs (unproven, as `_Nccl` is), else over gloo; what is told always goes over
-    gloo.  Nothing in here times out once the group is made, for an engine may be idle for days.  A rank that ends breaks
-    its connections, so that the others do not wait for it; one that hangs is its launcher's business.
+    Sums go over NCCL where the ranks have GPUs (unproven, as `_Nccl` is), else over gloo; what is told goes over gloo.
+    Nothing in here times out once the group is made, for an engine may be idle for days.  A rank that ends breaks its
+    connections, so that the others do not wait for it; one that hangs is its launcher's business.
     """
 
     def __init__(self, store_path: Path, rank: int, size: int, device: torch.device, timeout: float) -> None:
