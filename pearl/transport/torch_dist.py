@@ -121,7 +121,8 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
 
 
 def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """A group of GPUs, one a rank."""
+    """A group of GPUs of one machine, one a rank."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where they find each other; what they send has links of its own
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that nobody asks for
     # NCCL's own rendezvous blocks without a deadline, so nobody enters it before all are there.
