@@ -246,22 +246,25 @@ CHILD = """
 import os, signal, sys, torch
 from pathlib import Path
 from pearl.transport.torch_dist import RankGroup
-store, rank, *paths = sys.argv[1:]
-group = RankGroup(Path(store), int(rank), 2, torch.device("cpu"), 120.0)
+store, rank, kind, *paths = sys.argv[1:]
+device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(rank))
+if kind == "cuda":
+    torch.cuda.set_device(device)
+group = RankGroup(Path(store), int(rank), 2, device, 120.0)
 """
 
 
 class Pair:
     """This process as rank `mine` of two, and a child as the other that runs `script` and ends."""
 
-    def __init__(self, store: Path, script: str, *paths: Path, mine: int = 0) -> None:
-        arguments = [str(store), str(1 - mine), *map(str, paths)]
+    def __init__(self, store: Path, script: str, *paths: Path, mine: int = 0, device: torch.device = CPU) -> None:
+        arguments = [str(store), str(1 - mine), device.type, *map(str, paths)]
         self.child = subprocess.Popen(
             [sys.executable, "-c", f"{CHILD}\n{script}\nos._exit(0)", *arguments],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         try:
-            self.group = RankGroup(store, mine, 2, CPU, WAIT)
+            self.group = RankGroup(store, mine, 2, device, WAIT)
         except BaseException:
             self.stop()
             raise
@@ -280,21 +283,35 @@ def pairs() -> Iterator[list[Pair]]:
         pair.stop()
 
 
-def test_two_processes_compute_what_one_does(pairs: list[Pair], tmp_path: Path) -> None:
-    """Over gloo. Rank 1 gives its logits back, in which there is not a bit that differs from rank 0's."""
-    paths = [biased(kind, tmp_path) for kind in ("llama", "llama-tied", "qwen2")]
-    script = """
+LOGITS = """
 from pearl.models.loading import load_runner
 from tests.test_llama_runner import logits
 for path in paths:
-    group.gather(logits(load_runner(path, device=torch.device("cpu"), max_context=64, group=group)))
+    group.gather(logits(load_runner(path, device=device, max_context=64, group=group)))
 """
-    pairs.append(Pair(tmp_path / "store", script, *paths))
+
+
+def test_two_processes_compute_what_one_does(pairs: list[Pair], tmp_path: Path) -> None:
+    """Over gloo. Rank 1 gives its logits back, in which there is not a bit that differs from rank 0's."""
+    paths = [biased(kind, tmp_path) for kind in ("llama", "llama-tied", "qwen2")]
+    pairs.append(Pair(tmp_path / "store", LOGITS, *paths))
     for path in paths:
         found = logits(load_runner(str(path), device=CPU, max_context=64, group=pairs[0].group))
         both = pairs[0].group.gather(found)
         assert torch.equal(*both.chunk(2, -1))
         assert (found - whole(path)).abs().max() <= BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
+def test_two_gpus_compute_what_one_does(pairs: list[Pair], tmp_path: Path) -> None:
+    """Over NCCL; a GPU multiplies float32 in another order than a CPU, so the bound is wider."""
+    device, path = torch.device("cuda", 0), biased("qwen2", tmp_path)
+    pairs.append(Pair(tmp_path / "store", LOGITS, path, device=device))
+    found = logits(load_runner(str(path), device=device, max_context=64, group=pairs[0].group))
+    both = pairs[0].group.gather(found)
+    assert torch.equal(*both.chunk(2, -1))
+    assert (found.cpu() - whole(path)).abs().max() <= 1e-4
 
 
 def test_words_arrive_and_an_end_is_noticed(pairs: list[Pair], tmp_path: Path) -> None:
@@ -323,6 +340,21 @@ def test_a_leader_that_ends_is_noticed(pairs: list[Pair], tmp_path: Path) -> Non
     pairs.append(Pair(tmp_path / "store", "", mine=1))
     with pytest.raises(TransportError, match="lost each other"):
         pairs[0].group.told()
+
+
+@pytest.mark.slow
+def test_an_idle_rank_waits_longer_than_the_ranks_had_to_meet(tmp_path: Path) -> None:
+    """An engine may be idle for days."""
+    bound = 5.0
+    leader: list[RankGroup] = []
+    thread = threading.Thread(target=lambda: leader.append(RankGroup(tmp_path / "store", 0, 2, CPU, bound)))
+    thread.start()
+    follower = RankGroup(tmp_path / "store", 1, 2, CPU, bound)
+    thread.join()
+    timer = threading.Timer(bound + 1, leader[0].tell, [[3]])
+    timer.start()
+    assert follower.told() == [3]
+    timer.join()
 
 
 def test_a_rank_that_never_comes_is_an_error_in_bounded_time(tmp_path: Path) -> None:
@@ -423,6 +455,17 @@ def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stop
         os.kill(pids[1], signal.SIGSTOP)
     front.kill()
     check_nothing_left(front, Path(directory), pids)
+
+
+@pytest.mark.slow
+def test_ranks_that_all_fail_say_so_once_and_end_quietly(
+    pair: tuple[str, str], temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = children()
+    with pytest.raises(ModelError, match=r"^target (rank \d )?worker: 3 ranks cannot share 4 attention heads"):
+        Engine(pair[0], "none", target_tp=3)
+    assert children() <= before
+    assert "terminate" not in capfd.readouterr().err
 
 
 def test_a_start_that_fails_is_told_with_its_cause(temporary: Path) -> None:

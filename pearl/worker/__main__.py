@@ -6,6 +6,7 @@ The first line on stdin is a JSON object: role, rank, config (of EngineConfig), 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,4 +53,6 @@ def _described(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that waits in gloo would abort the process if it woke while the interpreter ends
