@@ -3,7 +3,7 @@
 Where several ranks share the target, those between launch a worker of it each; they are on rank 0's host.
 
 The ranks find each other through torchrun's own store.  torchrun takes the job down when one rank fails, so a rank is
-only a launcher: a draft worker that dies is started again by rank 1, and torchrun never hears of it.
+only a launcher: a draft worker that dies is started again by its rank, and torchrun never hears of it.
 
 Where the control channel has an address the ranks may be on two hosts: they share nothing but it and the keys.
 """
@@ -103,11 +103,12 @@ class TorchrunEngine(Engine):
         try:
             super()._wait_until_ready(deadline)
         except TransportError as error:
-            raise (self._blamed() or StartError(str(error))) from None
+            raise self._blamed() or error from None
 
     def _blamed(self) -> PearlError | None:
         """Where our rank of the target has only lost another one: what that one's launcher says of it."""
-        if self._target is not None and isinstance(self._target.error, TransportError):
+        lost = self._target is not None and isinstance(self._target.error, TransportError)
+        if lost and self.config.target_tp > 1:
             with suppress(TransportError):
                 return _failure(self._store.get(_FAILED, _TOLD_SECONDS))
         return None

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pearl.config import SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
@@ -30,7 +30,7 @@ from pearl.processes import Target
 from pearl.protocol.messages import Sampling
 from pearl.transport.torch_dist import RankGroup
 from pearl.verification import make_rule
-from pearl.worker.build import _equal_part
+from pearl.worker.build import _equal_part, _place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from tests.test_llama_runner import CPU, KINDS, load, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
@@ -178,6 +178,25 @@ def test_a_model_that_runs_through_transformers_is_not_shared(kind: str, forward
 )
 def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: list[tuple[int, ...]]) -> None:
     assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(4, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 1])])
+def test_auto_gives_each_worker_a_gpu(gpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is left the draft shares the target's last."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    config = EngineConfig(target_tp=2)
+    places = [_place(config, "target", 0), _place(config, "target", 1), _place(config, "draft")]
+    assert [place.index for place in places] == expected
+
+
+def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft may be on another host, which has fewer."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1"):
+        _place(EngineConfig(target_tp=2), "target", 0)
+    assert _place(EngineConfig(target_tp=2), "draft").index == 0
 
 
 # ---- in step ----

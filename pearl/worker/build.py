@@ -234,10 +234,12 @@ def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
     device, gpus = config.device(role, rank), torch.cuda.device_count()
     if device.kind == "cpu" or (device.kind == "auto" and not gpus):
         return torch.device("cpu")
-    if device.kind == "auto":  # the target's ranks first; a draft for which none is left shares the last
+    if device.kind == "auto" and role == "draft":  # the GPU behind the target's; if there is none it shares the last
+        return _cuda(min(config.target_tp, gpus - 1))
+    if device.kind == "auto":
         if config.target_tp > gpus:
             raise ModelError(f"target_tp {config.target_tp} takes a GPU a rank, and torch sees {gpus}")
-        return _cuda(rank if role == "target" else min(config.target_tp, gpus - 1))
+        return _cuda(rank)
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         name = config.target_device if role == "target" else config.draft_device
