@@ -67,6 +67,9 @@ class EngineConfig(Section):
     draft_device: str = Field("auto", description="As target_device.")
     target_dtype: DType = Field("auto", description="Weights of the target; auto is what the checkpoint says.")
     draft_dtype: DType = Field("auto", description="Weights of the draft.")
+    target_tp: int = Field(
+        1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
+    )
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
         "auto", description="How a target on several GPUs is spread over them."
     )
@@ -101,6 +104,17 @@ class EngineConfig(Section):
     @classmethod
     def _device(cls, value: str) -> str:
         Device.parse(value)
+        return value
+
+    @field_validator("target_tp")
+    @classmethod
+    def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
+        name = known.data.get("target_device", "auto")  # where it was bad, that is what is told
+        device = Device.parse(name)
+        if value > 1 and (len(device.gpus) not in (0, value) or len(device.cores or ()) % value):
+            raise ValueError(
+                f"target_device {name} cannot be shared: name as many GPUs as there are ranks, or as many cores each"
+            )
         return value
 
     @field_validator("control")
@@ -142,6 +156,12 @@ class EngineConfig(Section):
     @property
     def has_draft(self) -> bool:
         return self.draft != "none"
+
+    def device(self, role: str, rank: int = 0) -> Device:
+        """Where a worker runs; `rank`: of the target's."""
+        if role == "draft":
+            return Device.parse(self.draft_device)
+        return Device.parse(self.target_device).part(rank, self.target_tp)
 
     @property
     def one_host(self) -> bool:
@@ -306,6 +326,15 @@ class Device:
         if name == "auto":
             return Device("auto")
         raise ValueError(f"bad device {name!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
+
+    def part(self, rank: int, size: int) -> Device:
+        """That of `rank` where `size` ranks share it equally; of auto and cpu, itself."""
+
+        def mine(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            each = len(numbers) // size
+            return numbers[rank * each : (rank + 1) * each]
+
+        return Device(self.kind, mine(self.gpus), self.cores and mine(self.cores))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

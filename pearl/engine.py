@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from pearl.errors import (
     TransportError,
 )
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
-from pearl.processes import END_SECONDS, DraftKeeper, Worker
+from pearl.processes import END_SECONDS, DraftKeeper, Target, Worker
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -114,7 +114,7 @@ class Engine:
         self._recording: tuple[Path, int] | None = None
         self._recorded: Trace | TraceError | None = None  # the workers' last word on it
         self._draft: DraftKeeper | None = None
-        self._target: Worker | None = None
+        self._target: Target | None = None
         self._endpoint: ZmqConnection | None = None
         self._directory = self._own_directory()
         try:
@@ -130,7 +130,7 @@ class Engine:
         address = bind_address(self.config.control, self._directory)
         keys = ensured_keys(self.config.control, self.config.keys, self._directory)
         check_bind(address, keys=keys is not None)
-        self._target = Worker("target", self.config, address, self._directory, progress=progress)
+        self._target = Target(self.config, address, self._directory, self._followers(), progress)
         self._target.wait_for("bound", deadline)
         self._start_draft(self._target.address, progress)
         self.tokenizer, self.defaults = self._load_tokenizer(progress)
@@ -143,6 +143,10 @@ class Engine:
             config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
         card = {"pid": os.getpid(), "address": self._target.address, "config": config}
         (self._directory / CARD).write_text(json.dumps(card))
+
+    def _followers(self) -> Iterable[int]:
+        """The target's ranks beside the first that are launched here."""
+        return range(1, self.config.target_tp)
 
     def _own_directory(self) -> Path:
         """Where the sockets are; nobody else can reach it."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
 _LOOK_SECONDS = 0.2  # between two looks at a draft
+_LAST_WORDS_SECONDS = 5.0  # for the status lines of ranks that are going down
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
 
@@ -42,8 +43,9 @@ class Worker:
         directory: Path,
         tensors: str | None = None,
         progress: Callable[[str], None] | None = None,
+        rank: int = 0,
     ) -> None:
-        self.role = role
+        self.role = f"target rank {rank}" if rank else role
         self.address = ""  # the target's, once it is bound
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
@@ -57,19 +59,19 @@ class Worker:
             [sys.executable, "-m", "pearl.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(config.target_device if role == "target" else config.draft_device)
-            | {DIRECTORY: str(directory)},
+            env=_environment(config.device(role, rank)) | {DIRECTORY: str(directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
         )
         settings = {
             "role": role,
+            "rank": rank,
             "config": config.model_dump(),
             "address": address,
             "directory": str(directory),
             "tensors": tensors,
         }
         self._write(json.dumps(settings).encode() + b"\n")
-        self._reader = threading.Thread(target=self._read, daemon=True, name=f"{role}-status")
+        self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 
     @property
@@ -171,6 +173,66 @@ class Worker:
             self._process.stdout.close()
 
 
+class Target(Worker):
+    """The target's worker and, where several ranks share the target, those of the others: all end with any of them.
+
+    `ranks`: the others that are launched here; under torchrun each is another process's.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        address: str,
+        directory: Path,
+        ranks: Iterable[int] = (),
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__("target", config, address, directory, progress=progress)
+        self.followers: list[Worker] = []
+        try:
+            for rank in ranks:
+                self.followers.append(Worker("target", config, address, directory, rank=rank))
+        except OSError:
+            self.end()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return super().alive and all(worker.alive for worker in self.followers)
+
+    def wait_for(self, state: str, deadline: float) -> None:
+        """As a worker's; "gone" as soon as any rank is, for the others have then nothing to say."""
+        if state != "gone" or all(worker.alive for worker in self.followers):
+            super().wait_for(state, deadline)
+
+    def fate(self) -> errors.PearlError:
+        """Why the target is gone: what befell the rank that was first to go. The others say that they have lost it."""
+        fates = [] if super().alive else [super().fate()]
+        bereft = bool(fates) and isinstance(fates[0], errors.TransportError)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        for worker in self.followers:
+            if bereft or not worker.alive:
+                with contextlib.suppress(errors.PearlError):
+                    worker.wait_for("gone", deadline)
+                    fates.append(worker.fate())
+        return next((fate for fate in fates if not isinstance(fate, errors.TransportError)), fates[0])
+
+    def kill(self) -> None:
+        super().kill()
+        for worker in self.followers:
+            worker.kill()
+
+    def close(self) -> None:
+        super().close()
+        for worker in self.followers:
+            worker.close()
+
+    def end(self, seconds: float = END_SECONDS) -> None:
+        super().end(seconds)
+        for worker in self.followers:
+            worker.end(seconds)
+
+
 class DraftKeeper:
     """Keeps a draft worker alive: one that dies or falls silent is started again, later each time.
 
@@ -235,11 +297,10 @@ class DraftKeeper:
         self.worker.end(seconds)
 
 
-def _environment(device: str) -> dict[str, str]:
+def _environment(place: Device) -> dict[str, str]:
     """The worker's: as many threads as cores it is pinned to, known before any library starts its own, and of the GPUs
     only its own where it was given several, so that spreading a model does not spread it over the other's.
     """
-    place = Device.parse(device)
     extra = {"TOKENIZERS_PARALLELISM": "false"}
     if place.cores:
         extra |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(place.cores)))

@@ -1,7 +1,9 @@
-"""The same engine under torchrun: rank 0 is the front and launches the target, rank 1 launches the draft.
+"""The same engine under torchrun: rank 0 is the front and launches the target, the last one launches the draft.
+
+Where several ranks share the target, those between launch a worker of it each; they are on rank 0's host.
 
 The ranks find each other through torchrun's own store.  torchrun takes the job down when one rank fails, so a rank is
-only a launcher: a draft worker that dies is started again by rank 1, and torchrun never hears of it.
+only a launcher: a draft worker that dies is started again by its rank, and torchrun never hears of it.
 
 Where the control channel has an address the ranks may be on two hosts: they share nothing but it and the keys.
 """
@@ -14,7 +16,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
-from pearl.processes import END_SECONDS, DraftKeeper
+from pearl.processes import END_SECONDS, DraftKeeper, Worker
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
 
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _ADDRESS, _DIRECTORY, _CLOSED, _FAILED = "address", "directory", "closed", "failed"
 _POLL_SECONDS = 0.5
+_TOLD_SECONDS = 5.0  # for a rank to notice that its worker is gone, and to say so
 
 
 def rank() -> int | None:
@@ -43,12 +46,16 @@ def rank() -> int | None:
 
 
 def check_world(config: EngineConfig) -> None:
-    """Raises `ConfigError` unless there is a rank for each model."""
-    world = int(os.environ["WORLD_SIZE"])
-    if world != 2 or not config.has_draft:
+    """Raises `ConfigError` unless there is a rank for each worker."""
+    world, targets = int(os.environ["WORLD_SIZE"]), config.target_tp
+    ranks = targets + config.has_draft
+    if world != ranks:
+        shares = f"ranks 0 to {targets - 1} for the target" if targets > 1 else "rank 0 for the target"
+        shares += f" and rank {targets} for the draft" if config.has_draft else ""
+        remedy = f"Start it with --nproc-per-node {ranks}" if ranks > 1 else "Start `python -m pearl` directly"
         raise ConfigError(
-            f"torchrun started {world} processes; PEARL takes two, rank 0 for the target and rank 1 for the draft. "
-            "Without a draft start `python -m pearl` directly; a target over several GPUs is --target-device cuda:0-1"
+            f"torchrun started {world} processes; PEARL takes {ranks} here: {shares}. {remedy}, or share "
+            f"the target with --target-tp {world - config.has_draft}"
         )
 
 
@@ -71,17 +78,40 @@ def _store() -> TorchrunStore:
 
 
 class TorchrunEngine(Engine):
-    """Rank 0's engine: its draft is launched by rank 1."""
+    """Rank 0's engine: all workers but the target's first are launched by other ranks."""
+
+    def _start(self, progress: Progress) -> None:
+        self._store = _store()
+        self._store.set(_DIRECTORY, str(self._directory))  # now, for the target's ranks meet there
+        super()._start(progress)
+
+    def _followers(self) -> Iterable[int]:
+        return ()
 
     def _start_draft(self, address: str, progress: Progress) -> None:
-        self._store = _store()
-        self._store.set(_DIRECTORY, str(self._directory))
         self._store.set(_ADDRESS, address)
 
     def _check_draft(self) -> None:
         if (why := self._store.peek(_FAILED)) is not None:
-            kind, _, message = why.partition(":")
-            raise error_named(kind)(message)
+            raise _failure(why)
+
+    def _target_fate(self, otherwise: str = "the target is gone") -> str:
+        found = super()._target_fate(otherwise)
+        return str(self._blamed() or found)
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        try:
+            super()._wait_until_ready(deadline)
+        except TransportError as error:
+            raise self._blamed() or error from None
+
+    def _blamed(self) -> PearlError | None:
+        """Where our rank of the target has only lost another one: what that one's launcher says of it."""
+        lost = self._target is not None and isinstance(self._target.error, TransportError)
+        if lost and self.config.target_tp > 1:
+            with suppress(TransportError):
+                return _failure(self._store.get(_FAILED, _TOLD_SECONDS))
+        return None
 
     def _end_workers(self, seconds: float = END_SECONDS) -> None:
         if hasattr(self, "_store"):
@@ -92,8 +122,33 @@ class TorchrunEngine(Engine):
         super()._end_workers(seconds)
 
 
+def serve(config: EngineConfig, rank: int, progress: Progress) -> None:
+    """Every rank but 0: keeps its worker running until rank 0 closes the engine. Raises the worker's error at start."""
+    if rank < config.target_tp:
+        serve_follower(config, rank)
+    else:
+        serve_draft(config, progress)
+
+
+def serve_follower(config: EngineConfig, rank: int) -> None:
+    """Another rank of the target's, whose worker is not started again: all of them end together."""
+    store = _store()
+    with _told_to_rank_0(store, config):
+        worker = Worker("target", config, "", _shared_directory(config, store), rank=rank)
+        try:
+            while not _closed(store):
+                if not worker.alive and not _closed(store):
+                    with suppress(PearlError):  # its last words may still be on their way
+                        worker.wait_for("gone", time.monotonic() + 1.0)
+                    if isinstance(fate := worker.fate(), TransportError):
+                        return  # it has only lost another rank
+                    raise fate
+        finally:
+            worker.end()
+
+
 def serve_draft(config: EngineConfig, progress: Progress) -> None:
-    """Rank 1: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start.
+    """The last rank: keeps a draft worker running until rank 0 closes the engine. Raises the draft's error at start.
 
     What the store says may be anybody's, for torchrun authenticates nobody: it is checked before it is used.
     """
@@ -117,6 +172,12 @@ def _check_keys(config: EngineConfig) -> None:
         read_keys(Path(config.keys))
 
 
+def _failure(told: str) -> PearlError:
+    """What a rank has said in the store, as an error."""
+    kind, _, message = told.partition(":")
+    return error_named(kind)(message)
+
+
 @contextmanager
 def _told_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None]:
     """Why this rank fails: not every torchrun takes the other down with it, and rank 0 would wait in vain.
@@ -138,12 +199,9 @@ def _told_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[None
 def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
     """Rank 0's on the same host; on another one of this rank's own, removed at the end."""
     if config.one_host:
-        directory = Path(store.get(_DIRECTORY, config.startup_timeout))
-        if not (is_engine_directory(directory) and is_local(address)):
-            raise StartError(
-                f"rank 0's directory {directory} is not on this machine, or not this user's. For two hosts give both "
-                "ranks --control tcp://HOST:PORT, an address of rank 0's host, and --keys FILE (pearl keys FILE)"
-            )
+        directory = _shared_directory(config, store)
+        if not is_local(address):
+            raise StartError(_elsewhere(address))
         yield directory
     elif not address.startswith("tcp://"):
         raise StartError(f"rank 0 listens at {address}: give both ranks the same --control")
@@ -153,6 +211,21 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _shared_directory(config: EngineConfig, store: TorchrunStore) -> Path:
+    """Rank 0's. Raises `StartError` where it is not on this host."""
+    directory = Path(store.get(_DIRECTORY, config.startup_timeout))
+    if not is_engine_directory(directory):
+        raise StartError(_elsewhere(f"directory {directory}"))
+    return directory
+
+
+def _elsewhere(what: str) -> str:
+    return (
+        f"rank 0's {what} is not on this machine, or not this user's. The target's ranks share a host; for a draft on "
+        "another give all ranks --control tcp://HOST:PORT, of rank 0's host, and --keys FILE (pearl keys FILE)"
+    )
 
 
 def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineConfig) -> None:

@@ -203,3 +203,41 @@ def test_every_configuration_in_the_repository_loads(path: Path) -> None:
     settings = load_settings(path, {})
     assert read_file(path).keys() <= {name for s in SECTIONS for name in s.model_fields}
     assert settings.engine.has_draft
+
+
+# ---- ranks that share the target ----
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parts"),
+    [
+        ("cuda:0-1", 2, [Device("cuda", (0,)), Device("cuda", (1,))]),
+        ("cuda:2,5,7", 3, [Device("cuda", (2,)), Device("cuda", (5,)), Device("cuda", (7,))]),
+        ("cpu:0,1", 2, [Device("cpu", cores=(0,)), Device("cpu", cores=(1,))]),
+        ("cpu:0-3", 2, [Device("cpu", cores=(0, 1)), Device("cpu", cores=(2, 3))]),
+        ("cpu", 2, [Device("cpu"), Device("cpu")]),
+        ("auto", 2, [Device("auto"), Device("auto")]),
+        ("cuda:0-1", 1, [Device("cuda", (0, 1))]),  # spread, layer by layer
+    ],
+)
+def test_each_rank_has_its_part_of_the_device(
+    name: str, ranks: int, parts: list[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    config = EngineConfig(target_device=name, draft_device="cpu:0-2", target_tp=ranks)
+    assert [config.device("target", rank) for rank in range(ranks)] == parts
+    assert config.device("draft") == Device("cpu", cores=(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("cuda", 2), ("cuda:0-2", 2), ("cuda:0-3", 2), ("cpu:0-2", 2), ("cpu:0", 2)]
+)
+def test_a_device_that_ranks_cannot_share_is_refused(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    with pytest.raises(ConfigError, match=rf"target_tp: target_device {name} cannot be shared.*got {ranks}"):
+        EngineConfig(target_device=name, target_tp=ranks)
+
+
+def test_there_is_one_rank_at_least() -> None:
+    with pytest.raises(ConfigError, match="target_tp"):
+        EngineConfig(target_tp=0)

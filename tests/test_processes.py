@@ -198,13 +198,12 @@ def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: py
     """Killed for lack of memory, say: there is nothing but its exit code."""
     from pearl import processes
 
-    class Doomed(processes.Worker):
-        def __init__(self, role: str, *args: object, **options: object) -> None:
-            super().__init__(role, *args, **options)  # type: ignore[arg-type]
-            if role == "target":
-                self._process.kill()
+    class Doomed(processes.Target):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            self._process.kill()
 
-    monkeypatch.setattr("pearl.engine.Worker", Doomed)
+    monkeypatch.setattr("pearl.engine.Target", Doomed)
     before = children()
     with pytest.raises(PearlError, match=r"target worker was killed by signal 9; .* lack of memory"):
         Engine(TOY, TOY)

@@ -12,19 +12,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from pearl import torchrun
 from pearl.config import EngineConfig
-from pearl.errors import StartError
+from pearl.errors import ConfigError, StartError
+from pearl.models.loading import load_runner
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 from tests.conftest import greedy_text
 from tests.test_processes import eventually, gone
+from tests.tiny import tiny_model
 
 BOUND = 120.0  # seconds; far more than anything here takes
 SPEC = "toy:vocab=32,alpha=0.5"
@@ -67,7 +71,7 @@ def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 
 def workers(directory: str, count: int = 2) -> dict[str, int]:
-    """Process ids of PEARL's workers by role, once there are `count`."""
+    """Process ids of PEARL's workers by role, once there are `count`: of two the second is the draft's."""
     found: dict[str, int] = {}
 
     def look() -> bool:
@@ -76,7 +80,9 @@ def workers(directory: str, count: int = 2) -> dict[str, int]:
                 process = psutil.Process(pid)
                 if process.cmdline()[-1:] == ["pearl.worker"]:
                     rank = psutil.Process(process.ppid()).environ().get("RANK")
-                    found["target" if rank == "0" else "draft"] = pid
+                    assert rank is not None
+                    name = "draft" if int(rank) == count - 1 else f"target rank {rank}"
+                    found["target" if rank == "0" else name] = pid
             except psutil.Error:
                 continue
         return len(found) == count
@@ -141,14 +147,86 @@ def test_failing_start_is_told_with_its_cause(temporary: dict[str, str]) -> None
     assert "log-level debug" not in said, "the advice is that of the error as it was"
 
 
+@pytest.mark.parametrize(
+    ("world", "settings", "said"),
+    [
+        (3, {}, r"started 3 .* takes 2 here: rank 0 .* rank 1 for the draft.*--nproc-per-node 2,.*--target-tp 2"),
+        (2, {"target_tp": 2}, r"takes 3 here: ranks 0 to 1 .* rank 2 for the draft.*--nproc-per-node 3"),
+        (4, {"target_tp": 2, "draft": "none"}, r"takes 2 here: ranks 0 to 1 for the target\. .*--nproc-per-node 2"),
+        (2, {"draft": "none"}, r"takes 1 here.*directly"),
+    ],
+)
+def test_wrong_number_of_ranks_is_told(
+    world: int, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ConfigError, match=said):
+        torchrun.check_world(EngineConfig(**settings))
+
+
+def test_right_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for world, settings in ((2, {}), (3, {"target_tp": 2}), (2, {"target_tp": 2, "draft": "none"})):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        torchrun.check_world(EngineConfig(**settings))  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
-def test_wrong_number_of_ranks_is_told(temporary: dict[str, str]) -> None:
+def test_ranks_that_torchrun_started_are_counted(temporary: dict[str, str]) -> None:
     run = launch(
         [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "pearl", "generate", *SEEDED, "1"], temporary
     )
     _, said = run.communicate(timeout=BOUND)
     assert run.returncode != 0
-    assert "PEARL takes two" in said
+    assert "PEARL takes 2" in said
+
+
+# ---- a target of two ranks ----
+
+SHARED = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "pearl", "generate", "--target-tp", "2"]
+
+
+@pytest.fixture(scope="module")
+def tiny_pair() -> tuple[str, str]:
+    return str(tiny_model()), str(tiny_model(noise=0.3))
+
+
+def test_two_ranks_of_a_target_write_what_one_would(temporary: dict[str, str], tiny_pair: tuple[str, str]) -> None:
+    arguments = ["--target", tiny_pair[0], "--draft", tiny_pair[1], "--max-context", "128", "--raw", "--ignore-eos"]
+    run = launch([*SHARED, *arguments, "--temperature", "0", "--max-tokens", "40", "--json", "the inn"], temporary)
+    out, said = run.communicate(timeout=BOUND)
+    assert run.returncode == 0, said
+    document = json.loads(out)
+    assert document["tokens"] == greedy_alone(tiny_pair[0], document["prompt_tokens"], 40)
+    assert document["statistics"]["num_accepted_draft_tokens"] > 0
+    assert "Traceback" not in said
+
+
+def greedy_alone(path: str, prompt: list[int], tokens: int) -> list[int]:
+    runner, text = load_runner(path, device=torch.device("cpu"), max_context=128), list(prompt)
+    for _ in range(tokens):
+        text.append(int(runner.forward(text[runner.length :], 1).argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.slow
+def test_a_rank_of_the_target_that_is_killed_is_named(temporary: dict[str, str], tiny_pair: tuple[str, str]) -> None:
+    """Rank 1's launcher knows how its worker ended; rank 0, whose text is lost, says it."""
+    arguments = ["--target", tiny_pair[0], "--draft", tiny_pair[1], "--ignore-eos", "--target-pace", "0.2"]
+    run = launch([*SHARED, *arguments, "--raw", "the inn"], temporary)
+    assert run.stdout is not None
+    assert run.stdout.read(1)
+    os.kill(workers(temporary["TMPDIR"], 3)["target rank 1"], signal.SIGKILL)
+    _, said = run.communicate(timeout=BOUND)
+    assert run.returncode != 0
+    assert said.count("error: target rank 1 worker was killed by signal 9") == 1
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_on_a_rank_of_the_target_is_told(temporary: dict[str, str]) -> None:
+    run = launch([*SHARED, "--target", SPEC, "--draft", SPEC, "1"], temporary)
+    _, said = run.communicate(timeout=BOUND)
+    assert run.returncode != 0
+    assert said.count("ranks cannot share a toy model") == 1
 
 
 @pytest.mark.slow

@@ -46,11 +46,11 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             torchrun.check_world(config)
             torchrun.die_with_torchrun()
         if rank:
-            torchrun.serve_draft(config, progress=lambda _: None)
+            torchrun.serve(config, rank, progress=lambda _: None)
             yield None
             return
         make = Engine if rank is None else torchrun.TorchrunEngine
-        with _loading(console, "starting two workers") as progress:
+        with _loading(console, "starting the workers") as progress:
             engine = make(config=config, progress=progress)
     with engine:
         yield engine

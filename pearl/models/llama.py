@@ -3,6 +3,9 @@
 The same weights as the `transformers` model it is made from, laid out anew: query, key and value in one matrix, gate
 and up in another, packed for the CPU's bf16 instructions where there are any.  Keys and values stand in buffers
 allocated once.  What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
+
+Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
+logits is not the whole, its group makes it so.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from transformers import PreTrainedModel
 
 from pearl.models.runner import check_room
+from pearl.models.shard import ALONE, Group
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on how long the text is
@@ -62,10 +66,14 @@ class _Layer:
 
 
 class LlamaRunner:
-    """`ModelRunner` over the weights of `model`, for which `is_llama` holds; they are taken from it."""
+    """`ModelRunner` over the weights of `model`, for which `is_llama` holds; they are taken from it.
 
-    def __init__(self, model: PreTrainedModel, context: int) -> None:
+    In a `group` of several the model is this rank's part of it, and all ranks make the same calls.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: int, group: Group = ALONE) -> None:
         config, inner = model.config, model.model
+        self._group = group
         self.context, self.vocab_size = context, int(config.vocab_size)
         self.device, self.dtype = model.device, model.dtype
         self._length = 0
@@ -109,13 +117,15 @@ class LlamaRunner:
             at = slice(self._length, self._length + len(padded))
             turn = self._cos[at], self._sin[at]
             mask = self._mask(end, at) if fed > 1 else None  # a single one sees all that there is
-            hidden = self._embedding[ids]  # [n, hidden]
+            hidden = self._embedding[ids]  # [n, hidden], on every rank
+            leads = self._group.rank == 0  # what the sums add to must be in them once
             for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
                 mixed = self._attend(layer, hidden, turn, keys[:, :end], values[:, :end], fed, mask)
-                hidden = layer.out(mixed, hidden)
+                hidden = self._group.sum(layer.out(mixed, hidden if leads else None))
                 gate, up = layer.gate_up(self._normal(hidden, layer.mlp_norm), None).chunk(2, -1)
-                hidden = layer.down(silu(gate).mul_(up), hidden)
-            logits = self._head(self._normal(hidden[fed - rows : fed], self._norm), None) if rows else None
+                hidden = self._group.sum(layer.down(silu(gate).mul_(up), hidden if leads else None))
+            last = self._normal(hidden[fed - rows : fed], self._norm)
+            logits = self._group.gather(self._head(last, None))[:, : self.vocab_size] if rows else None
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
         if logits is None:
@@ -132,7 +142,7 @@ class LlamaRunner:
         fed: int,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What each row takes from the tokens up to it: [n, heads * head_dim].
+        """What each row takes from the tokens up to it: [n, heads * head_dim], of this rank's heads.
 
         Args:
             keys, values: [kv_heads, end, head_dim]; the last `fed` are still to be written.

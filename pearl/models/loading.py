@@ -16,6 +16,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.embedded import Progress, dequantised, silent
 from pearl.models.runner import ModelRunner
+from pearl.models.shard import ALONE, Group, cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,8 +34,10 @@ def load_runner(
     forwards: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress = silent,
+    group: Group = ALONE,
 ) -> ModelRunner:
-    """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`.
+    """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`; or of a model
+    that the ranks of `group` share, this one's part.
 
     `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16" or "float16".
     `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers" keeps their forward
@@ -43,13 +46,24 @@ def load_runner(
     from pearl.models.hf import HFRunner
     from pearl.models.llama import LlamaRunner, is_llama
 
+    # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
+    # (Where the dtype is to change, and of other files, the whole passes through host memory.)
+    place = torch.device("cpu") if group.size > 1 else device
     model = load_model(
-        spec, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
+        spec, device=place, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
     )
+    ours = forwards == "auto" and is_llama(model)
     with _explained(spec):
+        if group.size > 1:
+            if not ours:
+                raise ModelError(
+                    f"Model {spec!r} ({type(model).__name__}) runs through transformers, and ranks can share only what "
+                    "our own forward pass computes. Use target_tp 1, or spread it: --target-device cuda:0-1."
+                )
+            cut(model, group, device)
         context = _context(spec, model, max_context)
         _check_cache_fits(spec, model, context)
-        return LlamaRunner(model, context) if forwards == "auto" and is_llama(model) else HFRunner(model, context)
+        return LlamaRunner(model, context, group) if ours else HFRunner(model, context)
 
 
 def load_model(

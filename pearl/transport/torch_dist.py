@@ -1,4 +1,4 @@
-"""Rows over a process group, and torchrun's key-value store: the one file that imports torch.distributed.
+"""Rows and sums over process groups, and torchrun's key-value store: the one file that imports torch.distributed.
 
 Knows rows and ranks, not what they are for. The groups are made directly from their backend: the default group
 of the process, which belongs to whoever launched it, is not touched.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,6 +25,9 @@ from pearl.transport.base import check_row
 _TAG = 0
 _NEVER = timedelta(days=1)  # a row waits for its receiver as long as the request lasts
 _POLL = 0.0001  # seconds between two looks at a CUDA event
+_IDLE = timedelta(days=3650)  # how long a rank may wait to be told something
+_WORDS = 63  # told at once; more take a second message
+_NAMING = 1.0  # seconds
 
 
 class _Group(Protocol):
@@ -65,7 +68,7 @@ class ProcessGroupChannel:
             raise ConfigError(f"tensor channel {backend!r} is unknown: choose one of {', '.join(_BACKENDS)}")
         self._vocab_size, self._device, self._timeout = vocab_size, device, timeout
         self._dead = ""
-        store = dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: it stays for the next group
+        store = _meeting(store_path, name)
         try:
             self._group: _Group = _BACKENDS[backend](store, rank, device, timeout)
         except RuntimeError as error:
@@ -103,15 +106,38 @@ class ProcessGroupChannel:
         raise TransportError(reason) from cause
 
 
+def _meeting(store_path: Path, name: str) -> dist.Store:
+    """Where the ranks of group `name` find each other: a file of one machine."""
+    return dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: it stays for the next group
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+    """A group over the loopback, for processes of one machine."""
+    backend: Any = dist.ProcessGroupGloo  # torch's own stubs lack its options
+    options = backend._Options()
+    options._devices = [backend.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=timeout)
+    return backend(store, rank, size, options)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
+    """A group of GPUs of one machine, one a rank."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where they find each other; what they send has links of its own
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that nobody asks for
+    # NCCL's own rendezvous blocks without a deadline, so nobody enters it before all are there.
+    store.set(f"rank{rank}", "here")
+    store.wait([f"rank{other}" for other in range(size)], timedelta(seconds=timeout))
+    group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
 class _Gloo:
-    """Through host memory over the loopback, for two processes of one machine."""
+    """Through host memory, for two processes of one machine."""
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
-        backend: Any = dist.ProcessGroupGloo  # torch's own stubs lack its options
-        options = backend._Options()
-        options._devices = [backend.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=timeout)
-        self._group: Any = backend(store, rank, 2, options)
+        self._group = _gloo(store, rank, 2, timeout)
         self.device, self._peer = torch.device("cpu"), 1 - rank
         self._error: RuntimeError | None = None
         # Gloo reads a row only when its receiver asks for it, and offers no way to see that it has: somebody
@@ -155,15 +181,9 @@ class _Nccl:
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that nobody asks for
-        # NCCL's own rendezvous blocks without a deadline, so nobody enters it before both are there.
-        store.set(f"rank{rank}", "here")
-        store.wait([f"rank{1 - rank}"], timedelta(seconds=timeout))
         self.device, self._peer = device, 1 - rank
         self._stream = torch.cuda.Stream(device)
-        self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
-        self._group.eager_connect_single_device(device)
+        self._group = _nccl(store, rank, 2, device, timeout)
 
     def send(self, row: torch.Tensor) -> None:
         row = row.to(self.device).contiguous()
@@ -189,9 +209,92 @@ class _Nccl:
         self._group.abort()
 
 
-_STORE_POLL = 0.1  # seconds
-
 _BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
+
+
+class RankGroup:
+    """The ranks that share a model: their sums, and what the first one, the leader, tells the others to do.
+
+    Sums go over NCCL where the ranks have GPUs (unproven, as `_Nccl` is), else over gloo; what is told goes over gloo.
+    Nothing in here times out once the group is made, for an engine may be idle for days.  A rank that ends breaks its
+    connections, so that the others do not wait for it; one that hangs is its launcher's business.
+    """
+
+    def __init__(self, store_path: Path, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        """Waits for the other ranks; raises `TransportError` where one has not come after `timeout` seconds."""
+        self.rank, self.size = rank, size
+        self._lost, self._named, self._closing = "", Event(), False
+        try:
+            self._told = _gloo(_meeting(store_path, "told"), rank, size, timeout)
+            self._told._set_default_timeout(_IDLE)
+            self._sums = self._told
+            if device.type == "cuda":
+                self._sums = _nccl(_meeting(store_path, "sums"), rank, size, device, timeout)
+        except RuntimeError as error:
+            raise TransportError(f"the {size} ranks have not found each other: {error}") from error
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors added up, in place of `part`; the same bits on every rank."""
+        part = part.contiguous()
+        self._wait(lambda: self._sums.allreduce([part]))
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors [rows, columns] side by side: [rows, size * columns]."""
+        parts = part.new_empty(self.size * len(part), part.shape[1])
+        self._wait(lambda: self._sums._allgather_base(parts, part.contiguous()))
+        return parts.view(self.size, *part.shape).transpose(0, 1).reshape(len(part), -1)
+
+    def tell(self, words: Sequence[int]) -> None:
+        """To all other ranks; each must call `told`."""
+        head = torch.zeros(_WORDS + 1, dtype=torch.long)
+        head[0], first = len(words), words[:_WORDS]
+        head[1 : 1 + len(first)] = torch.tensor(first, dtype=torch.long)
+        self._broadcast(head)
+        if len(words) > _WORDS:
+            self._broadcast(torch.tensor(words[_WORDS:], dtype=torch.long))
+
+    def told(self) -> list[int]:
+        """What the leader tells next; waits for it, however long. Raises `TransportError` when it is gone."""
+        head = self._broadcast(torch.empty(_WORDS + 1, dtype=torch.long))
+        count = int(head[0])
+        words: list[int] = head[1 : 1 + count].tolist()
+        if count > _WORDS:
+            words += self._broadcast(torch.empty(count - _WORDS, dtype=torch.long)).tolist()
+        return words
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Has `lost` called, with what is to be said, as soon as another rank is gone: even in mid-forward, or idle."""
+        for rank in range(self.size):
+            if rank != self.rank:
+                Thread(target=self._watch, args=(rank, lost), name=f"rank-{rank}", daemon=True).start()
+
+    def _watch(self, rank: int, lost: Callable[[str], None]) -> None:
+        try:
+            self._told.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # which nobody sends
+        except RuntimeError:
+            if not self._closing and not self._named.is_set():
+                self._lost = f"rank {rank} of the target is gone"
+                self._named.set()
+                lost(self._lost)
+
+    def close(self) -> None:
+        """From now on the others may leave."""
+        self._closing = True
+
+    def _broadcast(self, words: torch.Tensor) -> torch.Tensor:
+        self._wait(lambda: self._told.broadcast([words]))
+        return words
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()  # on a GPU it is the stream that waits, not this thread
+        except RuntimeError as error:
+            self._named.wait(_NAMING)  # who watches knows which rank it was
+            raise TransportError(self._lost or f"the ranks of the target have lost each other: {error}") from error
+
+
+_STORE_POLL = 0.1  # seconds
 
 
 class TorchrunStore:

@@ -1,11 +1,12 @@
 """`python -m pearl.worker`: one worker process, started by a launcher that holds its stdin (see lifeline.py).
 
-The first line on stdin is a JSON object: role, config (of EngineConfig), address, directory, tensors.
+The first line on stdin is a JSON object: role, rank, config (of EngineConfig), address, directory, tensors.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ def main() -> int:
     settings = lifeline.settings
     role, config = settings["role"], EngineConfig(**settings["config"])
     directory = Path(settings["directory"])
-    log_to_stderr(config.log_level, role)
+    log_to_stderr(config.log_level, f"{role} rank {settings['rank']}" if settings["rank"] else role)
     lifeline.watch(directory)
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
+    run = build.run_draft if role == "draft" else build.run_follower if settings["rank"] else build.run_target
     try:
-        (build.run_target if role == "target" else build.run_draft)(config, settings, lifeline)
+        run(config, settings, lifeline)
     except PearlError as error:
         lifeline.tell("failed", kind=type(error).__name__, message=str(error))
         return error.exit_code
@@ -51,4 +53,6 @@ def _described(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that waits in gloo would abort the process if it woke while the interpreter ends

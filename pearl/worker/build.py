@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pearl.config import Device, EngineConfig
-from pearl.errors import ModelError
+from pearl.errors import ModelError, TransportError
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import ModelRunner
+from pearl.models.shard import ALONE
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabulary_digest
 from pearl.models.toy import load_toy
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
@@ -28,8 +30,12 @@ from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.lifeline import Lifeline
+from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.target import TargetSettings, TargetWorker
+
+if TYPE_CHECKING:
+    from pearl.transport.torch_dist import RankGroup
 
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
@@ -40,27 +46,40 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
     endpoint = ZmqListener(settings["address"], _keys(config, settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
-        device = _place(config.target_device, "target")
+        device = _place(config, "target")
         make_channel = _channel(config, settings, 0, device, tracer)
         _pin(config, "target")  # from here on the draft's cores are none that we may use
-        progress = lifeline.progress()
-        tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
-        digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
-        runner = _loaded(tracer, config, "target", device, progress)
-        worker = TargetWorker(
-            endpoint,
-            TargetExecutor(runner, partial(_text_stream, tokenizer)),
-            TargetSettings(runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft),
-            ready=partial(lifeline.tell, "ready"),
-            stopping=lifeline.closed.is_set,
-            tracer=tracer,
-            channel=partial(make_channel, runner.vocab_size) if make_channel else None,
-        )
-        with torch.inference_mode():
-            worker.run()
+        with _leading(config, settings, device, lifeline) as group:
+            progress = lifeline.progress()
+            tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
+            digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
+            runner = _loaded(tracer, config, "target", device, progress, group)
+            worker = TargetWorker(
+                endpoint,
+                TargetExecutor(runner, partial(_text_stream, tokenizer)),
+                TargetSettings(runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft),
+                ready=partial(lifeline.tell, "ready"),
+                stopping=lifeline.closed.is_set,
+                tracer=tracer,
+                channel=partial(make_channel, runner.vocab_size) if make_channel else None,
+            )
+            with torch.inference_mode():
+                worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
+
+
+def run_follower(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
+    """Another rank of the target, from loading to its end. Raises `PearlError`s for what went wrong."""
+    rank = settings["rank"]
+    device = _place(config, "target", rank)
+    _pin(config, "target", rank)
+    group = _group(config, settings, device)
+    assert group is not None
+    runner = _runner(config, "target", device, lambda _: None, group)
+    with torch.inference_mode():
+        follow(runner, group)
 
 
 def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
@@ -68,7 +87,7 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
     tracer = _tracer(config, settings)
     endpoint = ZmqConnection(settings["address"], _keys(config, settings))
     try:
-        device = _place(config.draft_device, "draft")
+        device = _place(config, "draft")
         make_channel = _channel(config, settings, 1, device, tracer)
         _pin(config, "draft")
         progress = lifeline.progress()
@@ -116,11 +135,51 @@ def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer:
     return Tracer(recorder(Path(config.trace)) if config.trace else None, open_part)
 
 
+def _group(config: EngineConfig, settings: dict[str, Any], device: torch.device) -> RankGroup | None:
+    """The ranks that share the target, once all are there; None where it is one's own."""
+    if config.target_tp == 1:
+        return None
+    from pearl.transport.torch_dist import RankGroup
+
+    store, rank = Path(settings["directory"]) / "group", settings["rank"]
+    return RankGroup(store, rank, config.target_tp, device, config.startup_timeout)
+
+
+@contextmanager
+def _leading(
+    config: EngineConfig, settings: dict[str, Any], device: torch.device, lifeline: Lifeline
+) -> Iterator[RankGroup | None]:
+    """The group that this process leads, if any. Its other ranks are dismissed where all went well; where it did not
+    they may be out of step, and end when this process does.
+    """
+
+    def give_up(why: str) -> None:
+        """At once: the main thread may be waiting for the rank that is gone, or for a request."""
+        lifeline.tell("failed", kind=TransportError.__name__, message=why)
+        os._exit(TransportError.exit_code)
+
+    group = _group(config, settings, device)
+    if group is None:
+        yield None
+        return
+    group.watch(give_up)
+    try:
+        yield group
+    finally:
+        group.close()
+    dismiss(group)
+
+
 def _loaded(
-    tracer: Tracer, config: EngineConfig, role: str, device: torch.device, progress: Callable[[str], None]
+    tracer: Tracer,
+    config: EngineConfig,
+    role: str,
+    device: torch.device,
+    progress: Callable[[str], None],
+    group: RankGroup | None = None,
 ) -> ModelRunner:
     start = tracer.clock()
-    runner = _runner(config, role, device, progress)
+    runner = _runner(config, role, device, progress, group)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
 
@@ -136,11 +195,19 @@ def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Callable[
     return vocabulary_digest(draft, draft.vocab_size)
 
 
-def _runner(config: EngineConfig, role: str, device: torch.device, progress: Callable[[str], None]) -> ModelRunner:
+def _runner(
+    config: EngineConfig,
+    role: str,
+    device: torch.device,
+    progress: Callable[[str], None],
+    group: RankGroup | None = None,
+) -> ModelRunner:
     is_target = role == "target"
     spec = config.target if is_target else config.draft
     runner: ModelRunner
     if spec.partition(":")[0] == "toy":
+        if group is not None:
+            raise ModelError("ranks cannot share a toy model: it has no weights. Use target_tp 1.")
         runner = load_toy(spec, role, config.max_context)
     else:
         runner = load_runner(
@@ -148,28 +215,34 @@ def _runner(config: EngineConfig, role: str, device: torch.device, progress: Cal
             device=device,
             dtype=config.target_dtype if is_target else config.draft_dtype,
             max_context=config.max_context,
-            device_map=config.target_device_map
-            if is_target and len(Device.parse(config.target_device).gpus) > 1
-            else None,
+            device_map=config.target_device_map if is_target and len(config.device("target").gpus) > 1 else None,
             forwards=config.forwards,
             trust_remote_code=config.trust_remote_code,
             progress=progress,
+            group=group or ALONE,
         )
+        if group is not None and group.rank == 0:
+            runner = LeadingRunner(runner, group)
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     pace = config.target_pace if is_target else config.draft_pace
     return PacedRunner(runner, pace) if pace else runner
 
 
-def _place(name: str, role: str) -> torch.device:
+def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    device, gpus = Device.parse(name), torch.cuda.device_count()
+    device, gpus = config.device(role, rank), torch.cuda.device_count()
     if device.kind == "cpu" or (device.kind == "auto" and not gpus):
         return torch.device("cpu")
+    if device.kind == "auto" and role == "draft":  # the GPU behind the target's; if there is none it shares the last
+        return _cuda(min(config.target_tp, gpus - 1))
     if device.kind == "auto":
-        return _cuda(min(int(role == "draft"), gpus - 1))
+        if config.target_tp > gpus:
+            raise ModelError(f"target_tp {config.target_tp} takes a GPU a rank, and torch sees {gpus}")
+        return _cuda(rank)
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
+        name = config.target_device if role == "target" else config.draft_device
         raise ModelError(f"device {name} is not there: torch sees {gpus} GPUs")
     return _cuda(index)
 
@@ -186,26 +259,33 @@ def _on_two_gpus(config: EngineConfig) -> bool:
     if "cpu" in (target.kind, draft.kind):
         return False
     if "auto" in (target.kind, draft.kind):
-        return torch.cuda.device_count() > 1 and target.kind == draft.kind
+        return torch.cuda.device_count() > config.target_tp and target.kind == draft.kind
     return not set(target.gpus) & set(draft.gpus)
 
 
-def _pin(config: EngineConfig, role: str) -> None:
-    """Pins this process to the cores of its device; `auto` gives each role its half of them, on two hosts all.
+def _pin(config: EngineConfig, role: str, rank: int = 0) -> None:
+    """Pins this process to the cores of its device; `auto` gives each worker of this host as many of them.
 
     Threads that run already (the sockets' I/O thread) stay unpinned.
     """
-    device = Device.parse(config.target_device if role == "target" else config.draft_device)
+    device = config.device(role, rank)
     if device.kind == "cuda" or (device.kind == "auto" and torch.cuda.is_available()):
         return
-    usable = sorted(os.sched_getaffinity(0))
-    half = (len(usable) + 1) // 2 if config.has_draft and config.one_host else len(usable)
     cores = device.cores
     if device.kind == "auto":
-        cores = tuple(usable[:half] if role == "target" else usable[half:] or usable)
+        targets, drafts = config.target_tp, int(config.has_draft)
+        if not config.one_host:
+            targets, drafts = (targets, 0) if role == "target" else (0, 1)
+        cores = _equal_part(sorted(os.sched_getaffinity(0)), rank if role == "target" else targets, targets + drafts)
     if cores is not None:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
+
+
+def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
+    """The first have one more where they cannot be equal; where there are too few, some have the same one."""
+    first, end = (-(-i * len(cores) // of) for i in (which, which + 1))
+    return tuple(cores[first:end]) or (cores[which % len(cores)],)
 
 
 def _channel(

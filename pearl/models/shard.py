@@ -1,0 +1,116 @@
+"""One model shared by several ranks: what each keeps of a Llama's weights, and what they tell each other in a forward.
+
+Tensor parallelism as in "Megatron-LM" (Shoeybi et al., 2019, section 3): of attention a rank has some of the heads, of
+the MLP some of the inner columns, so that each block ends with one sum over the ranks; of the head it has some rows.
+Embedding and norms are everybody's.  Knows no processes: a `Group` does the talking.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn import Linear, Parameter
+from torch.nn.functional import pad
+
+from pearl.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Group(Protocol):
+    """The ranks that share a model, as one of them sees it. All of them make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors added up, the same bits on every rank; may be `part` itself, overwritten."""
+        ...
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors [rows, columns] side by side, in their order: [rows, size * columns]."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+ALONE: Group = Alone()
+
+
+def cut(model: PreTrainedModel, group: Group, device: torch.device) -> None:
+    """Leaves of a whole `model`, for which `is_llama` holds, what this rank keeps, and moves that to `device`.
+
+    What its config says of heads is then true of the part.  Where there are more ranks than key-value heads, each of
+    these is kept by all ranks whose queries face it.  Raises `ModelError` where the ranks could not be equal.
+    """
+    config, rank, size = model.config, group.rank, group.size
+    heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    _check(size, heads, kv_heads, inner)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    queries = _share(heads * width, rank, size)
+    keys = _share(kv_heads * width, *((rank, size) if size <= kv_heads else (rank * kv_heads // size, kv_heads)))
+    columns = _share(inner, rank, size)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear, rows in (
+            (attention.q_proj, queries),
+            (attention.k_proj, keys),
+            (attention.v_proj, keys),
+            (mlp.gate_proj, columns),
+            (mlp.up_proj, columns),
+        ):
+            _keep_rows(linear, rows, device)
+        _keep_columns(attention.o_proj, queries, rank, device)
+        _keep_columns(mlp.down_proj, columns, rank, device)
+    _keep_rows(model.lm_head, _share(-(-config.vocab_size // size) * size, rank, size), device)
+    config.num_attention_heads, config.num_key_value_heads = heads // size, max(1, kv_heads // size)
+    config.head_dim = width  # it is no longer hidden_size / heads
+    model.to(device)  # type: ignore[arg-type]
+
+
+def _check(size: int, heads: int, kv_heads: int, inner: int) -> None:
+    fitting = [
+        n for n in range(1, heads + 1) if not heads % n and not inner % n and (not kv_heads % n or not n % kv_heads)
+    ]
+    if size not in fitting:
+        raise ModelError(
+            f"{size} ranks cannot share {heads} attention heads, {kv_heads} key-value heads and {inner} inner columns "
+            f"equally. Choose target_tp {' or '.join(map(str, fitting))}."
+        )
+
+
+def _share(count: int, rank: int, size: int) -> slice:
+    each = count // size
+    return slice(rank * each, (rank + 1) * each)
+
+
+def _keep_rows(linear: Linear, rows: slice, device: torch.device) -> None:
+    """Of what comes out. Rows past the end (of a vocabulary that cannot be shared equally) are zeros."""
+    part, count = linear.weight[rows], rows.stop - rows.start
+    _replace(linear, part if len(part) == count else pad(part, (0, 0, 0, count - len(part))), device)
+    if linear.bias is not None:
+        linear.bias = Parameter(linear.bias[rows].to(device, copy=True), requires_grad=False)
+
+
+def _keep_columns(linear: Linear, columns: slice, rank: int, device: torch.device) -> None:
+    """Of what goes in. The sum must hold the bias once, so it is the first rank's."""
+    _replace(linear, linear.weight[:, columns], device)
+    if rank:
+        linear.bias = None  # type: ignore[assignment]
+
+
+def _replace(linear: Linear, part: torch.Tensor, device: torch.device) -> None:
+    """A copy, of which the whole holds nothing: it can go, or stay on disk, where it was mapped rather than read."""
+    linear.weight = Parameter(part.detach().to(device, copy=True).contiguous(), requires_grad=False)

@@ -1,0 +1,66 @@
+"""Several ranks that share the target: the leader has the coordinator, the others repeat its forwards.
+
+Followers never judge and never sample.  What they are told of a forward says where it starts: a rollback needs no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pearl.errors import TargetLost, TransportError
+from pearl.models.runner import ModelRunner, check_room
+
+
+class Telling(Protocol):
+    """What `tell` is given on the leader `told` returns on every follower, in order."""
+
+    def tell(self, words: Sequence[int]) -> None: ...
+    def told(self) -> list[int]: ...
+
+
+class LeadingRunner:
+    """The leader's `ModelRunner`: wraps its part of the model, and has the followers do each forward too."""
+
+    def __init__(self, runner: ModelRunner, group: Telling) -> None:
+        self._runner, self._group = runner, group
+        self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
+
+    @property
+    def length(self) -> int:
+        return self._runner.length
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `TargetLost`."""
+        check_room(tokens, self.length + len(tokens), self.context, self.vocab_size)
+        self._group.tell([self.length, rows, *tokens])
+        try:
+            return self._runner.forward(tokens, rows)
+        except TransportError:
+            raise  # another rank's fault
+        except Exception as error:
+            cause = str(error).partition("\n")[0]
+            raise TargetLost(
+                f"a forward failed and its ranks are out of step: {type(error).__name__}: {cause}"
+            ) from error
+
+    def rollback(self, length: int) -> None:
+        self._runner.rollback(length)
+
+    def synchronize(self) -> None:
+        self._runner.synchronize()
+
+
+def dismiss(group: Telling) -> None:
+    """Ends the followers' loops."""
+    group.tell([])
+
+
+def follow(runner: ModelRunner, group: Telling) -> None:
+    """A follower's loop: returns when the leader dismisses it, raises `TransportError` when it is gone."""
+    while words := group.told():
+        start, rows, *tokens = words
+        runner.rollback(start)
+        runner.forward(tokens, rows)

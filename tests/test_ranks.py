@@ -1,0 +1,509 @@
+"""A target that several ranks share: what each computes, how they keep in step, and that all of them end with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pearl.config import EngineConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.errors import ModelError, RequestError, StartError, TargetLost, TransportError
+from pearl.models.llama import LlamaRunner
+from pearl.models.loading import load_runner
+from pearl.models.runner import ModelRunner
+from pearl.models.shard import cut
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.processes import Target
+from pearl.protocol.messages import Sampling
+from pearl.transport.torch_dist import RankGroup
+from pearl.verification import make_rule
+from pearl.worker.build import _equal_part, _place
+from pearl.worker.ranks import LeadingRunner, dismiss, follow
+from tests.test_llama_runner import CPU, KINDS, load, logits
+from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
+from tests.tiny import tiny_model
+
+__all__ = ["temporary"]  # a fixture
+
+WAIT = 120.0  # seconds: a bound for a slow machine, never reached where all is well
+# Sums over the ranks add in another order. Of the tiny models' logits, up to 2.6, the largest difference seen: 1.6e-6.
+BOUND = 1e-5
+
+
+def biased(kind: str, directory: Path) -> Path:
+    """A tiny model whose biases are not the zeros that they are made with."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(std=0.5, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(directory / kind)
+    return directory / kind
+
+
+# ---- the share of a rank ----
+
+
+class Threads:
+    """The ranks of a group as threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._parts: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=WAIT)
+
+    def run(self, make: Callable[[ThreadGroup], LlamaRunner]) -> list[torch.Tensor]:
+        """The logits of each rank; models are loaded one after the other, for transformers is not for threads."""
+        runners = [make(ThreadGroup(rank, self)) for rank in range(self.size)]
+        found: list[Any] = [None] * self.size
+
+        def compute(rank: int) -> None:
+            found[rank] = logits(runners[rank])
+
+        threads = [threading.Thread(target=compute, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def exchange(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[rank] = part.clone()
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+
+class ThreadGroup:
+    def __init__(self, rank: int, threads: Threads) -> None:
+        self.rank, self.size, self._threads = rank, threads.size, threads
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._threads.exchange(self.rank, part)).sum(0)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._threads.exchange(self.rank, part), -1)
+
+
+def shared(path: Path, size: int, dtype: str = "float32") -> list[torch.Tensor]:
+    def make(group: ThreadGroup) -> LlamaRunner:
+        runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64, group=group)
+        assert isinstance(runner, LlamaRunner)
+        return runner
+
+    return Threads(size).run(make)
+
+
+def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
+    runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64)
+    assert isinstance(runner, LlamaRunner)
+    return logits(runner)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_compute_what_one_does(kind: str, size: int, tmp_path: Path) -> None:
+    """Four have more ranks than the two key-value heads; no number of them divides the vocabulary."""
+    path = biased(kind, tmp_path)
+    found, expected = shared(path, size), whole(path)
+    assert all(torch.equal(found[0], other) for other in found)
+    assert (found[0] - expected).abs().max() <= BOUND
+    assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
+
+
+def test_biases_of_the_families_that_have_them_matter(tmp_path: Path) -> None:
+    """Else the test above would not see one that is added twice."""
+    for kind in ("qwen2", "llama-biased"):
+        assert (whole(biased(kind, tmp_path)) - logits(load(kind))).abs().max() > 0.1
+
+
+def test_rounding_of_sums_is_no_worse_than_that_of_one() -> None:
+    """bfloat16. The bound: twice what the logits of one rank are off from those of the same weights in float32."""
+    path = tiny_model("llama", dtype="bfloat16")
+    exact = whole(path, "float32")
+    ours, ones = (shared(path, 2, "bfloat16")[0] - exact).abs(), (whole(path, "bfloat16") - exact).abs()
+    assert 0 < ours.max() <= 2 * ones.max()
+
+
+def test_a_rank_keeps_its_share_and_nothing_else() -> None:
+    """Of 4 heads, 2 key-value heads, 64 inner columns and 267 tokens, at width 8 and hidden size 32."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    cut(model, ThreadGroup(1, Threads(2)), CPU)
+    shapes = {name.split(".")[-2]: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert shapes["q_proj"] == (16, 32)
+    assert shapes["k_proj"] == shapes["v_proj"] == (8, 32)
+    assert shapes["o_proj"] == (32, 16)
+    assert shapes["gate_proj"] == shapes["up_proj"] == (32, 32)
+    assert shapes["down_proj"] == (32, 32)
+    assert shapes["lm_head"] == (134, 32)
+    assert shapes["embed_tokens"] == (267, 32)
+    for name, weight in model.named_parameters():
+        assert weight.untyped_storage().nbytes() <= weight.nbytes + 64 or "proj" not in name, "a view keeps the whole"
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_ranks_that_cannot_be_equal_are_refused(size: int) -> None:
+    with pytest.raises(ModelError, match=rf"{size} ranks cannot share 4 attention heads.*target_tp 1 or 2 or 4"):
+        load_runner(str(tiny_model()), device=CPU, group=ThreadGroup(0, Threads(size)))
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
+def test_a_model_that_runs_through_transformers_is_not_shared(kind: str, forwards: str) -> None:
+    with pytest.raises(ModelError, match="target_tp 1"):
+        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(2)))
+
+
+@pytest.mark.parametrize(
+    ("cores", "of", "parts"),
+    [
+        (2, 2, [(0,), (1,)]),
+        (5, 2, [(0, 1, 2), (3, 4)]),
+        (8, 3, [(0, 1, 2), (3, 4, 5), (6, 7)]),
+        (2, 3, [(0,), (1,), (0,)]),
+    ],
+)
+def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: list[tuple[int, ...]]) -> None:
+    assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(4, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 1])])
+def test_auto_gives_each_worker_a_gpu(gpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is left the draft shares the target's last."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    config = EngineConfig(target_tp=2)
+    places = [_place(config, "target", 0), _place(config, "target", 1), _place(config, "draft")]
+    assert [place.index for place in places] == expected
+
+
+def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft may be on another host, which has fewer."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1"):
+        _place(EngineConfig(target_tp=2), "target", 0)
+    assert _place(EngineConfig(target_tp=2), "draft").index == 0
+
+
+# ---- in step ----
+
+
+class Wire:
+    """What the leader tells, to one follower."""
+
+    def __init__(self) -> None:
+        self._words: SimpleQueue[list[int]] = SimpleQueue()
+
+    def tell(self, words: Any) -> None:
+        self._words.put(list(words))
+
+    def told(self) -> list[int]:
+        return self._words.get(timeout=WAIT)
+
+
+def toy() -> ToyRunner:
+    return ToyRunner(32, alpha_pair(32, 0.5)[0], 64)
+
+
+def test_a_follower_does_what_its_leader_does() -> None:
+    """Rollbacks travel with the next forward; a request that does not fit is refused before anybody is told."""
+    wire, mine, theirs = Wire(), toy(), toy()
+    leader = LeadingRunner(mine, wire)
+    leader.forward([1, 2, 3, 4], 1)
+    leader.rollback(2)
+    leader.rollback(1)
+    with pytest.raises(RequestError):
+        leader.forward([0] * 64, 1)
+    leader.forward([7, 8], 2)
+    leader.rollback(0)
+    leader.forward([5], 0)
+    dismiss(wire)
+    follow(theirs, wire)
+    assert theirs._tokens == mine._tokens == [5]
+
+
+class Failing(ToyRunner):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(32, alpha_pair(32, 0.5)[0], 64)
+        self._error = error
+
+    def forward(self, tokens: Any, rows: int) -> torch.Tensor:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), MemoryError("no memory"), ValueError("no memory")]
+)
+def test_a_forward_that_fails_on_one_rank_ends_the_target(error: Exception) -> None:
+    """The others are in the midst of it: out of memory, which a target of one survives, is here the end."""
+    with pytest.raises(TargetLost, match=f"{type(error).__name__}: no memory"):
+        LeadingRunner(Failing(error), Wire()).forward([1], 1)
+
+
+def test_another_ranks_end_is_told_as_it_is() -> None:
+    with pytest.raises(TransportError, match="rank 1"):
+        LeadingRunner(Failing(TransportError("rank 1 is gone")), Wire()).forward([1], 1)
+
+
+# ---- two processes ----
+
+CHILD = """
+import os, signal, sys, torch
+from pathlib import Path
+from pearl.transport.torch_dist import RankGroup
+store, rank, kind, *paths = sys.argv[1:]
+device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(rank))
+if kind == "cuda":
+    torch.cuda.set_device(device)
+group = RankGroup(Path(store), int(rank), 2, device, 120.0)
+"""
+
+
+class Pair:
+    """This process as rank `mine` of two, and a child as the other that runs `script` and ends."""
+
+    def __init__(self, store: Path, script: str, *paths: Path, mine: int = 0, device: torch.device = CPU) -> None:
+        arguments = [str(store), str(1 - mine), device.type, *map(str, paths)]
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", f"{CHILD}\n{script}\nos._exit(0)", *arguments],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        try:
+            self.group = RankGroup(store, mine, 2, device, WAIT)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.group.close()
+        pair.stop()
+
+
+LOGITS = """
+from pearl.models.loading import load_runner
+from tests.test_llama_runner import logits
+for path in paths:
+    group.gather(logits(load_runner(path, device=device, max_context=64, group=group)))
+"""
+
+
+def test_two_processes_compute_what_one_does(pairs: list[Pair], tmp_path: Path) -> None:
+    """Over gloo. Rank 1 gives its logits back, in which there is not a bit that differs from rank 0's."""
+    paths = [biased(kind, tmp_path) for kind in ("llama", "llama-tied", "qwen2")]
+    pairs.append(Pair(tmp_path / "store", LOGITS, *paths))
+    for path in paths:
+        found = logits(load_runner(str(path), device=CPU, max_context=64, group=pairs[0].group))
+        both = pairs[0].group.gather(found)
+        assert torch.equal(*both.chunk(2, -1))
+        assert (found - whole(path)).abs().max() <= BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
+def test_two_gpus_compute_what_one_does(pairs: list[Pair], tmp_path: Path) -> None:
+    """Over NCCL; a GPU multiplies float32 in another order than a CPU, so the bound is wider."""
+    device, path = torch.device("cuda", 0), biased("qwen2", tmp_path)
+    pairs.append(Pair(tmp_path / "store", LOGITS, path, device=device))
+    found = logits(load_runner(str(path), device=device, max_context=64, group=pairs[0].group))
+    both = pairs[0].group.gather(found)
+    assert torch.equal(*both.chunk(2, -1))
+    assert (found.cpu() - whole(path)).abs().max() <= 1e-4
+
+
+def test_words_arrive_and_an_end_is_noticed(pairs: list[Pair], tmp_path: Path) -> None:
+    """Few words and many; then rank 1 dies amid a sum, and rank 0 is told which one it was, in both of its threads."""
+    script = """
+words = [group.told() for _ in range(3)]
+group.sum(torch.tensor([sum(map(sum, words))]))
+group.told()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    pairs.append(Pair(tmp_path / "store", script))
+    group, lost = pairs[0].group, SimpleQueue[str]()
+    group.watch(lost.put)
+    for words in ([7], [], list(range(1000))):
+        group.tell(words)
+    assert int(group.sum(torch.tensor([0]))) == 7 + sum(range(1000))
+    assert lost.empty()
+    group.tell([1])
+    with pytest.raises(TransportError, match="rank 1 of the target is gone"):
+        group.sum(torch.zeros(3))
+    assert lost.get(timeout=WAIT) == "rank 1 of the target is gone"
+
+
+def test_a_leader_that_ends_is_noticed(pairs: list[Pair], tmp_path: Path) -> None:
+    """By a follower that waits to be told something."""
+    pairs.append(Pair(tmp_path / "store", "", mine=1))
+    with pytest.raises(TransportError, match="lost each other"):
+        pairs[0].group.told()
+
+
+@pytest.mark.slow
+def test_an_idle_rank_waits_longer_than_the_ranks_had_to_meet(tmp_path: Path) -> None:
+    """An engine may be idle for days."""
+    bound = 5.0
+    leader: list[RankGroup] = []
+    thread = threading.Thread(target=lambda: leader.append(RankGroup(tmp_path / "store", 0, 2, CPU, bound)))
+    thread.start()
+    follower = RankGroup(tmp_path / "store", 1, 2, CPU, bound)
+    thread.join()
+    timer = threading.Timer(bound + 1, leader[0].tell, [[3]])
+    timer.start()
+    assert follower.told() == [3]
+    timer.join()
+
+
+def test_a_rank_that_never_comes_is_an_error_in_bounded_time(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="have not found each other"):
+        RankGroup(tmp_path / "store", 0, 2, CPU, 0.5)
+
+
+# ---- an engine ----
+
+PROMPT = [20, 30, 40, 50]
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[str, str]:
+    """Target and draft, the same weights disturbed; made before a test has a temporary directory of its own."""
+    return str(tiny_model()), str(tiny_model(noise=0.3))
+
+
+def alone(pair: tuple[str, str], sampling: Sampling, tokens: int) -> list[int]:
+    """What the pair writes on one rank, found without any of the runtime: each position judged by itself."""
+    target, draft = (load_runner(path, device=CPU, max_context=128) for path in pair)
+    rule, text = make_rule("ratio", sampling), list(PROMPT)
+    for position in range(len(text), len(text) + tokens):
+        guess, probs = rule.draft(fed(draft, text), position)
+        verdict = rule.judge(fed(target, text)[None], [guess], [] if probs is None else [probs], position)
+        text.append(guess if verdict.token is None else verdict.token)
+    return text[len(PROMPT) :]
+
+
+def fed(runner: ModelRunner, text: list[int]) -> torch.Tensor:
+    """The logits behind the whole of `text`."""
+    return runner.forward(text[runner.length :], 1)[0]
+
+
+def workers(engine: Engine) -> list[psutil.Process]:
+    assert engine._target is not None
+    return [
+        psutil.Process(worker._process.pid)
+        for worker in (engine._target, *engine._target.followers, *([engine._draft.worker] if engine._draft else []))
+    ]
+
+
+def test_two_ranks_and_a_draft_write_what_one_would(pair: tuple[str, str], temporary: Path) -> None:
+    """Greedily and with a seed; then the second rank dies in mid-forward, and everything ends."""
+    before = children()
+    with Engine(*pair, target_tp=2, max_context=128) as engine:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
+            (result,) = engine.generate([PROMPT], params)
+            assert result.tokens == alone(pair, Sampling(temperature=temperature, seed=5), 60)
+            assert result.statistics.num_accepted_draft_tokens > 0
+        assert [fed for fed, _ in engine.welcome.t_target] == [1, 2, 4, 8], "they were measured together"
+        engine.start_trace(temporary / "trace.json")
+        engine.generate([PROMPT], params)
+        assert engine.stop_trace().stat().st_size > 0
+
+        processes = workers(engine)
+        stream = engine.stream(PROMPT, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+        processes[1].send_signal(signal.SIGSTOP)  # so that the first waits for it amid a forward
+        eventually(lambda: processes[1].status() == psutil.STATUS_STOPPED, "it has stopped")
+        processes[1].kill()
+        with pytest.raises(TargetLost, match="target rank 1 worker was killed by signal 9"):
+            list(stream)
+    assert all(gone(process.pid) for process in processes)
+    assert children() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_nothing_is_asked_takes_the_others_along(
+    pair: tuple[str, str], temporary: Path, victim: int
+) -> None:
+    """They do not wait for the next request."""
+    with Engine(pair[0], "none", target_tp=2, max_context=128) as engine:
+        processes = workers(engine)
+        processes[victim].kill()
+        eventually(lambda: all(gone(process.pid) for process in processes), "both ranks are gone")
+        with pytest.raises(TargetLost, match=f"target {'rank 1 ' * victim}worker was killed by signal 9"):
+            list(engine.stream(PROMPT, ENDLESS.model_copy(update={"max_tokens": 9}), method="ar"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stopped: bool) -> None:
+    """Killed in the middle of a text, the second rank perhaps being stopped."""
+    script = (
+        "import json; from pearl import Engine, SamplingParams\n"
+        f"engine = Engine({pair[0]!r}, 'none', target_tp=2)\n"
+        "pids = [engine._target.pid, engine._target.followers[0].pid]\n"
+        "print(json.dumps([str(engine._directory), *pids]), flush=True)\n"
+        "for piece in engine.stream([5], SamplingParams(max_tokens=250, ignore_eos=True), method='ar'):\n"
+        "    print(flush=True)"
+    )
+    front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    directory, *pids = json.loads(front.stdout.readline())
+    if stopped:
+        os.kill(pids[1], signal.SIGSTOP)
+    front.kill()
+    check_nothing_left(front, Path(directory), pids)
+
+
+@pytest.mark.slow
+def test_ranks_that_all_fail_say_so_once_and_end_quietly(
+    pair: tuple[str, str], temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = children()
+    with pytest.raises(ModelError, match=r"^target (rank \d )?worker: 3 ranks cannot share 4 attention heads"):
+        Engine(pair[0], "none", target_tp=3)
+    assert children() <= before
+    assert "terminate" not in capfd.readouterr().err
+
+
+def test_a_start_that_fails_is_told_with_its_cause(temporary: Path) -> None:
+    before = children()
+    with pytest.raises(ModelError, match="ranks cannot share a toy model"):
+        Engine("toy", "none", target_tp=2)
+    assert children() <= before
+
+
+def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first would wait for it until startup_timeout."""
+
+    class Doomed(Target):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.followers[0].kill()
+
+    monkeypatch.setattr("pearl.engine.Target", Doomed)
+    before = children()
+    with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
+        Engine("toy", "none", target_tp=2)
+    assert children() <= before
