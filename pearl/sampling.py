@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
+from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import accumulate
 from math import inf, isfinite
 
 import numpy as np
@@ -23,6 +25,7 @@ from pearl.protocol.messages import Sampling
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
+_SHORT = 128  # tokens
 _TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
 
@@ -91,7 +94,13 @@ def pick(probs: torch.Tensor, key: int) -> int:
 
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
-    cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
+    cumulative: Sequence[float] | npt.NDArray[np.float64]
+    if len(probs) <= _SHORT:
+        cumulative = list(
+            accumulate(probs.tolist())
+        )  # the same sums, without waking numpy
+    else:
+        cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
     total = float(cumulative[-1])
     if not 0 < total < inf:  # NaN is neither
         raise _not_finite()
