@@ -96,9 +96,7 @@ def pick(probs: torch.Tensor, key: int) -> int:
     """
     cumulative: Sequence[float] | npt.NDArray[np.float64]
     if len(probs) <= _SHORT:
-        cumulative = list(
-            accumulate(probs.tolist())
-        )  # the same sums, without waking numpy
+        cumulative = list(accumulate(probs.tolist()))  # the same sums, without waking numpy
     else:
         cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
     total = float(cumulative[-1])

@@ -26,7 +26,7 @@ from pearl.bench.tasks import Task, read_tasks
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
-from pearl.errors import ConfigError, StartError
+from pearl.errors import ConfigError, ModelError, StartError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
 from tests.conftest import TOY
@@ -279,6 +279,24 @@ def test_systems_apart_are_never_open_together(pretender: type[Pretender], monke
     measure(plan_of(rows, [Task("x", 1, ("abc",))], together=True), Quiet())
     assert max(most) == 2
     assert all(one.closed for one in live)
+
+
+def test_a_model_that_all_devices_cannot_share_costs_that_row_alone(
+    pretender: type[Pretender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Picky(Pretender):
+        def __init__(self, config: EngineConfig) -> None:
+            super().__init__(config)
+            if config.target_tp == 3:
+                raise ModelError("9 heads")
+
+    monkeypatch.setattr(run, "OurSystem", Picky)
+    three = Devices(gpus=(0, 1, 2))
+    rows = [Row(AR, "pair", ONE, DecodingConfig(method="ar")), Row("ar, all devices", "all devices", three)]
+    watcher = Quiet()
+    found = measure(plan_of(rows, [Task("x", 1, ("abc",))]), watcher)
+    assert {s.row for s in found.samples} == {AR}
+    assert any("9 heads" in said for said in watcher.said)
 
 
 def test_a_later_turn_goes_on_from_the_reply_and_sums_up(pretender: type[Pretender]) -> None:

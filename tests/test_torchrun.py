@@ -122,7 +122,7 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(
 ) -> None:
     """Rank 1 only keeps it: torchrun must not hear of it, and the text is the same; and it starts another."""
     arguments = ["--target", SPEC, "--draft", SPEC, "--temperature", "0", "--target-pace", "0.03"]
-    run = launch([*ALONE, *arguments, "--draft-timeout", "1", "--max-tokens", "700", "123"], temporary)
+    run = launch([*ALONE, *arguments, "--draft-timeout", "1", "--max-tokens", "400", "123"], temporary)
     assert run.stdout is not None
     first = run.stdout.read(1)
     draft = workers(temporary["TMPDIR"])["draft"]
@@ -131,7 +131,7 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(
     assert workers(temporary["TMPDIR"])["draft"] != draft
     rest, said = run.communicate(timeout=BOUND)
     assert run.returncode == 0, said
-    assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 700)) + "\n"
+    assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 400)) + "\n"
     assert "lost on the way" in said
     assert "starting it again (1)" in said
 

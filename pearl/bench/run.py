@@ -13,6 +13,7 @@ from pearl.bench.systems import Decoded, Devices, Generate, OurSystem, System, d
 from pearl.bench.tasks import Task
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.conversation import Conversation
+from pearl.errors import ModelError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import load_tokenizer
 from pearl.theory import MOST_GAMMA, sd_best_gamma
@@ -171,14 +172,15 @@ class _Run:
         names = list(dict.fromkeys(row.system for row in self._rows))
         for group in [names] if self._plan.together else [[name] for name in names]:
             with ExitStack() as stack:
-                systems = {name: self._opened(name, stack) for name in group}
+                opened = {name: self._opened(name, stack) for name in group}
+                systems = {name: system for name, system in opened.items() if system is not None}
                 self._warm_up(systems)
                 if _PAIR in systems:
                     self._choose_gamma(systems[_PAIR])
                 self._take_turns(systems)
         return self._measured
 
-    def _opened(self, name: str, stack: ExitStack) -> System:
+    def _opened(self, name: str, stack: ExitStack) -> System | None:
         self._watcher.say(f"starting {'the pair' if name == _PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
         devices = next(row.devices for row in self._rows if row.system == name)
@@ -186,7 +188,12 @@ class _Run:
         if name == _PAIR:
             system = OurSystem(config)
         elif name == _ALL:
-            system = OurSystem(config.model_copy(update={"draft": "none", "target_device": devices.name}))
+            wide = {"draft": "none", "target_device": devices.name, "target_tp": max(1, len(devices.gpus))}
+            try:
+                system = OurSystem(config.model_copy(update=wide))
+            except ModelError as error:  # so many GPUs cannot share it
+                self._watcher.say(f"{name} is left out: {error}")
+                return None
         else:
             system = Generate(config, devices, self._defaults, assisted=name == "assisted")
         stack.callback(system.close)

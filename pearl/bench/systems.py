@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from pearl.config import DecodingConfig, Device, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import StartError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.request import resolve_sampling
-
-_ALL_CORES = tuple(sorted(os.sched_getaffinity(0)))
+from pearl.worker.build import settled
 
 
 @dataclass(frozen=True)
@@ -153,19 +150,11 @@ class Devices:
 
 
 def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
-    """Of the target and of the draft: what `auto` comes to is written out here as the workers settle it."""
-    target, draft = (_devices(config, role) for role in ("target", "draft"))
-    return target, draft
+    """Of the target, all its ranks, and of the draft, as the workers settle them."""
+    targets = [settled(config, "target", rank) for rank in range(config.target_tp)]
+    return _together(targets), _together([settled(config, "draft")])
 
 
-def _devices(config: EngineConfig, role: str) -> Devices:
-    device = Device.parse(config.target_device if role == "target" else config.draft_device)
-    gpus = torch.cuda.device_count()
-    if device.kind == "cuda":
-        return Devices(gpus=device.gpus)
-    if device.kind == "cpu":
-        return Devices(cores=device.cores or ())
-    if gpus:
-        return Devices(gpus=(min(int(role == "draft"), gpus - 1),))
-    half = (len(_ALL_CORES) + 1) // 2 if config.has_draft else len(_ALL_CORES)
-    return Devices(cores=_ALL_CORES[:half] if role == "target" else _ALL_CORES[half:] or _ALL_CORES)
+def _together(devices: Sequence[Device]) -> Devices:
+    cores = [core for device in devices for core in device.cores or ()]
+    return Devices(tuple(sorted({*cores})), tuple(sorted({gpu for device in devices for gpu in device.gpus})))

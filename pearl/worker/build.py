@@ -231,20 +231,34 @@ def _runner(
 
 def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    device, gpus = config.device(role, rank), torch.cuda.device_count()
-    if device.kind == "cpu" or (device.kind == "auto" and not gpus):
+    device, gpus = settled(config, role, rank), torch.cuda.device_count()
+    if device.kind == "cpu":
         return torch.device("cpu")
-    if device.kind == "auto" and role == "draft":  # the GPU behind the target's; if there is none it shares the last
-        return _cuda(min(config.target_tp, gpus - 1))
-    if device.kind == "auto":
-        if config.target_tp > gpus:
-            raise ModelError(f"target_tp {config.target_tp} takes a GPU a rank, and torch sees {gpus}")
-        return _cuda(rank)
+    if config.device(role).kind == "auto" and role == "target" and config.target_tp > gpus:
+        raise ModelError(f"target_tp {config.target_tp} takes a GPU a rank, and torch sees {gpus}")
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         name = config.target_device if role == "target" else config.draft_device
         raise ModelError(f"device {name} is not there: torch sees {gpus} GPUs")
     return _cuda(index)
+
+
+def settled(config: EngineConfig, role: str, rank: int = 0) -> Device:
+    """What `auto` comes to on this host; other devices are themselves.
+
+    GPUs: one for each of the target's ranks, the next for the draft, which shares the last where there are no more.
+    Otherwise as many cores for each worker of this host.
+    """
+    device = config.device(role, rank)
+    if device.kind != "auto":
+        return device
+    if gpus := torch.cuda.device_count():
+        return Device("cuda", gpus=(rank if role == "target" else min(config.target_tp, gpus - 1),))
+    targets, drafts = config.target_tp, int(config.has_draft)
+    if not config.one_host:
+        targets, drafts = (targets, 0) if role == "target" else (0, 1)
+    which = rank if role == "target" else targets
+    return Device("cpu", cores=_equal_part(sorted(os.sched_getaffinity(0)), which, targets + drafts))
 
 
 def _cuda(index: int) -> torch.device:
@@ -264,19 +278,8 @@ def _on_two_gpus(config: EngineConfig) -> bool:
 
 
 def _pin(config: EngineConfig, role: str, rank: int = 0) -> None:
-    """Pins this process to the cores of its device; `auto` gives each worker of this host as many of them.
-
-    Threads that run already (the sockets' I/O thread) stay unpinned.
-    """
-    device = config.device(role, rank)
-    if device.kind == "cuda" or (device.kind == "auto" and torch.cuda.is_available()):
-        return
-    cores = device.cores
-    if device.kind == "auto":
-        targets, drafts = config.target_tp, int(config.has_draft)
-        if not config.one_host:
-            targets, drafts = (targets, 0) if role == "target" else (0, 1)
-        cores = _equal_part(sorted(os.sched_getaffinity(0)), rank if role == "target" else targets, targets + drafts)
+    """Pins this process to the cores of its device. Threads that run already (of the sockets) stay unpinned."""
+    cores = settled(config, role, rank).cores
     if cores is not None:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
