@@ -19,10 +19,12 @@ def main() -> None:
         os.sched_setaffinity(0, settings["cores"])
 
     import torch
+    import transformers
 
     from pearl.errors import PearlError
     from pearl.models.loading import load_model
 
+    transformers.logging.set_verbosity_error()  # of what its own assisted generation passes to itself
     if settings["cores"]:
         torch.set_num_threads(len(settings["cores"]))
 
