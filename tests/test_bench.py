@@ -21,7 +21,7 @@ from pearl.bench.interval import bootstrapped, median_of
 from pearl.bench.machine import Stolen, hardware, in_words
 from pearl.bench.run import AR, FIXED, PEARL, SD, Measured, Plan, Row, Sample, measure, rows_for
 from pearl.bench.summary import document, figures
-from pearl.bench.systems import Decoded, Devices, Generate, devices_of
+from pearl.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
 from pearl.bench.tasks import Task, read_tasks
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
@@ -203,6 +203,9 @@ class Pretender:
         )
         return Decoded(tuple(range(5, 5 + 11)), 0.1, 10, 10 / rate, statistics)
 
+    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 
@@ -378,6 +381,23 @@ def test_an_emulated_run_says_what_its_simulation_says() -> None:
             virtual = simulated(PACED, decoding, engine.encode("hello"), params)
             assert real.tokens == virtual.tokens
             assert real.statistics.seconds >= 0.99 * virtual.seconds, "nothing is faster than what costs nothing"
+
+
+def test_a_row_does_not_profit_from_the_one_before(tiny_pair: EngineConfig) -> None:
+    """The same prompt again would find itself in the KV cache."""
+    system, params = OurSystem(tiny_pair), SamplingParams(temperature=0.0, seed=0, max_tokens=5)
+    try:
+        for decoding in (DecodingConfig(method="pearl"), DecodingConfig(method="ar")):
+            cached = []
+            for again in (False, False, True):
+                if not again:
+                    system.forget(decoding, [0, 6, 7, 8])
+                statistics = system.decode(decoding, [0, 6, 7, 8], params).statistics
+                assert statistics is not None
+                cached.append(statistics.num_cached_tokens)
+            assert cached == [0, 0, 3]
+    finally:
+        system.close()
 
 
 def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:

@@ -311,6 +311,8 @@ class _Run:
             if not self._fits(len(prompt), params):
                 self._skip(f"{task.set} {task.number}, turn {number}")
                 return
+            if number == 1:  # the rows decode the same prompts, one after the other
+                system.forget(decoding, prompt)
             decoded = system.decode(decoding, prompt, params)
             ended = bool(decoded.tokens) and decoded.tokens[-1] in self._defaults.eos
             reply = self._tokenizer.decode(decoded.tokens)

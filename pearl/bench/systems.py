@@ -43,6 +43,10 @@ class Decoded:
 class System(Protocol):
     """`decoding` is for ours; `generate` has one way only."""
 
+    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
+        """Leaves nothing of an earlier text in the KV caches that `prompt` could begin with."""
+        ...
+
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded: ...
 
     def close(self) -> None: ...
@@ -51,6 +55,11 @@ class System(Protocol):
 class OurSystem:
     def __init__(self, config: EngineConfig) -> None:
         self.engine = Engine(config=config)
+
+    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
+        """By a short text that begins otherwise: both models then keep that one."""
+        other = [int(prompt[0] == 0)]
+        self.engine.generate(other, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), decoding=decoding)
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
         (result,) = self.engine.generate(list(prompt), params, decoding=decoding)
@@ -88,6 +97,9 @@ class Generate:
             "cores": devices.cores,
         }
         self._ask(settings)
+
+    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
+        """It never remembers."""
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
         asked = {

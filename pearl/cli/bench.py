@@ -40,9 +40,7 @@ _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
 )
 @click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 10]")
 @click.option("--repeats", type=_COUNT, metavar="N", help="Rounds over all prompts.  [default: 1]")
-@click.option(
-    "--rows", multiple=True, metavar="NAME", help="Only this row, and ar. Repeatable; a wrong one lists all."
-)
+@click.option("--rows", multiple=True, metavar="NAME", help="Only this row, and ar. Repeatable; a wrong one lists all.")
 @click.option("--quick", is_flag=True, help="2 prompts of each set, 64 tokens: a first look in a few minutes.")
 @click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
 @click.option(
