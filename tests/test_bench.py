@@ -558,6 +558,14 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     assert methods == ["ar", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl", "pearl"]
 
 
+def test_calibration_tries_the_target_on_all_devices(tiny_pair: EngineConfig) -> None:
+    done = pearl("calibrate", "--target", tiny_pair.target, "--draft", tiny_pair.draft, "--limit", 1, "--json", "-")
+    assert done.exit_code == 0, done.output
+    last = json.loads(done.stdout)["verdicts"][-1]
+    assert (last["method"], last["predicted"]) == (ALL_DEVICES, None)
+    assert last["measured"] > 0
+
+
 def times(draft: float, target: float) -> Times:
     return Times(draft, {1: target}, draft, {1: target})
 

@@ -152,7 +152,8 @@ class _Texts:
         self._engine, self._params, self._directory, self._say = engine, params, directory, say
         self._prompts = [engine.encode(prompt, raw=False) for prompt in prompts]
         self.judged = self.accepted = self.window = 0
-        engine.generate(self._prompts[0], params.model_copy(update={"max_tokens": _WARM_UP}))
+        method = "pearl" if engine.config.has_draft else "ar"
+        engine.generate(self._prompts[0], params.model_copy(update={"max_tokens": _WARM_UP}), method=method)
 
     def run(self, name: str, decoding: Decoding) -> tuple[float, Trace]:
         """Tokens a second after the first, of all texts together; and what both workers did."""
