@@ -37,6 +37,7 @@ _GAMMAS = (1, 3, 7)  # of sd: the target is fed 2, 4 and 8 tokens
 _TEXTS, _TOKENS = 20, 200  # simulated
 _PAYS = 1.02  # so many times as fast as ar at least: below lies what a busy machine does by itself
 _WARM_UP = 16
+_FEW = 3  # forwards, below which a size tells nothing of itself
 
 
 @dataclass
@@ -181,6 +182,7 @@ def _fill(times: Times, traces: Sequence[Trace]) -> None:
         for one, seconds in steps(trace.target):
             if one.name in FORWARDS and one.name != "prefill":
                 target.setdefault(one.args["n"], []).append((one, seconds))
+    target = {n: found for n, found in target.items() if len(found) >= _FEW} or target
     times.draft = median(one.seconds for one, _ in drafts)
     times.draft_step = mean(seconds for _, seconds in drafts)
     times.target = {n: median(one.seconds for one, _ in found) for n, found in sorted(target.items())}

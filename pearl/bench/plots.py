@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pearl.bench.paper import TABLES
 from pearl.errors import ConfigError
 from pearl.experiments.plots import figure, save
 
@@ -61,8 +62,7 @@ def _paper(result: Mapping[str, Any], path: Path) -> None:
     picture = figure(15, 4.5 * len(tables))
     for axes, (name, cells) in zip(picture.subplots(len(tables), 1, squeeze=False)[:, 0], tables.items(), strict=True):
         _table(axes, cells)
-        axes.set_title(f"Table {name}, emulated", loc="left", fontsize=10)
-        axes.set_ylabel("tokens" if name == "5" else "times as fast as ar")
+        axes.set_title(f"Table {name}, emulated: {TABLES[name]}", loc="left", fontsize=10)
     save(picture, path)
 
 
@@ -71,6 +71,8 @@ def _table(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:
     for i, (column, colour) in enumerate(_COLUMNS.items()):
         known = [(place, cell[column]) for place, cell in enumerate(cells) if cell[column] is not None]
         at = [place + (i - (len(_COLUMNS) - 1) / 2) * width for place, _ in known]
+        if not known:  # nothing of it is published
+            continue
         axes.bar(at, [value for _, value in known], width, color=colour, label=column)
     axes.set_xticks(
         range(len(cells)), [f"{c['pair']}\n{c['method']}" for c in cells], fontsize=6, rotation=60, ha="right"
