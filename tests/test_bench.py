@@ -26,7 +26,7 @@ from pearl.bench.tasks import Task, read_tasks
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
-from pearl.errors import ConfigError, ModelError, StartError
+from pearl.errors import ConfigError, ModelError, RequestError, StartError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
 from tests.conftest import TOY
@@ -300,6 +300,7 @@ def test_a_model_that_all_devices_cannot_share_costs_that_row_alone(
     found = measure(plan_of(rows, [Task("x", 1, ("abc",))]), watcher)
     assert {s.row for s in found.samples} == {AR}
     assert any("9 heads" in said for said in watcher.said)
+    assert len(measure(plan_of(rows, [Task("x", 1, ("abc",))], together=False), Quiet()).samples) == 1
 
 
 def test_a_later_turn_goes_on_from_the_reply_and_sums_up(pretender: type[Pretender]) -> None:
@@ -320,6 +321,8 @@ def test_what_does_not_fit_is_left_out_and_told(pretender: type[Pretender]) -> N
     found = measure(plan_of(rows, some), Quiet())
     assert [(s.task, s.tokens) for s in found.samples] == [(1, 11)]
     assert found.skipped == ["x 1, turn 2", "x 2, turn 1"]
+    with pytest.raises(RequestError, match="no prompt fits"):
+        measure(plan_of([Row(SD, "pair", TWO, DecodingConfig(method="sd"))], some[1:]), Quiet())
 
 
 # ---- what is made of it ----

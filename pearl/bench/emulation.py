@@ -23,9 +23,14 @@ def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[i
     """
     torch.set_num_threads(1)
     target, draft = load_toy(config.target, "target", config.max_context), load_toy(config.draft, "draft", None)
+    _, defaults = load_tokenizer(config.target)
+    submit = submission(1, prompt, target.context, params, defaults, decoding)
+    return simulate(submit, *paired_executors(target, draft), paced(config))
+
+
+def paced(config: EngineConfig) -> Timing:
+    """The times that an emulated pair's forwards last."""
     assert config.target_pace is not None
     assert config.draft_pace is not None
     pace = config.target_pace
-    _, defaults = load_tokenizer(config.target)
-    submit = submission(1, prompt, target.context, params, defaults, decoding)
-    return simulate(submit, *paired_executors(target, draft), Timing(config.draft_pace, lambda fed: pace))
+    return Timing(config.draft_pace, lambda fed: pace)

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pearl.bench.emulation import simulated
+from pearl.bench.emulation import paced, simulated
 from pearl.bench.machine import Stolen
 from pearl.bench.systems import Decoded, Devices, Generate, OurSystem, System, devices_of
 from pearl.bench.tasks import Task
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.conversation import Conversation
-from pearl.errors import ModelError
+from pearl.errors import ModelError, RequestError
+from pearl.experiments.recorded import interpolated
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import load_tokenizer
 from pearl.theory import MOST_GAMMA, sd_best_gamma
@@ -109,7 +110,6 @@ class Measured:
     samples: list[Sample] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
-    statistics: Statistics | None = None
     skipped: list[str] = field(default_factory=list)
 
 
@@ -146,11 +146,8 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
 
 def emulated(config: EngineConfig) -> bool:
     """Whether the pair is toys of given speed, which the virtual clock can run too."""
-    return bool(config.target_pace and config.draft_pace and all(m.startswith("toy") for m in _models(config)))
-
-
-def _models(config: EngineConfig) -> tuple[str, str]:
-    return config.target, config.draft
+    toys = all(model.startswith("toy") for model in (config.target, config.draft))
+    return bool(toys and config.target_pace and config.draft_pace)
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
@@ -174,6 +171,8 @@ class _Run:
             with ExitStack() as stack:
                 opened = {name: self._opened(name, stack) for name in group}
                 systems = {name: system for name, system in opened.items() if system is not None}
+                if not systems:
+                    continue
                 self._warm_up(systems)
                 if _PAIR in systems:
                     self._choose_gamma(systems[_PAIR])
@@ -225,24 +224,21 @@ class _Run:
         self._rows[at] = replace(self._rows[at], decoding=decoding)
 
     def _best_in_theory(self, pair: System) -> int:
-        tried = DecodingConfig(method="pearl")
-        s = self._statistics(pair, tried)
+        """For the speeds and the acceptance rate of one text."""
+        s = self._a_text_of(pair)
         acceptance = s.draft_acceptance_rate or 0.0
-        times = {int(fed): seconds for fed, seconds in s.t_target.items()}
-        config = self._plan.config
-        if emulated(config):
-            assert config.draft_pace is not None
-            assert config.target_pace is not None
-            pace = config.target_pace
-            return sd_best_gamma(acceptance, config.draft_pace, lambda fed: pace)
-        return sd_best_gamma(acceptance, s.t_draft, lambda fed: times[min(times, key=lambda n: abs(n - fed))])
+        if emulated(self._plan.config):
+            timing = paced(self._plan.config)
+            return sd_best_gamma(acceptance, timing.t_draft, timing.t_target)
+        times = interpolated({int(fed): seconds for fed, seconds in s.t_target.items()})
+        return sd_best_gamma(acceptance, s.t_draft, times)
 
-    def _statistics(self, pair: System, decoding: DecodingConfig) -> Statistics:
-        """Of the first task, by our own engine."""
-        decoded = next(self._turns(pair, decoding, self._plan.tasks[0], 0, self._plan.params))
-        assert decoded.statistics is not None
-        self._measured.statistics = decoded.statistics
-        return decoded.statistics
+    def _a_text_of(self, pair: System) -> Statistics:
+        for task in self._plan.tasks:
+            for decoded in self._turns(pair, DecodingConfig(method="pearl"), task, 0, self._plan.params):
+                assert decoded.statistics is not None
+                return decoded.statistics
+        raise RequestError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
 
     def _climb(self, pair: System, start: int) -> int:
         some = _spread(self._plan.tasks, _TUNING_TASKS)
