@@ -604,8 +604,21 @@ def test_all_devices_for_the_target_may_be_the_best_advice() -> None:
     assert calibrate._advice(verdicts, EngineConfig())[1] == "--method sd --gamma 3"
 
 
-def test_calibration_needs_a_pair() -> None:
+def test_calibration_needs_a_pair_and_a_text() -> None:
     assert "no pair" in str(pearl("calibrate", "--draft", "none").exception)
+    arguments = ("--target", TOY, "--draft", TOY, "--limit", 1, "--max-tokens", 1)
+    assert "ended too soon" in str(pearl("calibrate", *arguments).exception)
+
+
+def test_a_draft_that_is_always_right_is_calibrated_too() -> None:
+    """Then the target hardly ever verifies a single token."""
+    right = "toy:vocab=32,alpha=1,context=512"
+    arguments = ("--target", right, "--draft", right, "--target-pace", 0.004, "--draft-pace", 0.001)
+    done = pearl("calibrate", *arguments, "--limit", 1, "--max-tokens", 60, "--json", "-")
+    assert done.exit_code == 0, done.output
+    made = json.loads(done.stdout)
+    assert made["acceptance"] == 1
+    assert made["ratio"] > 1
 
 
 def test_rows_for_a_pair_that_shares_its_device_have_no_second_ar() -> None:

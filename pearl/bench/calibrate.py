@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from pearl.bench.systems import devices_of
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
+from pearl.errors import RequestError
 from pearl.experiments.compare import AR, OVERLAPPED, sd_at_best
 from pearl.experiments.recorded import interpolated, steps
 from pearl.experiments.workload import independent, run
@@ -93,7 +94,7 @@ class Calibration:
     @property
     def ratio(self) -> float:
         """t_target(1) / t_draft, both at work."""
-        return self.both.target[1] / self.both.draft
+        return interpolated(self.both.target)(1) / self.both.draft
 
 
 def calibrate(
@@ -113,10 +114,12 @@ def calibrate(
         plain, first = texts.run("ar", AR)
         alone = [first, *(texts.run(f"sd, gamma {g}", Decoding("sd", "fixed", g))[1] for g in _GAMMAS)]
         rates = {_name(decoding): texts.run(_name(decoding), decoding) for decoding in OVERLAPPED}
+    judged, accepted = texts.judged, texts.accepted
+    if not judged or not plain:
+        raise RequestError("the texts ended too soon to measure by: raise max_tokens, or give other prompts")
     times = Times(), Times()
     _fill(times[0], alone)
     _fill(times[1], [rates["pearl, stream"][1], rates["pearl, fixed"][1]])
-    judged, accepted = texts.judged, texts.accepted
     rate = acceptance if acceptance is not None else accepted / judged
     measured = {name: of / plain for name, (of, _) in rates.items()} | {"ar": 1.0}
     wide = _all_devices(config, prompts, params, say)
