@@ -83,7 +83,7 @@ def front() -> Iterator[MemoryEndpoint]:
     """One that talks to a target worker, alone and ready."""
     hub, ended = memory_hub(), threading.Event()
     runners = (ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.5))
-    _, executor = paired_executors(*runners)
+    executor, _ = paired_executors(*runners)
     settings = TargetSettings(32, CONTEXT, b"", 30.0, False)
     worker = TargetWorker(hub.listener, executor, settings, lambda: None, ended.is_set, Tracer(None, None))  # type: ignore[arg-type]
     thread = threading.Thread(target=worker.run)
