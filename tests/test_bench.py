@@ -376,7 +376,7 @@ def test_what_is_no_result_is_not_drawn(bad: object, tmp_path: Path) -> None:
 
 
 def test_an_emulated_run_says_what_its_simulation_says() -> None:
-    """The text of `sd` is also its window's, for it has bonus tokens; that of `pearl` is not, measured speeds or known."""
+    """The text of `sd`, which has bonus tokens, is also its window's; that of `pearl` is not."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60)
     with Engine(config=PACED) as engine:
         for method, gamma in (("ar", None), ("sd", 3), ("pearl", None)):
