@@ -449,7 +449,7 @@ def test_bench_with_all_rows_on_prompts(tiny_pair: EngineConfig, tmp_path: Path)
     [
         (("--draft", "none"), "nothing to compare"),
         (("--method", "sd"), "--rows"),
-        (("--rows", "fast"), "there are ar, sd"),
+        (("--rows", "fast"), "there are ar; sd"),
         (("--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
         (("--prompts", "a=/x", "--prompts", "a=/y"), "/x"),
         (("--limit", "0"), "--limit"),

@@ -109,7 +109,7 @@ def _plan(
     known = rows_for(config, baselines and not _toy(config.target), settings.decoding.rule)
     wanted = {*rows, "ar"} if rows else {row.name for row in known}
     if unknown := wanted - {row.name for row in known}:
-        raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {', '.join(row.name for row in known)}")
+        raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
     return Plan(
         config,
         [row for row in known if row.name in wanted],
