@@ -142,7 +142,7 @@ class Drafter:
         if self.begun is None or self._lost:
             self.state = State.LOST if self._lost else State.IDLE
             do(Wait(Cause.IDLE))
-        elif len(seq.tokens) >= min(self.draft_until, self.context):
+        elif len(seq.tokens) >= self._until:
             self.state = State.WAITING
             do(Wait(Cause.WINDOW))
         else:
@@ -159,7 +159,13 @@ class Drafter:
         self._in_flight = len(tokens)
         self._overtaken = False
         self.state = State.DRAFTING
-        do(Draft(start, tokens, sample=seq.fed == len(seq.tokens)))
+        sample = seq.fed == len(seq.tokens)
+        do(Draft(start, tokens, sample, more=sample and len(seq.tokens) + 1 < self._until))
+
+    @property
+    def _until(self) -> int:
+        """The first position that may not be drafted."""
+        return min(self.draft_until, self.context)
 
     # ---- following the target ----
 

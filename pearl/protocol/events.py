@@ -143,11 +143,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Feed `tokens` from position `start` on and, if `sample`, draw the one after. Answer: Drafted."""
+    """Feed `tokens` from position `start` on and, if `sample`, draw the one after. Answer: Drafted.
+
+    `more`: as things stand, the token after that one may be drafted too.
+    """
 
     start: int
     tokens: tuple[int, ...]
     sample: bool
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

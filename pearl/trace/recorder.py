@@ -27,8 +27,9 @@ from pearl.version import __version__
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the parts; a reader takes no other
-LOOP, MAIL, GPU = 1, 2, 3  # tracks: the worker's loop, the thread of its mailbox, its device
-TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU"}
+# tracks: the worker's loop, the thread of its mailbox, its device, the draft's thread that computes
+LOOP, MAIL, GPU, AHEAD = 1, 2, 3, 4
+TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU", AHEAD: "forwards"}
 # What a loop waits for. TRANSPORT is told from both sides' records: the end of a wait, once the message is on its way.
 START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
 VERDICT, TRANSPORT = "verdict", "transport"

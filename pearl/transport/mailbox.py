@@ -68,6 +68,11 @@ class Mailbox:
             raise self._failure
         return got
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that has been read so far waits for `receive`. Any thread may ask; costs nothing."""
+        return self._inbox.empty()
+
     def close(self) -> None:
         """Sends what is queued and ends the thread."""
         self._closed = True

@@ -6,12 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 from pearl import errors
 from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.protocol.drafter import Drafter, State
-from pearl.protocol.events import Draft, Send, Wait
+from pearl.protocol.events import Draft, Rollback, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -31,6 +32,7 @@ from pearl.protocol.messages import (
 from pearl.silence import SLACK
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
+from pearl.worker.ahead import Ahead
 from pearl.worker.calibrate import calibrate_draft
 from pearl.worker.execute import DraftExecutor
 from pearl.worker.rows import RowPacker, inline
@@ -81,7 +83,8 @@ class DraftWorker:
 
     def run(self) -> None:
         """The loop. Raises `ModelError` where the target refuses this draft."""
-        with self._tracer.mailbox(self._endpoint, outgoing=inline) as self._mail:
+        with ExitStack() as self._open:
+            self._mail = self._open.enter_context(self._tracer.mailbox(self._endpoint, outgoing=inline))
             self._mail.send(self._hello)
             while not self._stopping():
                 if self._todo:
@@ -130,9 +133,10 @@ class DraftWorker:
         if welcome.version != PROTOCOL_VERSION:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
-        self._execute = self._tracer.computing(self._executor.execute)
         # one that knows a draft's speed has met another, and has no use for a long measurement now
         seconds, self._prefill_pace = calibrate_draft(self._executor.runner, brief=welcome.t_draft > 0)
+        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside(self._executor.execute))
+        self._execute = self._tracer.computing(self._open.enter_context(ahead).execute)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
@@ -142,7 +146,7 @@ class DraftWorker:
         try:
             if trace.on:
                 self._tracer.start(trace.number)
-                self._executor.runner.rollback(0)
+                self._execute(Rollback(0))
                 self._drafter = Drafter(self._hello.context)
                 self._decide = self._tracer.deciding(self._drafter)
             else:
@@ -173,9 +177,8 @@ class DraftWorker:
         match command:
             case Send(message):
                 if isinstance(message, DraftTokens):
-                    # most of it is done while the next forward runs
-                    self._mail.post(replace(message, waited=self._waited))
-                    self._packer.flush(announced=True)
+                    self._mail.send(replace(message, waited=self._waited))  # while the next forward runs
+                    self._packer.send(message.rows)
                 else:
                     self._mail.send(message)
             case Wait():
@@ -195,7 +198,4 @@ class DraftWorker:
                         self._prefill_pace = (time.monotonic() - began) / len(command.tokens)
                     self._receive(0)  # a verdict that came meanwhile may have overtaken this token
                 if event is not None:
-                    commands = self._decide(event)
-                    if not any(isinstance(c, Send) for c in commands):
-                        self._packer.flush(announced=False)
-                    self._todo.extend(commands)
+                    self._todo.extend(self._decide(event))

@@ -20,25 +20,22 @@ _IDS = np.arange(_SMALL, dtype=np.int32).tobytes()
 class RowPacker:
     """On the draft's side: a distribution [vocab], float32 -> Rows; dense ones go over the channel if there is one.
 
-    A channel row is sent by `flush`, after its announcement: the target never waits for what was not announced.
+    A channel row is sent by `send`, after its announcement: the target never waits for what was not announced.
     """
 
     def __init__(self, channel: TensorChannel | None = None) -> None:
         self._channel = channel
-        self._outbox: list[torch.Tensor] = []
 
     def pack(self, probs: torch.Tensor) -> Rows:
-        """For a channel row its announcement; else a row still in memory, for `inline`."""
+        """The row, still in memory: for `inline` and `send`."""
         if self._channel is not None and not is_sparse(probs):
-            self._outbox.append(probs)
-            return Rows(RowKind.CHANNEL)
+            return Rows(RowKind.CHANNEL, (probs,))
         return Rows(RowKind.FRAMES, (probs.cpu(),))
 
-    def flush(self, announced: bool) -> None:
-        """Sends the rows of the message that has just gone out, or forgets them where none went out."""
-        rows, self._outbox = self._outbox, []
-        if announced and self._channel is not None:
-            for row in rows:
+    def send(self, rows: Rows) -> None:
+        """Sends over the channel what belongs there, of a message that has just gone out."""
+        if self._channel is not None and rows.kind is RowKind.CHANNEL:
+            for row in rows.data:
                 self._channel.send(row)
 
 
@@ -48,9 +45,11 @@ def is_sparse(probs: torch.Tensor) -> bool:
 
 
 def inline(message: Message) -> Message:
-    """The message as it travels: a distribution that it holds in memory becomes bytes."""
-    if not isinstance(message, DraftTokens) or message.rows.kind is not RowKind.FRAMES:
+    """The message as it travels: a distribution that it holds in memory becomes bytes, or its announcement."""
+    if not isinstance(message, DraftTokens) or message.rows.kind not in (RowKind.FRAMES, RowKind.CHANNEL):
         return message
+    if message.rows.kind is RowKind.CHANNEL:
+        return replace(message, rows=Rows(RowKind.CHANNEL))
     (probs,) = message.rows.data
     weights = probs.numpy()
     if len(weights) < _SMALL:

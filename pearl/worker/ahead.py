@@ -1,0 +1,108 @@
+"""The thread that a draft computes on: when a token is drawn it begins the next forward without being told.
+
+What the loop does with a token - telling the target, asking its state machine what comes next - then happens while that
+forward runs, not before it.  What the machine asks for next is nearly always what runs already; where it is not, the
+forward is forgotten.  It is one that the draft would have begun in any case had the loop been a moment faster: nothing
+is begun while a message waits to be read, or beyond what the target lets it draft.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from pearl.protocol.events import Draft, Drafted, Rollback
+from pearl.worker.execute import DraftExecutor, Event
+
+
+class Ahead:
+    """Carries out commands as `executor` does, whose only user it is. A context manager.
+
+    Args:
+        wanted: whether a forward that was not asked for may begin; called on the thread.
+        execute: what it calls, where that is more than the executor's own `execute`.
+    """
+
+    def __init__(
+        self,
+        executor: DraftExecutor,
+        wanted: Callable[[], bool],
+        execute: Callable[[object], Event | None] | None = None,
+    ) -> None:
+        self._runner, self._execute, self._wanted = executor.runner, execute or executor.execute, wanted
+        self._commands: SimpleQueue[object] = SimpleQueue()
+        self._outcomes: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
+        self._thread.start()
+
+    def execute(self, command: object) -> Event | None:
+        """The event that answers `command`. Raises what its computation has raised."""
+        self._commands.put(command)
+        outcome: Event | BaseException | None = self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """Ends the thread, once what it computes is done."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        device = self._runner.device
+        with torch.inference_mode():
+            if device.type == "cuda":
+                # A stream of its own: what the loop does with a row must not wait for the forward after it.
+                with torch.cuda.stream(torch.cuda.Stream(device)):
+                    self._serve()
+            else:
+                self._serve()
+
+    def _serve(self) -> None:
+        guess: Draft | None = None  # what was begun without being told, and what came of it
+        outcome: Event | BaseException | None = None
+        while (command := self._commands.get()) is not None:
+            if guess is None or not _same(command, guess):
+                self._forget(command)
+                outcome = self._attempt(command)
+            self._outcomes.put(outcome)
+            guess = self._next(command, outcome)
+            if guess is not None:
+                outcome = self._attempt(guess)
+
+    def _next(self, command: object, outcome: object) -> Draft | None:
+        if not isinstance(command, Draft) or not command.more or not isinstance(outcome, Drafted):
+            return None
+        if outcome.token is None or not self._wanted():
+            return None
+        return Draft(command.start + len(command.tokens), (outcome.token,), sample=True)
+
+    def _forget(self, command: object) -> None:
+        """The state machine knows nothing of a guess, so it would not roll it back."""
+        if isinstance(command, Draft) and self._runner.length > command.start:
+            self._execute(Rollback(command.start))
+
+    def _attempt(self, command: object) -> Event | BaseException | None:
+        try:
+            return self._execute(command)
+        except BaseException as error:
+            return error
+
+
+def _same(command: object, guess: Draft) -> bool:
+    return (
+        isinstance(command, Draft)
+        and command.start == guess.start
+        and command.tokens == guess.tokens
+        and command.sample == guess.sample
+    )
