@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,8 +41,13 @@ class Ahead:
         self._thread.start()
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`. Raises what its computation has raised."""
+        """The event that answers `command`; what needs no answer is not waited for.
+
+        Raises what its computation, or that of a command before it, has raised.
+        """
         self._commands.put(command)
+        if not isinstance(command, Draft):
+            return None
         outcome: Event | BaseException | None = self._outcomes.get()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -72,37 +78,29 @@ class Ahead:
         guess: Draft | None = None  # what was begun without being told, and what came of it
         outcome: Event | BaseException | None = None
         while (command := self._commands.get()) is not None:
-            if guess is None or not _same(command, guess):
-                self._forget(command)
+            failed = isinstance(outcome, BaseException) and guess is None
+            if not failed and (guess is None or not _same(command, guess)):
                 outcome = self._attempt(command)
-            self._outcomes.put(outcome)
-            guess = self._next(command, outcome)
-            if guess is not None:
-                outcome = self._attempt(guess)
+            guess = None
+            if isinstance(command, Draft):
+                self._outcomes.put(outcome)
+                guess, outcome = self._next(command, outcome), None
+                if guess is not None:
+                    outcome = self._attempt(guess)
 
-    def _next(self, command: object, outcome: object) -> Draft | None:
-        if not isinstance(command, Draft) or not command.more or not isinstance(outcome, Drafted):
-            return None
-        if outcome.token is None or not self._wanted():
+    def _next(self, command: Draft, outcome: object) -> Draft | None:
+        if not command.more or not isinstance(outcome, Drafted) or outcome.token is None or not self._wanted():
             return None
         return Draft(command.start + len(command.tokens), (outcome.token,), sample=True)
 
-    def _forget(self, command: object) -> None:
-        """The state machine knows nothing of a guess, so it would not roll it back."""
-        if isinstance(command, Draft) and self._runner.length > command.start:
-            self._execute(Rollback(command.start))
-
     def _attempt(self, command: object) -> Event | BaseException | None:
         try:
+            if isinstance(command, Draft) and self._runner.length > command.start:
+                self._execute(Rollback(command.start))  # of a guess the state machine knows nothing
             return self._execute(command)
         except BaseException as error:
             return error
 
 
 def _same(command: object, guess: Draft) -> bool:
-    return (
-        isinstance(command, Draft)
-        and command.start == guess.start
-        and command.tokens == guess.tokens
-        and command.sample == guess.sample
-    )
+    return isinstance(command, Draft) and replace(command, more=False) == guess

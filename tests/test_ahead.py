@@ -1,0 +1,156 @@
+"""The draft's thread: what it begins by itself is what a loop would have asked for, and nothing else ever shows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.events import Draft, Drafted, Open, Rollback
+from pearl.protocol.messages import RowKind, Rows, Sampling
+from pearl.worker.ahead import Ahead
+from pearl.worker.execute import DraftExecutor, Event
+
+VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
+OPEN = Open(PROMPT, Sampling(temperature=1.0, seed=3), "ratio")
+
+
+class Watched(ToyRunner):
+    """Notes the lengths at which forwards begin; one at `breaks` fails."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, alpha_pair(VOCAB, 0.5)[1])
+        self.began: list[int] = []
+        self.breaks = -1
+        self.moved = threading.Condition()
+
+    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+        with self.moved:
+            self.began.append(self.length)
+            self.moved.notify_all()
+        if self.length == self.breaks:
+            raise ValueError("broken")
+        return super().forward(tokens, rows)
+
+    def wait_for(self, length: int) -> None:
+        with self.moved:
+            assert self.moved.wait_for(lambda: self.began[-1:] == [length], BOUND)
+
+
+def executor(runner: ToyRunner) -> DraftExecutor:
+    return DraftExecutor(runner, VOCAB, lambda probs: Rows(RowKind.CHANNEL, (probs,)))
+
+
+@pytest.fixture
+def runner() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+def ahead(runner: Watched) -> Iterator[Ahead]:
+    with Ahead(executor(runner), lambda: True) as ahead:
+        ahead.execute(OPEN)
+        yield ahead
+
+
+def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True) -> int:
+    event = ahead.execute(Draft(start, tokens, True, more))
+    assert isinstance(event, Drafted)
+    assert event.token is not None
+    return event.token
+
+
+def plainly(commands: Sequence[object]) -> list[Event | None]:
+    own = executor(Watched())
+    return [own.execute(command) for command in commands]
+
+
+def test_the_next_forward_begins_untold(ahead: Ahead, runner: Watched) -> None:
+    drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
+
+
+@pytest.mark.parametrize(("more", "wanted"), [(False, True), (True, False)])
+def test_none_begins_beyond_the_bound_nor_while_a_message_waits(runner: Watched, more: bool, wanted: bool) -> None:
+    with Ahead(executor(runner), lambda: wanted) as ahead:
+        ahead.execute(OPEN)
+        drafted(ahead, 0, PROMPT, more)
+    assert runner.began == [0]
+
+
+def test_a_guess_that_came_true_is_not_computed_again(ahead: Ahead, runner: Watched) -> None:
+    token = drafted(ahead, 0, PROMPT)
+    drafted(ahead, 3, (token,), more=False)
+    ahead.close()
+    assert runner.began == [0, 3]
+
+
+def test_a_guess_that_did_not_is_forgotten(ahead: Ahead, runner: Watched) -> None:
+    token = drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
+    other = (token + 1) % VOCAB
+    after = drafted(ahead, 3, (other,), more=False)
+    assert plainly([OPEN, Draft(0, (*PROMPT, other), True)])[1].token == after  # type: ignore[union-attr]
+    ahead.close()
+    assert runner.length == 4
+
+
+def test_a_failure_is_told_to_who_asks_for_it(ahead: Ahead, runner: Watched) -> None:
+    runner.breaks = 3
+    token = drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
+    with pytest.raises(ValueError, match="broken"):
+        ahead.execute(Draft(3, (token,), True))
+
+
+def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched) -> None:
+    runner.breaks = 3
+    drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
+    ahead.execute(Rollback(1))
+    drafted(ahead, 1, PROMPT[1:])
+
+
+def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched) -> None:
+    with Ahead(executor(runner), lambda: True) as ahead:
+        ahead.execute(Open(PROMPT, Sampling(), "no such rule"))  # greedy takes any rule
+        ahead.execute(Open(PROMPT, OPEN.sampling, "no such rule"))
+        ahead.execute(Rollback(0))
+        with pytest.raises(Exception, match="no such rule"):
+            ahead.execute(Draft(0, PROMPT, True))
+        ahead.execute(OPEN)
+        drafted(ahead, 0, PROMPT)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=20))
+def test_any_course_of_commands_gives_what_it_gives_plainly(turns: list[tuple[int, bool]]) -> None:
+    """Rejections and waits at any place: the tokens and rows are those of an executor without a thread."""
+    commands: list[object] = [OPEN, Draft(0, PROMPT, True, True)]
+    own, text = executor(Watched()), list(PROMPT)
+    events = [own.execute(command) for command in commands]
+    for back, more in turns:
+        last = events[-1]
+        assert isinstance(last, Drafted)
+        assert last.token is not None
+        text.append(last.token)
+        if back > 6:  # rejected: another token stands `back - 6` before the end
+            del text[max(1, len(text) - (back - 6)) :]
+            text.append(back % VOCAB)
+        start = min(own.runner.length, len(text) - 1)
+        if start < own.runner.length:
+            commands.append(Rollback(start))
+            events.append(own.execute(commands[-1]))
+        commands.append(Draft(start, tuple(text[start:]), True, more))
+        events.append(own.execute(commands[-1]))
+    with Ahead(executor(Watched()), lambda: True) as ahead:
+        for command, event in zip(commands, events, strict=True):
+            got = ahead.execute(command)
+            if isinstance(event, Drafted):
+                assert isinstance(got, Drafted)
+                assert got.token == event.token
+                assert torch.equal(got.rows.data[0], event.rows.data[0])
