@@ -220,7 +220,8 @@ class Tracer:
                 assert isinstance(event, Drafted)
                 done = min(end, start + round(event.seconds * 1e9))
                 name = "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
-                record(LOOP, "busy", name, start, done, {"n": len(tokens), "start": at})
+                args = {"n": len(tokens), "start": at, "seconds": round(event.seconds, 7)}  # it may have begun before
+                record(LOOP, "busy", name, start, done, args)
                 if sample:
                     record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "token": event.token})
             case Rollback(length):
