@@ -94,6 +94,8 @@ def pick(probs: torch.Tensor, key: int) -> int:
 
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
+    if probs.device.type != "cpu":
+        return pick_there(probs, uniform(key))
     cumulative: Sequence[float] | npt.NDArray[np.float64]
     if len(probs) <= _SHORT:
         cumulative = list(accumulate(probs.tolist()))  # the same sums, without waking numpy
@@ -106,6 +108,21 @@ def pick(probs: torch.Tensor, key: int) -> int:
     if index == len(cumulative):  # the product has been rounded up to the total
         index = int(torch.nonzero(probs)[-1])
     return index
+
+
+def pick_there(probs: torch.Tensor, number: float) -> int:
+    """As `pick`, where the probabilities are: only a token and a total leave the device, and it is waited for once.
+
+    Sums may be rounded otherwise than on the host; so may the probabilities themselves.
+    """
+    cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
+    total = cumulative[-1]
+    index = torch.searchsorted(cumulative, number * total, right=True)
+    last = torch.searchsorted(cumulative, total)  # the product may be rounded up to the total
+    token, mass = torch.stack((torch.minimum(index, last).double(), total)).tolist()
+    if not 0 < mass < inf:
+        raise _not_finite()
+    return int(token)
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -147,7 +164,8 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def greedy(logits: torch.Tensor) -> int:
     """The likeliest token of logits [vocab]; the first of equals, as transformers' argmax, to which NaN is largest."""
-    token = int(torch.argmax(logits))
-    if not isfinite(float(logits[token])):
+    best, index = logits.max(-1)
+    value, token = torch.stack((best.double(), index.double())).tolist()  # a device is waited for once
+    if not isfinite(value):
         raise _not_finite()
-    return token
+    return int(token)

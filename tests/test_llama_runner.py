@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
+from pearl.models.graphs import end_rounded
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
@@ -47,6 +50,18 @@ class TestContract(RunnerContract):
         return load(request.param)
 
 
+def replayed(kind: str, dtype: str = "float32") -> LlamaRunner:
+    """Whose forwards of few tokens are those that a GPU records; here they are carried out each time."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
+    return LlamaRunner(model, 64, record=lambda work: work)
+
+
+class TestContractOfWhatIsRecorded(RunnerContract):
+    @pytest.fixture(params=KINDS)
+    def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
+        return replayed(request.param)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestContractCuda(RunnerContract):
@@ -55,18 +70,22 @@ class TestContractCuda(RunnerContract):
         return load(device=torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_those_of_transformers(kind: str) -> None:
-    close(logits(load(kind)), logits(reference(kind, "float32")))
+def test_logits_equal_those_of_transformers(kind: str, make: Callable[[str], LlamaRunner]) -> None:
+    close(logits(make(kind)), logits(reference(kind, "float32")))
 
 
+@pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounding_is_no_worse_than_that_of_transformers(kind: str, dtype: str) -> None:
+def test_rounding_is_no_worse_than_that_of_transformers(
+    kind: str, dtype: str, make: Callable[[str, str], LlamaRunner]
+) -> None:
     """The bound: 1.5 times what transformers' logits are off from those of the same weights in float32."""
     weights = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
     exact = logits(HFRunner(weights.float(), 64))
-    theirs, ours = ((logits(runner) - exact).abs() for runner in (reference(kind, dtype), load(kind, dtype)))
+    theirs, ours = ((logits(runner) - exact).abs() for runner in (reference(kind, dtype), make(kind, dtype)))
     assert theirs.max() > 0, "nothing was rounded, so nothing was tested"
     assert ours.max() <= 1.5 * theirs.max()
     assert ours.mean() <= 1.2 * theirs.mean()
@@ -117,3 +136,24 @@ def test_greedy_text_equals_generate() -> None:
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
     assert text == wanted[0].tolist()
     assert len(set(text[4:])) > 3, "a text of one token proves nothing"
+
+
+def test_few_recordings_serve_a_whole_text() -> None:
+    made = []
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+
+    def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        made.append(work)
+        return work
+
+    runner = LlamaRunner(model, 200, record=record)
+    for fed in (20, 1, 3, 1, 8, 5, 1, 16, 12, 1):
+        runner.forward(some_tokens(runner, fed), 1)
+    assert len(made) == 4, "of 1, 4, 8 and 16 tokens"
+
+
+@pytest.mark.parametrize("end", [1, 255, 256, 257, 1000, 1025, 4000, 8191, 100_000])
+def test_a_recording_looks_little_further_than_the_text(end: int) -> None:
+    rounded = end_rounded(end)
+    assert end <= rounded <= max(end + 255, 1.25 * end)
+    assert len({end_rounded(e) for e in range(1, end + 1)}) <= 4 * max(1, end.bit_length() - 9)

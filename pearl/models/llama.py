@@ -4,7 +4,7 @@ The same weights as the `transformers` model it is made from, laid out anew: que
 and up in another, packed for the CPU's bf16 instructions where there are any.  Keys and values stand in buffers
 allocated once.  What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
-Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
+On a GPU a forward of few tokens is recorded once and replayed (`graphs`).  Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
 logits is not the whole, its group makes it so.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
+from pearl.models.graphs import MOST_FED, Graphs, Record, record_on_gpu
 from pearl.models.runner import check_room
 from pearl.models.shard import ALONE, Group
 
@@ -69,9 +70,14 @@ class LlamaRunner:
     """`ModelRunner` over the weights of `model`, for which `is_llama` holds; they are taken from it.
 
     In a `group` of several the model is this rank's part of it, and all ranks make the same calls.
+
+    Args:
+        record: how forwards of up to `MOST_FED` tokens are recorded; None: on a GPU as CUDA graphs, else not at all.
     """
 
-    def __init__(self, model: PreTrainedModel, context: int, group: Group = ALONE) -> None:
+    def __init__(
+        self, model: PreTrainedModel, context: int, group: Group = ALONE, record: Record | None = None
+    ) -> None:
         config, inner = model.config, model.model
         self._group = group
         self.context, self.vocab_size = context, int(config.vocab_size)
@@ -82,17 +88,23 @@ class LlamaRunner:
         self._width = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
         packs = _packs(inner.embed_tokens.weight)
         self._least_rows, self._many_rows = (_LEAST_ROWS, _MANY_ROWS) if packs else (1, context + 1)
-        self._positions = torch.arange(context + self._least_rows, device=self.device)
+        if record is None and self.device.type == "cuda" and group is ALONE:
+            record = record_on_gpu()
+        self._graphs = None if record is None else Graphs(self._recorded, context + MOST_FED, record)
+        room = context + (MOST_FED if self._graphs else self._least_rows)  # more rows than were fed may be computed
+        self._positions = torch.arange(room, device=self.device)
         with torch.inference_mode():
             self._cos, self._sin = self._angles(inner.rotary_emb)
             self._embedding = inner.embed_tokens.weight
             self._layers = [_layer(layer) for layer in inner.layers]
             self._norm = inner.norm.weight
             self._head = _matrix(model.lm_head)
-            # [layers, kv_heads, context, head_dim]; empty, not zeros: the pages of an unused context are never touched
-            shape = (len(self._layers), self._kv_heads, context, self._width)
-            self._keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._values = torch.empty_like(self._keys)
+            # [layers, kv_heads, context, head_dim]; empty, not zeros: the pages of an unused context are never touched.
+            # But what is recorded looks further than the text, and a NaN that it must not see would still come through.
+            shape = (len(self._layers), self._kv_heads, room if self._graphs else context, self._width)
+            made = torch.zeros if self._graphs else torch.empty
+            self._keys = made(shape, dtype=self.dtype, device=self.device)
+            self._values = made(shape, dtype=self.dtype, device=self.device)
 
     def _angles(self, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [positions, 1, head_dim].
@@ -112,25 +124,51 @@ class LlamaRunner:
         fed, end = len(tokens), self._length + len(tokens)
         check_room(tokens, end, self.context, self.vocab_size)
         with torch.inference_mode():
-            padded = [*tokens, *[0] * (self._least_rows - fed)]  # more rows, whose results nobody looks at
-            ids = torch.tensor(padded, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-            at = slice(self._length, self._length + len(padded))
-            turn = self._cos[at], self._sin[at]
-            mask = self._mask(end, at) if fed > 1 else None  # a single one sees all that there is
-            hidden = self._embedding[ids]  # [n, hidden], on every rank
-            leads = self._group.rank == 0  # what the sums add to must be in them once
-            for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
-                mixed = self._attend(layer, hidden, turn, keys[:, :end], values[:, :end], fed, mask)
-                hidden = self._group.sum(layer.out(mixed, hidden if leads else None))
-                gate, up = layer.gate_up(self._normal(hidden, layer.mlp_norm), None).chunk(2, -1)
-                hidden = self._group.sum(layer.down(silu(gate).mul_(up), hidden if leads else None))
-            last = self._normal(hidden[fed - rows : fed], self._norm)
-            logits = self._group.gather(self._head(last, None))[:, : self.vocab_size] if rows else None
+            if self._graphs is not None and fed <= MOST_FED:
+                logits = self._graphs.forward(tokens, self._length, self.device)[fed - rows : fed]
+            else:
+                logits = self._forward(tokens, self._length, rows)
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
-        if logits is None:
+        if not rows:
             return torch.empty(0, self.vocab_size, device=self.device)
         return logits.to(torch.float32, copy=True)
+
+    def _forward(self, tokens: Sequence[int], start: int, rows: int) -> torch.Tensor:
+        fed, end = len(tokens), start + len(tokens)
+        padded = [*tokens, *[0] * (self._least_rows - fed)]  # more rows, whose results nobody looks at
+        ids = torch.tensor(padded, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        at = slice(start, start + len(padded))
+        mask = self._mask(end, self._positions[at]) if fed > 1 else None  # a single one sees all that there is
+        hidden = self._through(ids, (self._cos[at], self._sin[at]), slice(start, end), end, mask)[:fed]
+        return self._logits(hidden[fed - rows :]) if rows else hidden
+
+    def _recorded(self, start: torch.Tensor, ids: torch.Tensor, end: int) -> torch.Tensor:
+        """Logits [n, vocab] of `ids` [n] from position `start` [1] on, with a look at the first `end` positions."""
+        at = start + self._positions[: len(ids)]
+        mask = self._mask(end, at)
+        return self._logits(self._through(ids, (self._cos[at], self._sin[at]), at, end, mask))
+
+    def _through(
+        self,
+        ids: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        at: slice | torch.Tensor,
+        end: int,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The last layer's states [n, hidden], on every rank; at the first of the positions `at` stands the first id."""
+        hidden = self._embedding[ids]
+        leads = self._group.rank == 0  # what the sums add to must be in them once
+        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+            mixed = self._attend(layer, hidden, turn, keys, values, at, end, mask)
+            hidden = self._group.sum(layer.out(mixed, hidden if leads else None))
+            gate, up = layer.gate_up(self._normal(hidden, layer.mlp_norm), None).chunk(2, -1)
+            hidden = self._group.sum(layer.down(silu(gate).mul_(up), hidden if leads else None))
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._group.gather(self._head(self._normal(hidden, self._norm), None))[:, : self.vocab_size]
 
     def _attend(
         self,
@@ -139,13 +177,15 @@ class LlamaRunner:
         turn: tuple[torch.Tensor, torch.Tensor],
         keys: torch.Tensor,
         values: torch.Tensor,
-        fed: int,
+        at: slice | torch.Tensor,
+        end: int,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """What each row takes from the tokens up to it: [n, heads * head_dim], of this rank's heads.
 
         Args:
-            keys, values: [kv_heads, end, head_dim]; the last `fed` are still to be written.
+            keys, values: [kv_heads, context, head_dim]; those `at` which the rows stand are written here.
+            end: how many of them may be looked at, as far as `mask` lets.
         """
         n, heads, both, width = len(hidden), self._heads, self._heads + self._kv_heads, self._width
         states = layer.qkv(self._normal(hidden, layer.attention_norm), None).view(n, -1, width)
@@ -154,21 +194,24 @@ class LlamaRunner:
             normal = self._normal(facing[:, :heads], layer.q_norm), self._normal(facing[:, heads:], layer.k_norm)
             facing = torch.cat(normal, 1)
         turned = torch.addcmul(facing * turn[0], facing.roll(width // 2, -1), turn[1])
-        keys[:, -fed:] = turned[:fed, heads:].transpose(0, 1)
-        values[:, -fed:] = states[:fed, both:].transpose(0, 1)
+        fed = at.stop - at.start if isinstance(at, slice) else n
+        keys[:, at] = turned[:fed, heads:].transpose(0, 1)
+        values[:, at] = states[:fed, both:].transpose(0, 1)
+        keys, values = keys[:, :end], values[:, :end]
         # Queries that share keys stand one below the other, so that no key is copied: [1, kv_heads, group * n, width].
         queries = turned[:, :heads].view(n, self._kv_heads, -1, width).permute(1, 2, 0, 3)
         queries = queries.reshape(1, self._kv_heads, -1, width)
-        if n >= self._many_rows and mask is not None:
+        # What is recorded is for a GPU, whose fused attention has few blocks to work with where there are few rows.
+        if mask is not None and (n >= self._many_rows or not isinstance(at, slice)):
             scores = torch.baddbmm(mask, queries[0], keys.transpose(1, 2), alpha=width**-0.5)
             mixed = torch.bmm(scores.softmax(-1), values)
         else:
             mixed = scaled_dot_product_attention(queries, keys[None], values[None], mask)
         return mixed.view(self._kv_heads, -1, n, width).permute(2, 0, 1, 3).reshape(n, -1)
 
-    def _mask(self, end: int, at: slice) -> torch.Tensor:
-        """[group * n, end]: 0 where a query may look, minus infinity at what comes after it."""
-        after = self._positions[:end] > self._positions[at, None]
+    def _mask(self, end: int, at: torch.Tensor) -> torch.Tensor:
+        """[group * n, end]: 0 where a query at the positions `at` [n] may look, minus infinity at what comes after it."""
+        after = self._positions[:end] > at[:, None]
         mask = torch.zeros(after.shape, dtype=self.dtype, device=self.device).masked_fill_(after, -torch.inf)
         return mask.repeat(self._heads // self._kv_heads, 1)
 
