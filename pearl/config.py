@@ -36,7 +36,7 @@ _ONE_HOST = ("ipc", "tcp")
 _ADDRESS = re.compile(
     r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
 )  # what may be bound is for the transport
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 
 class Section(BaseModel):
@@ -65,8 +65,11 @@ class EngineConfig(Section):
     draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for method ar only.")
     target_device: str = Field("auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).")
     draft_device: str = Field("auto", description="As target_device.")
-    target_dtype: DType = Field("auto", description="Weights of the target; auto is what the checkpoint says.")
-    draft_dtype: DType = Field("auto", description="Weights of the draft.")
+    target_dtype: DType = Field(
+        "auto",
+        description="Weights of the target; auto: the checkpoint's. int8, on CPUs, rounds them: it is another model then.",
+    )
+    draft_dtype: DType = Field("auto", description="Of the draft. int8: it guesses a little worse, the text stays.")
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
     )

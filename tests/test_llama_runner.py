@@ -157,3 +157,30 @@ def test_a_recording_looks_little_further_than_the_text(end: int) -> None:
     rounded = end_rounded(end)
     assert end <= rounded <= max(end + 255, 1.25 * end)
     assert len({end_rounded(e) for e in range(1, end + 1)}) <= 4 * max(1, end.bit_length() - 9)
+
+
+@pytest.mark.parametrize("fed", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["llama", "llama-biased", "llama-tied", "qwen3"])
+def test_int8_is_off_by_no_more_than_its_steps_explain(kind: str, fed: int) -> None:
+    """The reference: transformers in float32 over weights that were rounded here, by themselves."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
+    plain = HFRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32), 64)
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+            scale = (linear.weight.bfloat16().abs().amax(1, keepdim=True) / 127).float().clamp_min(1e-30)
+            linear.weight.copy_((linear.weight.bfloat16().float() / scale).round() * scale)
+        model.get_input_embeddings().weight.copy_(embedding)
+    tokens = some_tokens(plain, fed)
+    wanted, exact = HFRunner(model, 64).forward(tokens, fed), plain.forward(tokens, fed)
+    found = load(kind, "int8").forward(tokens, fed)
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
+    assert (found - exact).abs().mean() > (found - wanted).abs().mean(), "nothing was rounded, so nothing was tested"
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
+def test_int8_is_refused_where_the_forward_is_not_ours(kind: str, forwards: str) -> None:
+    with pytest.raises(ModelError, match="int8"):
+        load_runner(str(tiny_model(kind)), device=CPU, dtype="int8", forwards=forwards)

@@ -90,8 +90,8 @@ class Generate:
         settings = {
             "target": config.target,
             "assistant": config.draft if assisted else None,
-            "target_dtype": config.target_dtype,
-            "assistant_dtype": config.draft_dtype,
+            "target_dtype": _stored(config.target_dtype),
+            "assistant_dtype": _stored(config.draft_dtype),
             "device": "cuda:0" if devices.gpus else "cpu",
             "spread": len(devices.gpus) > 1,
             "cores": devices.cores,
@@ -170,3 +170,8 @@ def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
 def _together(devices: Sequence[Device]) -> Devices:
     cores = [core for device in devices for core in device.cores or ()]
     return Devices(tuple(sorted({*cores})), tuple(sorted({gpu for device in devices for gpu in device.gpus})))
+
+
+def _stored(dtype: str) -> str:
+    """What `generate` can load: int8 is our own."""
+    return "bfloat16" if dtype == "int8" else dtype

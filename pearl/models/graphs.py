@@ -1,8 +1,8 @@
 """Forwards of few tokens, recorded once and replayed: a GPU's way to be rid of the time that starting kernels takes.
 
-A recording has fixed shapes: so many tokens, and a look at so many positions.  Both are rounded up, so that there are few
-of them: rows that nobody asked for are computed and dropped, positions beyond the text are masked.  What changes from
-replay to replay, where the tokens start and which they are, stands in a buffer that each forward fills.
+A recording has fixed shapes: so many tokens, and a look at so many positions.  Both are rounded up, so that there are
+few of them: rows that nobody asked for are computed and dropped, positions beyond the text are masked.  What changes
+from replay to replay, where the tokens start and which they are, stands in a buffer that each forward fills.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ The same weights as the `transformers` model it is made from, laid out anew: que
 and up in another, packed for the CPU's bf16 instructions where there are any.  Keys and values stand in buffers
 allocated once.  What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
-On a GPU a forward of few tokens is recorded once and replayed (`graphs`).  Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
+On a GPU a forward of few tokens is recorded once and replayed (`graphs`).
+
+Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
 logits is not the whole, its group makes it so.
 """
 
@@ -73,10 +75,17 @@ class LlamaRunner:
 
     Args:
         record: how forwards of up to `MOST_FED` tokens are recorded; None: on a GPU as CUDA graphs, else not at all.
+        int8: rounds the matrices, each row to 255 steps. On a CPU one token is then fed faster, several are slower.
     """
 
     def __init__(
-        self, model: PreTrainedModel, context: int, group: Group = ALONE, record: Record | None = None
+        self,
+        model: PreTrainedModel,
+        context: int,
+        group: Group = ALONE,
+        *,
+        record: Record | None = None,
+        int8: bool = False,
     ) -> None:
         config, inner = model.config, model.model
         self._group = group
@@ -87,7 +96,8 @@ class LlamaRunner:
         self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._width = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
         packs = _packs(inner.embed_tokens.weight)
-        self._least_rows, self._many_rows = (_LEAST_ROWS, _MANY_ROWS) if packs else (1, context + 1)
+        self._least_rows = _LEAST_ROWS if packs and not int8 else 1
+        self._many_rows = _MANY_ROWS if packs else context + 1
         if record is None and self.device.type == "cuda" and group is ALONE:
             record = record_on_gpu()
         self._graphs = None if record is None else Graphs(self._recorded, context + MOST_FED, record)
@@ -96,9 +106,9 @@ class LlamaRunner:
         with torch.inference_mode():
             self._cos, self._sin = self._angles(inner.rotary_emb)
             self._embedding = inner.embed_tokens.weight
-            self._layers = [_layer(layer) for layer in inner.layers]
+            self._layers = [_layer(layer, int8) for layer in inner.layers]
             self._norm = inner.norm.weight
-            self._head = _matrix(model.lm_head)
+            self._head = _matrix(model.lm_head, int8=int8)
             # [layers, kv_heads, context, head_dim]; empty, not zeros: the pages of an unused context are never touched.
             # But what is recorded looks further than the text, and a NaN that it must not see would still come through.
             shape = (len(self._layers), self._kv_heads, room if self._graphs else context, self._width)
@@ -157,7 +167,7 @@ class LlamaRunner:
         end: int,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden], on every rank; at the first of the positions `at` stands the first id."""
+        """The last layer's states [n, hidden], on every rank; the ids stand at the positions `at`, one by one."""
         hidden = self._embedding[ids]
         leads = self._group.rank == 0  # what the sums add to must be in them once
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
@@ -210,7 +220,7 @@ class LlamaRunner:
         return mixed.view(self._kv_heads, -1, n, width).permute(2, 0, 1, 3).reshape(n, -1)
 
     def _mask(self, end: int, at: torch.Tensor) -> torch.Tensor:
-        """[group * n, end]: 0 where a query at the positions `at` [n] may look, minus infinity at what comes after it."""
+        """[group * n, end]: 0 where a query may look, minus infinity at what comes after it; they stand `at` [n]."""
         after = self._positions[:end] > at[:, None]
         mask = torch.zeros(after.shape, dtype=self.dtype, device=self.device).masked_fill_(after, -torch.inf)
         return mask.repeat(self._heads // self._kv_heads, 1)
@@ -230,23 +240,23 @@ class LlamaRunner:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, int8: bool) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
     return _Layer(
         layer.input_layernorm.weight,
-        _matrix(attention.q_proj, attention.k_proj, attention.v_proj),
+        _matrix(attention.q_proj, attention.k_proj, attention.v_proj, int8=int8),
         q_norm,
         k_norm,
-        _matrix(attention.o_proj),
+        _matrix(attention.o_proj, int8=int8),
         layer.post_attention_layernorm.weight,
-        _matrix(mlp.gate_proj, mlp.up_proj),
-        _matrix(mlp.down_proj),
+        _matrix(mlp.gate_proj, mlp.up_proj, int8=int8),
+        _matrix(mlp.down_proj, int8=int8),
     )
 
 
-def _matrix(*linears: Any) -> Matrix:
+def _matrix(*linears: Any, int8: bool = False) -> Matrix:
     """Several matrices of one input as one, their outputs side by side.
 
     Takes the weights away from where they were: a large model is then never there twice.
@@ -255,12 +265,29 @@ def _matrix(*linears: Any) -> Matrix:
     bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
     for each in linears:
         each.weight = None
+    if int8:
+        return _rounded(weight, bias)
     if _packs(weight):
         packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
         return lambda x, y: (
             multiply(x, packed, bias, "none", [], "") if y is None else multiply.binary(x, y, packed, bias, "add")
         )
     return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
+
+
+def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
+    steps = torch.empty(weight.shape, dtype=torch.int8)
+    for some, into, scale in zip(weight.split(1024), steps.split(1024), scales.split(1024), strict=True):
+        into.copy_((some.float() / scale[:, None].float()).round_().clamp_(-127, 127))
+
+    def multiply(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        product = torch._weight_int8pack_mm(x, steps, scales)
+        for more in (bias, y):
+            product = product if more is None else product + more
+        return product
+
+    return multiply
 
 
 def _packs(weight: torch.Tensor) -> bool:

@@ -39,7 +39,8 @@ def load_runner(
     """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`; or of a model
     that the ranks of `group` share, this one's part.
 
-    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16" or "float16".
+    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16", "float16", or "int8":
+    bfloat16 with the matrices' rows rounded to 255 steps, on a CPU and where the forward is ours.
     `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers" keeps their forward
     where "auto" has a faster one.  Raises `ModelError`.
     """
@@ -49,10 +50,17 @@ def load_runner(
     # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
     # (Where the dtype is to change, and of other files, the whole passes through host memory.)
     place = torch.device("cpu") if group.size > 1 else device
+    int8 = dtype == "int8"
+    dtype = "bfloat16" if int8 else dtype
     model = load_model(
         spec, device=place, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
     )
     ours = forwards == "auto" and is_llama(model)
+    if int8 and (device.type != "cpu" or not ours):
+        raise ModelError(
+            f"Model {spec!r} cannot have its weights in int8: that is for a CPU, and for models of the Llama family "
+            "with --forwards auto. Choose another dtype."
+        )
     with _explained(spec):
         if group.size > 1:
             if not ours:
@@ -63,7 +71,7 @@ def load_runner(
             cut(model, group, device)
         context = _context(spec, model, max_context)
         _check_cache_fits(spec, model, context)
-        return LlamaRunner(model, context, group) if ours else HFRunner(model, context)
+        return LlamaRunner(model, context, group, int8=int8) if ours else HFRunner(model, context)
 
 
 def load_model(

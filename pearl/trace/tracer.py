@@ -220,8 +220,8 @@ class Tracer:
                 assert isinstance(event, Drafted)
                 done = min(end, start + round(event.seconds * 1e9))
                 name = "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
-                args = {"n": len(tokens), "start": at, "seconds": round(event.seconds, 7)}  # it may have begun before
-                record(LOOP, "busy", name, start, done, args)
+                ran = round(event.seconds, 7)  # it may have begun before
+                record(LOOP, "busy", name, start, done, {"n": len(tokens), "start": at, "seconds": ran})
                 if sample:
                     record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "token": event.token})
             case Rollback(length):
