@@ -67,7 +67,7 @@ class EngineConfig(Section):
     draft_device: str = Field("auto", description="As target_device.")
     target_dtype: DType = Field(
         "auto",
-        description="Weights of the target; auto: the checkpoint's. int8, on CPUs, rounds them: it is another model then.",
+        description="Weights of the target; auto: the checkpoint's. int8, on CPUs, rounds them to another model.",
     )
     draft_dtype: DType = Field("auto", description="Of the draft. int8: it guesses a little worse, the text stays.")
     target_tp: int = Field(
