@@ -4,6 +4,7 @@ Both runners hold the same weights and take turns, so that a slow minute hits bo
 read measured in the same run: what a forward can at best reach, for it reads each weight once.
 
     OMP_NUM_THREADS=1 python scripts/bench_forward.py             # the embedded target on one core: about a minute
+    python scripts/bench_forward.py --model 7b --dtype bfloat16   # random weights of that shape: a GPU's business
 """
 
 from __future__ import annotations
@@ -19,11 +20,60 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from pearl.models.loading import load_runner
+from pearl.models.hf import HFRunner
+from pearl.models.llama import LlamaRunner
+from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# As published: hidden size, inner size, layers, heads, key-value heads, vocabulary. Of 70B only some layers.
+SHAPES = {
+    "1b": (2048, 8192, 16, 32, 8, 128256),
+    "7b": (4096, 11008, 32, 32, 32, 32000),
+    "13b": (5120, 13824, 40, 40, 40, 32000),
+    "70b-4-layers": (8192, 28672, 4, 64, 8, 32000),
+    "tiny": (64, 128, 2, 4, 2, 256),
+}
+
+
+def random_model(shape: str, device: torch.device, dtype: str) -> PreTrainedModel:
+    """A Llama of that shape: a forward takes as long whatever the weights are."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        dtype=getattr(torch, "bfloat16" if dtype == "auto" else dtype),
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(config.dtype)
+    model.to_empty(device=device)
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    return model.eval()
+
+
+def runners_of(model: str, device: torch.device, dtype: str, context: int) -> dict[str, ModelRunner]:
+    """Ours, where there is one for this model, and transformers'."""
+    if model not in SHAPES:
+        return {
+            forwards: load_runner(model, device=device, dtype=dtype, max_context=context, forwards=forwards)
+            for forwards in ("auto", "transformers")
+        }
+    return {
+        "auto": LlamaRunner(random_model(model, device, dtype), context),
+        "transformers": HFRunner(random_model(model, device, dtype), context),
+    }
 
 
 def bandwidth(device: torch.device) -> float:
@@ -46,22 +96,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def weights_read(runner: ModelRunner, model: str, device: torch.device, dtype: str) -> int:
+def weights_read(model: str, dtype: str) -> int:
     """Bytes of weights that a forward reads: all but the embedding's rows of tokens that were not fed."""
-    from transformers import AutoModelForCausalLM
-
-    from pearl.models.checkpoint import resolve_checkpoint
-
-    checkpoint = resolve_checkpoint(model)
-    config = AutoModelForCausalLM.from_pretrained(checkpoint.path, gguf_file=checkpoint.gguf_file, device_map="meta")
-    embedding = config.get_input_embeddings().weight
-    unread = 0 if config.config.tie_word_embeddings else embedding.numel()
-    width = getattr(torch, dtype).itemsize if dtype != "auto" else next(config.parameters()).dtype.itemsize
-    return (sum(p.numel() for p in config.parameters()) - unread) * width
+    meta = torch.device("meta")
+    found = random_model(model, meta, dtype) if model in SHAPES else load_model(model, device=meta, dtype=dtype)
+    unread = 0 if found.config.tie_word_embeddings else found.get_input_embeddings().weight.numel()
+    return (sum(p.numel() for p in found.parameters()) - unread) * next(found.parameters()).dtype.itemsize
 
 
 @click.command()
-@click.option("--model", default="embedded", help="Any model that PEARL loads.")
+@click.option("--model", default="embedded", help=f"Any model that PEARL loads, or {', '.join(SHAPES)}.")
 @click.option("--device", "place", default=None, help="cpu or cuda:0; default: the GPU where there is one.")
 @click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 @click.option("--context", default=256, help="Tokens in the cache.")
@@ -71,10 +115,7 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
     """Prints milliseconds of a forward by the number of tokens fed."""
     device = torch.device(place or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     most = context + max(SIZES)
-    runners = {
-        forwards: load_runner(model, device=device, dtype=dtype, max_context=most, forwards=forwards)
-        for forwards in ("auto", "transformers")
-    }
+    runners = runners_of(model, device, dtype, most)
     tokens = [(7 + 5 * i + i * i) % runners["auto"].vocab_size for i in range(most)]
     taken: dict[tuple[str, int], list[float]] = {}
     for runner in runners.values():
@@ -87,7 +128,7 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
                     spent = seconds(lambda: runner.forward(tokens[:n], n), device)  # noqa: B023
                     if round_:
                         taken.setdefault((name, n), []).append(spent)
-    moved = weights_read(runners["auto"], model, device, dtype)
+    moved = weights_read(model, dtype)
     rate = bandwidth(device)
     rows = [
         {
