@@ -1,11 +1,12 @@
 """Draft architectures by what counts: how fast each would make PEARL, given an acceptance rate, from measured forwards.
 
-Shapes are compared, not trained models: the weights are random, for a forward takes as long whatever they are.  Each
-shape and the target take turns on one thread, so that a slow minute hits all; the time of a forward is the median of
+Without --run shapes are compared, not trained models: a forward takes as long whatever the weights are.  Each shape
+and the target take turns on one thread, so that a slow minute hits all; the time of a forward is the median of
 the CPU time of its repeats, which is the wall's on a core that nobody else uses.  Tokens a second are the virtual
 clock's (`pearl.simulate`): an estimate, with i.i.d. acceptance and messages that cost nothing.
 
     python scripts/compare_drafts.py                  # of the embedded target: about a minute
+    python scripts/compare_drafts.py --run DIR ...    # drafts that were trained, at the agreement that each has reached
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +24,10 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
+from pearl.distill.draft import head, hidden_states
+from pearl.distill.shards import Shards
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner
@@ -30,6 +35,7 @@ from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.simulate import CoinDraft, CoinTarget, Timing, simulate
 
 CPU = torch.device("cpu")
+TRIMMED = (16384, 8192)  # output tokens, tried on the first run
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
 CONTEXT, TOKENS = 512, 2000
 SHAPES: dict[str, dict[str, int]] = {
@@ -87,30 +93,65 @@ def estimate(alpha: float, t_draft: float, t_target: dict[int, float]) -> float:
     return len(outcome.tokens) / outcome.seconds
 
 
+@torch.no_grad()
+def reached(run: Path, draft: PreTrainedModel, size: int) -> float:
+    """How often the target's token on the held-out prompts is the draft's likeliest, of the `size` tokens that the
+    target's answers in the run hold most of.
+    """
+    shards = Shards(run / "answers")
+    mass = torch.zeros(draft.config.vocab_size)
+    for path in sorted((run / "answers").glob("round-*.safetensors")):
+        for answer in shards.read(path.stem):
+            mass.index_add_(0, answer.top_ids.flatten().long(), answer.top_probs.flatten().float())
+    kept = mass.topk(size).indices.sort().values
+    matrix, agreed, total = head(draft)[kept], 0, 0
+    for path in sorted((run / "answers").glob("held-out-*.safetensors")):
+        for answer in shards.read(path.stem):
+            ids = torch.tensor([*answer.prompt, *answer.tokens])
+            states = hidden_states(draft, ids[None, :-1])[0, len(answer.prompt) - 1 :]
+            agreed += int((kept[(states @ matrix.T).argmax(-1)] == ids[len(answer.prompt) :]).sum())
+            total += len(answer.tokens)
+    return agreed / total
+
+
 @click.command()
 @click.option("--target", default="embedded", show_default=True)
 @click.option("--repeats", default=40, show_default=True)
+@click.option("--run", "runs", multiple=True, type=click.Path(path_type=Path), help="What `pearl distill` has made.")
 @click.option("--json", "as_json", is_flag=True)
-def main(target: str, repeats: int, as_json: bool) -> None:
+def main(target: str, repeats: int, runs: tuple[Path, ...], as_json: bool) -> None:
     torch.set_num_threads(1)
     config = load_model(target, device=CPU).config
     shared: ModelRunner = load_runner(target, device=CPU, max_context=CONTEXT)
     fed = {f"target of {n}": n for n in (1, 2, 4, 6, 8, 12, 16)}
-    runners: dict[str, ModelRunner] = {name: runner_of(config, shape) for name, shape in SHAPES.items()}
+    alphas: dict[str, dict[str, float]] = {}
+    runners: dict[str, ModelRunner] = {}
+    if runs:
+        for run in runs:
+            draft = load_model(str(run / "draft"), device=CPU, dtype="bfloat16")
+            for size in (draft.config.vocab_size, *(size for size in TRIMMED if run == runs[0])):
+                name = run.name if size == draft.config.vocab_size else f"{run.name}, {size:,} output tokens"
+                runners[name] = runner_of(draft.config, {"vocab_size": size})
+                alphas[name] = {"tokens/s": reached(run, draft, size)}
+    else:
+        alphas = {name: {f"alpha {a}": a for a in ALPHAS} for name in SHAPES}
+        runners = {name: runner_of(config, shape) for name, shape in SHAPES.items()}
     times = forward_times(runners | dict.fromkeys(fed, shared), fed, repeats)
     t_target = {n: times[name] for name, n in fed.items()}
     rows = {
         name: {"t_draft": times[name], "c": t_target[1] / times[name]}
-        | {f"alpha {a}": estimate(a, times[name], t_target) for a in ALPHAS}
-        for name in SHAPES
+        | ({"agreement": at["tokens/s"]} if runs else {})
+        | {column: estimate(a, times[name], t_target) for column, a in at.items()}
+        for name, at in alphas.items()
     }
     if as_json:
         click.echo(json.dumps({"t_target": t_target, "shapes": rows}))
         return
-    columns = ("t_draft ms", "c", *(f"alpha {a}" for a in ALPHAS))
-    table = Table("estimated tokens a second", *columns, box=None, padding=(0, 2, 0, 0))
+    columns = list(next(iter(rows.values())))[1:]
+    table = Table("estimated tokens a second", "t_draft ms", *columns, box=None, padding=(0, 2, 0, 0))
     for name, row in rows.items():
-        table.add_row(name, f"{row['t_draft'] * 1e3:.2f}", *(f"{v:.1f}" for k, v in row.items() if k != "t_draft"))
+        rest = [f"{row[column]:.3f}" if column == "agreement" else f"{row[column]:.1f}" for column in columns]
+        table.add_row(name, f"{row['t_draft'] * 1e3:.2f}", *rest)
     console = Console(highlight=False, width=120)
     console.print(table)
     console.print("t_target ms: " + ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in t_target.items()))
