@@ -186,12 +186,12 @@ def _fill(times: Times, traces: Sequence[Trace]) -> None:
             if one.name in FORWARDS and one.name != "prefill":
                 target.setdefault(one.args["n"], []).append((one, seconds))
     target = {n: found for n, found in target.items() if len(found) >= _FEW} or target
-    times.draft = median(one.seconds for one, _ in drafts)
+    times.draft = median(one.ran for one, _ in drafts)
     times.draft_step = mean(seconds for _, seconds in drafts)
     times.target = {n: median(one.seconds for one, _ in found) for n, found in sorted(target.items())}
     times.target_step = {n: mean(seconds for _, seconds in found) for n, found in sorted(target.items())}
     alike = [drafts, *target.values()]
-    spread = [one.seconds / median(o.seconds for o, _ in group) - 1 for group in alike for one, _ in group]
+    spread = [one.ran / median(o.ran for o, _ in group) - 1 for group in alike for one, _ in group]
     sixths = quantiles(spread, n=6)
     times.jitter = (sixths[4] - sixths[0]) / 2  # blind to the few that a busy machine holds up
 

@@ -95,7 +95,7 @@ def _bar(one: Slice, begin: float) -> Bar:
     elif one.name == "draft" or "fate" in one.args:
         look = one.args.get("fate", "draft")
     details = ", ".join(f"{k} {v}" for k, v in one.args.items() if isinstance(v, int | float | str))
-    what = f"{one.name}, {one.seconds * 1e3:.2f} ms" + (f" ({details})" if details else "")
+    what = f"{one.name}, {one.ran * 1e3:.2f} ms" + (f" ({details})" if details else "")
     return Bar(one.start - begin, one.end - begin, look, what)
 
 

@@ -29,6 +29,11 @@ class Slice:
     def seconds(self) -> float:
         return self.end - self.start
 
+    @property
+    def ran(self) -> float:
+        """Seconds that a forward took: a draft's may have begun before its loop had to wait for it."""
+        return float(self.args.get("seconds", self.seconds))
+
 
 @dataclass
 class Trace:

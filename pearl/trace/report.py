@@ -196,7 +196,7 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
     times: dict[tuple[str, int], list[float]] = {}
     for one in draft:
         if one.name == "draft":
-            times.setdefault(("draft", 0), []).append(one.args["seconds"])
+            times.setdefault(("draft", 0), []).append(one.ran)
     for one in verifications:
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
     return {
@@ -229,7 +229,7 @@ def _drafting(draft: Sequence[Slice]) -> float:
     seconds = 0.0
     for i, one in enumerate(draft):
         if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
-            seconds += one.args["seconds"]
+            seconds += one.ran
             following = draft[i + 1] if i + 1 < len(draft) else one
             seconds += following.seconds if following.name == "sample" else 0.0
     return seconds
