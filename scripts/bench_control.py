@@ -1,0 +1,94 @@
+"""The control channel's round trip between two processes, as the workers use it: a verdict there, a token back.
+
+    python scripts/bench_control.py               # private socket file; --control tcp for the loopback with keys
+
+Both ends wait in their loops, so each message wakes a sleeping process: what a rejection costs before the draft knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import quantiles
+
+import click
+
+from pearl.protocol.messages import DraftTokens, Verdict
+from pearl.transport.address import bind_address
+from pearl.transport.base import Endpoint, Received
+from pearl.transport.keys import channel_keys
+from pearl.transport.mailbox import Mailbox
+from pearl.transport.zeromq import ZmqConnection, ZmqListener, ensured_keys
+
+_BOUND = 30.0  # seconds for an answer
+_VERDICT = Verdict(request=1, epoch=1, start=100, tokens=(5, 6, 7, 8), draft_until=120, digest=123456789)
+_TOKEN = DraftTokens(request=1, epoch=1, start=104, tokens=(9,), seconds=0.01)
+
+
+def heard(mail: Mailbox) -> Received:
+    got = mail.receive(_BOUND)
+    if not got or isinstance(got[0][1], Exception):
+        raise click.ClickException(f"no answer: {got}")
+    return got[0]
+
+
+def answer(endpoint: Endpoint, rounds: int) -> None:
+    """The other process: a token for each verdict."""
+    with Mailbox(endpoint) as mail:
+        mail.send(_TOKEN)
+        for _ in range(rounds):
+            heard(mail)
+            mail.send(_TOKEN)
+    endpoint.close(flush=1.0)
+
+
+def times(endpoint: ZmqListener, rounds: int, pause: float) -> list[float]:
+    taken = []
+    with Mailbox(endpoint) as mail:
+        peer, _ = heard(mail)
+        for _ in range(rounds):
+            time.sleep(pause)
+            began = time.perf_counter()
+            mail.send(_VERDICT, peer)
+            heard(mail)
+            taken.append(time.perf_counter() - began)
+    return taken
+
+
+@click.command()
+@click.option("--control", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
+@click.option("--rounds", default=3000, show_default=True)
+@click.option("--pause", default=0.0, show_default=True, help="Seconds of sleep before each, as between two steps.")
+@click.option("--json", "as_json", is_flag=True)
+@click.option("--child", hidden=True)
+def main(control: str, rounds: int, pause: float, as_json: bool, child: str | None) -> None:
+    if child is not None:
+        address, directory = child.split()
+        answer(ZmqConnection(address, channel_keys(None, Path(directory))), rounds)
+        return
+    with tempfile.TemporaryDirectory(prefix="pearl-") as name:
+        directory = Path(name)
+        keys = ensured_keys(control, None, directory)
+        listener = ZmqListener(bind_address(control, directory), keys)
+        command = [sys.executable, __file__, "--rounds", str(rounds), "--child", f"{listener.address} {directory}"]
+        other = subprocess.Popen(command)
+        try:
+            cuts = quantiles(times(listener, rounds, pause), n=100)
+            other.wait(_BOUND)
+        finally:
+            other.kill()
+            listener.close()
+    found = {"control": control, "rounds": rounds, "pause": pause, "p50": cuts[49], "p99": cuts[98]}
+    if as_json:
+        click.echo(json.dumps(found | {"cores": os.cpu_count()}))
+    else:
+        click.echo(f"{control}: round trip p50 {cuts[49] * 1e6:.0f} us, p99 {cuts[98] * 1e6:.0f} us")
+
+
+if __name__ == "__main__":
+    main()
