@@ -69,7 +69,7 @@ class EngineConfig(Section):
         "auto",
         description="Weights of the target; auto: the checkpoint's. int8, on CPUs, rounds them to another model.",
     )
-    draft_dtype: DType = Field("auto", description="Of the draft. int8: it guesses a little worse, the text stays.")
+    draft_dtype: DType = Field("auto", description="Of the draft. int8, on CPUs: it guesses a little worse.")
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.messages import RowKind, Rows, Sampling
+from pearl.worker import ahead as module
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor, Event
 
@@ -27,12 +28,15 @@ class Watched(ToyRunner):
         super().__init__(VOCAB, alpha_pair(VOCAB, 0.5)[1])
         self.began: list[int] = []
         self.breaks = -1
+        self.hangs: threading.Event | None = None
         self.moved = threading.Condition()
 
     def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
         with self.moved:
             self.began.append(self.length)
             self.moved.notify_all()
+        if self.hangs is not None and self.length == len(PROMPT):
+            self.hangs.wait()
         if self.length == self.breaks:
             raise ValueError("broken")
         return super().forward(tokens, rows)
@@ -125,6 +129,30 @@ def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watche
             ahead.execute(Draft(0, PROMPT, True))
         ahead.execute(OPEN)
         drafted(ahead, 0, PROMPT)
+
+
+def test_closing_does_not_wait_for_a_guess_that_hangs(runner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    release = threading.Event()
+    with Ahead(executor(runner), lambda: True) as ahead:
+        ahead.execute(OPEN)
+        runner.hangs = release
+        drafted(ahead, 0, PROMPT)
+        runner.wait_for(3)
+    assert ahead._thread.is_alive()
+    release.set()
+    ahead._thread.join(BOUND)
+    assert not ahead._thread.is_alive()
+
+
+def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
+    def wanted() -> bool:
+        raise ValueError("no more")
+
+    with Ahead(executor(runner), wanted) as ahead:
+        ahead.execute(OPEN)
+        with pytest.raises(ValueError, match="no more"):
+            ahead.execute(Draft(0, PROMPT, True, True))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=20))

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
+from pearl.models import graphs
 from pearl.models.graphs import end_rounded
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
@@ -50,10 +51,16 @@ class TestContract(RunnerContract):
         return load(request.param)
 
 
+def into_one_buffer(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """As a graph: each replay writes its logits where those of the last stand."""
+    kept = work().clone()
+    return lambda: kept.copy_(work())
+
+
 def replayed(kind: str, dtype: str = "float32") -> LlamaRunner:
     """Whose forwards of few tokens are those that a GPU records; here they are carried out each time."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
-    return LlamaRunner(model, 64, record=lambda work: work)
+    return LlamaRunner(model, 64, record=into_one_buffer)
 
 
 class TestContractOfWhatIsRecorded(RunnerContract):
@@ -136,6 +143,40 @@ def test_greedy_text_equals_generate() -> None:
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
     assert text == wanted[0].tolist()
     assert len(set(text[4:])) > 3, "a text of one token proves nothing"
+
+
+def test_the_last_tokens_of_a_context_may_be_fewer_than_are_recorded() -> None:
+    """5 rows are computed as 8, three of them beyond the end."""
+    ours, theirs = replayed("llama"), reference("llama", "float32")
+    for runner in (ours, theirs):
+        runner.forward(some_tokens(runner, 59), 1)
+    close(*(runner.forward(some_tokens(runner, 5, 59), 5) for runner in (ours, theirs)))
+
+
+def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_LEAST_END", 64)
+    runners = [
+        LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 256, record=record)
+        for record in (None, into_one_buffer)
+    ]
+    tokens = some_tokens(runners[0], 200)
+    whole, found = runners[0].forward(tokens, 200), [runners[1].forward(tokens[:50], 50)]
+    found += [runners[1].forward(tokens[i : i + 3], 3) for i in range(50, 200, 3)]
+    close(torch.cat(found), whole)
+    assert runners[1]._graphs is not None
+    assert {end for _, end in runners[1]._graphs._known} == {64, 128, 192, 256}
+
+
+def test_what_a_failed_request_has_left_is_not_seen() -> None:
+    """Keys that are not finite, beyond the next text but within what its recording looks at."""
+    runner = replayed("llama")
+    wanted = runner.forward(some_tokens(runner, 4), 4)
+    runner.forward(some_tokens(runner, 40), 1)
+    with torch.inference_mode():
+        runner._keys[:, :, 4:44] = torch.nan
+        runner._values[:, :, 4:44] = torch.nan
+    runner.rollback(0)
+    assert torch.equal(runner.forward(some_tokens(runner, 4), 4), wanted)
 
 
 def test_few_recordings_serve_a_whole_text() -> None:

@@ -24,7 +24,7 @@ def fed_rounded(fed: int) -> int:
 
 
 def end_rounded(end: int) -> int:
-    """A quarter more at most: attention takes as long as it looks far."""
+    """A quarter more at most, or a few hundred: attention takes as long as it looks far."""
     step = max(_LEAST_END, 1 << max(0, end.bit_length() - 3))
     return -(-end // step) * step
 
@@ -60,19 +60,19 @@ class Graphs:
         return buffer, self._record(work)
 
 
-def record_on_gpu() -> Record:
-    """Recordings as CUDA graphs, which share their memory: one is replayed at a time."""
-    pool = torch.cuda.graph_pool_handle()
+def record_on_gpu(device: torch.device) -> Record:
+    """Recordings as CUDA graphs, which share their memory: one is replayed at a time. Unproven: no GPU was at hand."""
+    pool, aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            work()  # libraries set themselves up at the first call, which must not be recorded
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on
-            logits = work()
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        with torch.cuda.device(device):
+            aside.wait_stream(now)
+            with torch.cuda.stream(aside):
+                work()  # libraries set themselves up at the first call, which must not be recorded
+            now.wait_stream(aside)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on
+                logits = work()
 
         def replay() -> torch.Tensor:
             graph.replay()

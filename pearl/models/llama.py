@@ -4,7 +4,7 @@ The same weights as the `transformers` model it is made from, laid out anew: que
 and up in another, packed for the CPU's bf16 instructions where there are any.  Keys and values stand in buffers
 allocated once.  What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
-On a GPU a forward of few tokens is recorded once and replayed (`graphs`).
+On a GPU of its own a forward of few tokens is recorded once and replayed (`graphs`).
 
 Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
 logits is not the whole, its group makes it so.
@@ -74,7 +74,8 @@ class LlamaRunner:
     In a `group` of several the model is this rank's part of it, and all ranks make the same calls.
 
     Args:
-        record: how forwards of up to `MOST_FED` tokens are recorded; None: on a GPU as CUDA graphs, else not at all.
+        record: how forwards of up to `MOST_FED` tokens are recorded; None: as CUDA graphs on a GPU that is not shared,
+            else not at all.
         int8: rounds the matrices, each row to 255 steps. On a CPU one token is then fed faster, several are slower.
     """
 
@@ -99,7 +100,7 @@ class LlamaRunner:
         self._least_rows = _LEAST_ROWS if packs and not int8 else 1
         self._many_rows = _MANY_ROWS if packs else context + 1
         if record is None and self.device.type == "cuda" and group is ALONE:
-            record = record_on_gpu()
+            record = record_on_gpu(self.device)
         self._graphs = None if record is None else Graphs(self._recorded, context + MOST_FED, record)
         room = context + (MOST_FED if self._graphs else self._least_rows)  # more rows than were fed may be computed
         self._positions = torch.arange(room, device=self.device)
@@ -194,7 +195,7 @@ class LlamaRunner:
         """What each row takes from the tokens up to it: [n, heads * head_dim], of this rank's heads.
 
         Args:
-            keys, values: [kv_heads, context, head_dim]; those `at` which the rows stand are written here.
+            keys, values: [kv_heads, context or a few more, head_dim]; those `at` which rows stand are written here.
             end: how many of them may be looked at, as far as `mask` lets.
         """
         n, heads, both, width = len(hidden), self._heads, self._heads + self._kv_heads, self._width
@@ -232,6 +233,11 @@ class LlamaRunner:
         """See `ModelRunner.rollback`."""
         assert 0 <= length <= self._length
         self._length = length
+        if length == 0 and self._graphs is not None:
+            # What is recorded looks beyond the text, and there must not be the NaN of a request that failed by it.
+            with torch.inference_mode():
+                self._keys.zero_()
+                self._values.zero_()
 
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""

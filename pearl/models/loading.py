@@ -56,10 +56,10 @@ def load_runner(
         spec, device=place, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
     )
     ours = forwards == "auto" and is_llama(model)
-    if int8 and (device.type != "cpu" or not ours):
+    if int8 and (device.type != "cpu" or not ours or group.size > 1):
         raise ModelError(
-            f"Model {spec!r} cannot have its weights in int8: that is for a CPU, and for models of the Llama family "
-            "with --forwards auto. Choose another dtype."
+            f"Model {spec!r} cannot have its weights in int8: that is for one CPU worker, and for models of the Llama "
+            "family with --forwards auto. Choose another dtype."
         )
     with _explained(spec):
         if group.size > 1:
@@ -96,7 +96,7 @@ def _arguments(
     checkpoint: Checkpoint, device: torch.device, dtype: str, device_map: str | dict[str, Any] | None
 ) -> dict[str, Any]:
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16 or float16.")
+        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16 or int8.")
     wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     arguments: dict[str, Any] = {"dtype": wanted, "device_map": device_map or {"": device}}
     if checkpoint.gguf_file is None:

@@ -88,11 +88,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The draft's forward is done. `token` is None where it only fed a part of a long prefix."""
+    """The draft's forward is done. `token` is None where it only fed a part of a long prefix.
+
+    `seconds`: of the forward; `draw`: of drawing the token, and making its row ready to be sent.
+    """
 
     token: int | None
     seconds: float = 0.0
     rows: Rows = NO_ROWS
+    draw: float = 0.0
 
 
 # ---- commands ----

@@ -209,7 +209,7 @@ class _Merged:
             held.clear()
 
         for record in records:
-            if (record.kind == "busy" and record.name != "decide") or len(held) >= _MOST_HELD:
+            if (record.kind == "busy" and record.track == LOOP and record.name != "decide") or len(held) >= _MOST_HELD:
                 yield from release()
             if held or record.kind == "wait":
                 held.append(record)

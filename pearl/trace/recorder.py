@@ -166,7 +166,7 @@ class Part:
         self.header: dict[str, Any] = first[2]
 
     def records(self) -> Iterator[Record]:
-        """In the order written, which is that of their ends (the mailbox's thread: nearly)."""
+        """In the order written, which is that of their ends (those of other threads than the loop: nearly)."""
         items = self._items()
         next(items)
         for item in items:

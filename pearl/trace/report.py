@@ -160,7 +160,7 @@ def _worker(slices: Sequence[Slice], wall: float) -> Worker:
 
 
 def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
-    return [(s.start, s.end) for s in slices if s.name in FORWARDS]
+    return [(s.end - s.ran, s.end) for s in slices if s.name in FORWARDS]
 
 
 def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:

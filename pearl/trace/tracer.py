@@ -99,8 +99,8 @@ class Tracer:
             recorder.spent += max(0, self.clock() - end)
 
     def _spent_since(self, end: int) -> None:
-        assert self.recorder is not None
-        self.recorder.spent += max(0, self.clock() - end)  # in virtual time an end may be still to come
+        if self.recorder is not None:
+            self.recorder.spent += max(0, self.clock() - end)  # in virtual time an end may be still to come
 
     @property
     def track(self) -> int:
@@ -196,8 +196,12 @@ class Tracer:
                 return execute(command)
             start = self.clock()
             event = execute(command)
-            if isinstance(event, Drafted):
-                self.record(AHEAD, "busy", "forward", start, start + round(event.seconds * 1e9))
+            end, recorder = self.clock(), self.recorder
+            if recorder is not None and isinstance(event, Drafted) and start >= self._since:
+                done = start + round(event.seconds * 1e9)
+                recorder.record(AHEAD, "busy", "forward", start, done)
+                recorder.record(AHEAD, "busy", "draw", done, max(done, end))
+                self._spent_since(end)
             return event
 
         return traced
@@ -218,10 +222,14 @@ class Tracer:
                 record(LOOP, "busy", "sample", start, end, {"start": position, "token": event.token})
             case Draft(at, tokens, sample, _):
                 assert isinstance(event, Drafted)
-                done = min(end, start + round(event.seconds * 1e9))
+                # It may have begun before the loop asked for it; or after, where another had to end first.
+                done = max(start, end - round(event.draw * 1e9)) if sample else end
+                began = max(start, done - round(event.seconds * 1e9))
+                if began > start:
+                    record(LOOP, "busy", "hand over", start, began)
                 name = "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
-                ran = round(event.seconds, 7)  # it may have begun before
-                record(LOOP, "busy", name, start, done, {"n": len(tokens), "start": at, "seconds": ran})
+                ran = round(event.seconds, 7)
+                record(LOOP, "busy", name, began, done, {"n": len(tokens), "start": at, "seconds": ran})
                 if sample:
                     record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "token": event.token})
             case Rollback(length):

@@ -19,6 +19,8 @@ import torch
 from pearl.protocol.events import Draft, Drafted, Rollback
 from pearl.worker.execute import DraftExecutor, Event
 
+_PATIENCE = 3.0  # seconds
+
 
 class Ahead:
     """Carries out commands as `executor` does, whose only user it is. A context manager.
@@ -54,9 +56,9 @@ class Ahead:
         return outcome
 
     def close(self) -> None:
-        """Ends the thread, once what it computes is done."""
+        """Ends the thread, once what it computes is done; one that hangs is left to the end of the process."""
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(_PATIENCE)
 
     def __enter__(self) -> Ahead:
         return self
@@ -66,13 +68,16 @@ class Ahead:
 
     def _run(self) -> None:
         device = self._runner.device
-        with torch.inference_mode():
-            if device.type == "cuda":
-                # A stream of its own: what the loop does with a row must not wait for the forward after it.
-                with torch.cuda.stream(torch.cuda.Stream(device)):
+        try:
+            with torch.inference_mode():
+                if device.type == "cuda":
+                    # A stream of its own: what the loop does with a row must not wait for the forward after it.
+                    with torch.cuda.stream(torch.cuda.Stream(device)):
+                        self._serve()
+                else:
                     self._serve()
-            else:
-                self._serve()
+        except BaseException as error:  # none that a command has raised: those are outcomes
+            self._outcomes.put(error)
 
     def _serve(self) -> None:
         guess: Draft | None = None  # what was begun without being told, and what came of it
@@ -80,23 +85,23 @@ class Ahead:
         while (command := self._commands.get()) is not None:
             failed = isinstance(outcome, BaseException) and guess is None
             if not failed and (guess is None or not _same(command, guess)):
-                outcome = self._attempt(command)
+                outcome = self._attempt(command, guess)
             guess = None
             if isinstance(command, Draft):
-                self._outcomes.put(outcome)
-                guess, outcome = self._next(command, outcome), None
-                if guess is not None:
-                    outcome = self._attempt(guess)
+                told, guess = outcome, self._next(command, outcome)
+                self._outcomes.put(told)
+                outcome = None if guess is None else self._attempt(guess)
 
     def _next(self, command: Draft, outcome: object) -> Draft | None:
         if not command.more or not isinstance(outcome, Drafted) or outcome.token is None or not self._wanted():
             return None
         return Draft(command.start + len(command.tokens), (outcome.token,), sample=True)
 
-    def _attempt(self, command: object) -> Event | BaseException | None:
+    def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | BaseException | None:
         try:
-            if isinstance(command, Draft) and self._runner.length > command.start:
-                self._execute(Rollback(command.start))  # of a guess the state machine knows nothing
+            # Of a guess the state machine knows nothing: it rolls back only what it has asked for.
+            if forgotten is not None and isinstance(command, Draft) and self._runner.length > command.start:
+                self._execute(Rollback(command.start))
             return self._execute(command)
         except BaseException as error:
             return error

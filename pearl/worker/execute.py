@@ -168,12 +168,13 @@ class DraftExecutor:
         tokens = [token if token < self.runner.vocab_size else 0 for token in command.tokens]
         logits = self.runner.forward(tokens, int(command.sample))
         self.runner.synchronize()
-        seconds = time.perf_counter() - began
+        done = time.perf_counter()
         if not command.sample:
-            return Drafted(None, seconds)
+            return Drafted(None, done - began)
         position = command.start + len(command.tokens)
         token, probs = self._rule.draft(self._fit(logits[0]), position)
-        return Drafted(token, seconds, NO_ROWS if probs is None else self._pack(probs))
+        rows = NO_ROWS if probs is None else self._pack(probs)
+        return Drafted(token, done - began, rows, time.perf_counter() - done)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         missing = self._vocab_size - logits.numel()
