@@ -370,7 +370,11 @@ class Engine:
         self._recorded = None
         self._post(trace)
         deadline = time.monotonic() + _RECORD_SECONDS
-        self._read_until(lambda: self._recorded is not None or time.monotonic() > deadline)
+
+        def answered() -> bool:  # not by the echo of a wish that was given up, which may come only now
+            return self._recorded == trace or isinstance(self._recorded, TraceError) or time.monotonic() > deadline
+
+        self._read_until(answered)
         if isinstance(self._recorded, TraceError):
             raise self._recorded
         if self._recorded != trace:

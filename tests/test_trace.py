@@ -736,6 +736,21 @@ time.sleep(1000)
 """
 
 
+def test_a_late_echo_of_a_wish_that_was_given_up_is_no_answer(
+    toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wish that failed is taken back; what the workers say to that comes while the next one waits."""
+    with monkeypatch.context() as patched:
+        patched.setattr("pearl.engine._RECORD_SECONDS", 0.0)
+        for _ in range(3):
+            with pytest.raises(TraceError, match="do not answer"):
+                toy.start_trace(tmp_path / "given up.json")
+    toy.start_trace(tmp_path / "kept.json")
+    toy.generate([[1, 2, 3]], WARM)
+    toy.stop_trace()
+    assert report(read(tmp_path / "kept.json")).requests == 1
+
+
 def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_FRONT, str(toy.directory), str(tmp_path / "a.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
