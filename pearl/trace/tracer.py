@@ -39,6 +39,7 @@ from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {Cause.HELD_ROW: HELD_ROW, Cause.WINDOW: DRAFT, Cause.IDLE: CONSUMER}
 _DRAFT_CAUSES = {Cause.WINDOW: VERDICT, Cause.IDLE: CONSUMER}
+_ROUNDING = 1000  # nanoseconds
 _CATCHING_UP = 2  # tokens that a draft forward feeds at most where nothing is new but a verdict
 
 _Event = TypeVar("_Event")
@@ -225,8 +226,10 @@ class Tracer:
                 # It may have begun before the loop asked for it; or after, where another had to end first.
                 done = max(start, end - round(event.draw * 1e9)) if sample else end
                 began = max(start, done - round(event.seconds * 1e9))
-                if began > start:
+                if began - start > _ROUNDING:
                     record(LOOP, "busy", "hand over", start, began)
+                else:
+                    began = start
                 name = "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
                 ran = round(event.seconds, 7)
                 record(LOOP, "busy", name, began, done, {"n": len(tokens), "start": at, "seconds": ran})
