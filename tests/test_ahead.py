@@ -104,6 +104,16 @@ def test_a_guess_that_did_not_is_forgotten(ahead: Ahead, runner: Watched) -> Non
     assert runner.length == 4
 
 
+def test_a_guess_is_forgotten_by_the_request_after_it_too(ahead: Ahead, runner: Watched) -> None:
+    """Of a prefix that the cache holds the state machine rolls nothing back, and the guess stands behind it."""
+    token = drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
+    other = (token + 1) % VOCAB
+    ahead.execute(OPEN)
+    after = drafted(ahead, 3, (other,), more=False)
+    assert plainly([OPEN, Draft(0, (*PROMPT, other), True)])[1].token == after  # type: ignore[union-attr]
+
+
 def test_a_failure_is_told_to_who_asks_for_it(ahead: Ahead, runner: Watched) -> None:
     runner.breaks = 3
     token = drafted(ahead, 0, PROMPT)
@@ -155,13 +165,13 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
             ahead.execute(Draft(0, PROMPT, True, True))
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=20))
-def test_any_course_of_commands_gives_what_it_gives_plainly(turns: list[tuple[int, bool]]) -> None:
-    """Rejections and waits at any place: the tokens and rows are those of an executor without a thread."""
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20))
+def test_any_course_of_commands_gives_what_it_gives_plainly(turns: list[tuple[int, bool, bool]]) -> None:
+    """Rejections, waits and new requests at any place: the tokens and rows are those of one without a thread."""
     commands: list[object] = [OPEN, Draft(0, PROMPT, True, True)]
     own, text = executor(Watched()), list(PROMPT)
     events = [own.execute(command) for command in commands]
-    for back, more in turns:
+    for back, more, opens in turns:
         last = events[-1]
         assert isinstance(last, Drafted)
         assert last.token is not None
@@ -169,6 +179,9 @@ def test_any_course_of_commands_gives_what_it_gives_plainly(turns: list[tuple[in
         if back > 6:  # rejected: another token stands `back - 6` before the end
             del text[max(1, len(text) - (back - 6)) :]
             text.append(back % VOCAB)
+        if opens:
+            commands.append(OPEN)
+            events.append(own.execute(OPEN))
         start = min(own.runner.length, len(text) - 1)
         if start < own.runner.length:
             commands.append(Rollback(start))

@@ -99,9 +99,9 @@ class Ahead:
 
     def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | BaseException | None:
         try:
-            # Of a guess the state machine knows nothing: it rolls back only what it has asked for.
-            if forgotten is not None and isinstance(command, Draft) and self._runner.length > command.start:
-                self._execute(Rollback(command.start))
+            # Of a guess the state machine knows nothing: it rolls back what it has asked for, and only that.
+            if forgotten is not None and not isinstance(command, Rollback):
+                self._execute(Rollback(forgotten.start))
             return self._execute(command)
         except BaseException as error:
             return error
