@@ -794,6 +794,22 @@ def test_report(run: tuple[Outcome, Path]) -> None:
         assert row in text
 
 
+def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    """It takes no time of the loop's, and was written after the draw that begins at the same moment."""
+    document = json.loads(run[1].read_text())
+    events: list[Any] = []
+    for event in document["traceEvents"]:
+        if event["name"] == "draft" and event["ph"] == "X":
+            events.append(event | {"name": "sample", "args": {}})
+            event["dur"] = 0
+        events.append(event)
+    path = tmp_path / "early.json"
+    path.write_text(json.dumps(document | {"traceEvents": events}))
+    found, before = report(read(path)), report(read(run[1]))
+    assert (found.drafted, found.judged, found.accepted) == (before.drafted, before.judged, before.accepted)
+    assert before.judged > 0
+
+
 def test_compare(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     sd = tmp_path / "sd.json"
     recorded(sd, Decoding("sd", gamma=4), alpha=0.8, tokens=400)

@@ -137,8 +137,9 @@ def _sort(events: list[Event], trace: Trace) -> None:
             series = trace.counters.setdefault(event["name"], [])
             series.append((event["ts"] / 1e6, event["args"][event["name"]]))
         elif event["ph"] == "X" and event["tid"] == LOOP:
-            start = event["ts"] / 1e6
-            one = Slice(event["name"], event["cat"], start, start + event["dur"] / 1e6, event.get("args", {}))
+            # By nanoseconds, which floats hold exactly: what begins where another ends must not seem to lie in it.
+            start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            one = Slice(event["name"], event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
             if one.kind != "whole":
                 loops.setdefault(event["pid"], []).append(one)
             elif event["pid"] == 1:
@@ -151,11 +152,12 @@ def _sort(events: list[Event], trace: Trace) -> None:
 def _outermost(slices: list[Slice]) -> list[Slice]:
     """Those that lie in no other; decisions in any case (in virtual time, one takes none and may fall into a forward).
 
-    Of two that start together the one recorded first, which ended first, comes first.
+    Of two that start together the one that ended first comes first: a forward that was done before its loop asked for
+    it takes no time there, and yet lies in nothing.
     """
     kept: list[Slice] = []
     reach = 0.0
-    for one in sorted(slices, key=lambda s: s.start):
+    for one in sorted(slices, key=lambda s: (s.start, s.end)):
         if one.start >= reach or one.end > reach or one.name == "decide":
             kept.append(one)
             reach = max(reach, one.end)
