@@ -94,7 +94,7 @@ def pick(probs: torch.Tensor, key: int) -> int:
 
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
-    if probs.device.type != "cpu":
+    if not probs.is_cpu:
         return pick_there(probs, uniform(key))
     cumulative: Sequence[float] | npt.NDArray[np.float64]
     if len(probs) <= _SHORT:

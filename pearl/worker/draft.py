@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 
 from pearl import errors
 from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
@@ -84,7 +83,7 @@ class DraftWorker:
     def run(self) -> None:
         """The loop. Raises `ModelError` where the target refuses this draft."""
         with ExitStack() as self._open:
-            self._mail = self._open.enter_context(self._tracer.mailbox(self._endpoint, outgoing=inline))
+            self._mail = self._open.enter_context(self._tracer.mailbox(self._endpoint, outgoing=self._inlined))
             self._mail.send(self._hello)
             while not self._stopping():
                 if self._todo:
@@ -171,16 +170,17 @@ class DraftWorker:
         self._mail.send(Heartbeat(self._steps, "prefill", tokens, seconds))
         self._launcher_beat(SLACK * seconds)
 
+    def _inlined(self, message: Message) -> Message:
+        return inline(message, self._waited)
+
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
         assert self._packer is not None
         match command:
             case Send(message):
+                self._mail.send(message)  # of tokens: while the next forward runs
                 if isinstance(message, DraftTokens):
-                    self._mail.send(replace(message, waited=self._waited))  # while the next forward runs
                     self._packer.send(message.rows)
-                else:
-                    self._mail.send(message)
             case Wait():
                 pass
             case Trace():

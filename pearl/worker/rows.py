@@ -44,22 +44,26 @@ def is_sparse(probs: torch.Tensor) -> bool:
     return size < _SMALL or int(torch.count_nonzero(probs)) < max(_SMALL, size // _SPARSE_SHARE)
 
 
-def inline(message: Message) -> Message:
+def inline(message: Message, waited: float = 0.0) -> Message:
     """The message as it travels: a distribution that it holds in memory becomes bytes, or its announcement."""
-    if not isinstance(message, DraftTokens) or message.rows.kind not in (RowKind.FRAMES, RowKind.CHANNEL):
+    if not isinstance(message, DraftTokens):
         return message
-    if message.rows.kind is RowKind.CHANNEL:
-        return replace(message, rows=Rows(RowKind.CHANNEL))
-    (probs,) = message.rows.data
+    return replace(message, rows=_inline(message.rows), waited=waited)
+
+
+def _inline(rows: Rows) -> Rows:
+    if rows.kind is RowKind.CHANNEL:
+        return Rows(RowKind.CHANNEL)
+    if rows.kind is not RowKind.FRAMES:
+        return rows
+    (probs,) = rows.data
     weights = probs.numpy()
     if len(weights) < _SMALL:
-        rows = Rows(RowKind.SPARSE, ((_IDS[: 4 * len(weights)], weights.tobytes()),))
-    elif is_sparse(probs):
+        return Rows(RowKind.SPARSE, ((_IDS[: 4 * len(weights)], weights.tobytes()),))
+    if is_sparse(probs):
         ids = np.flatnonzero(weights > 0)
-        rows = Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
-    else:
-        rows = Rows(RowKind.FRAMES, (weights.tobytes(),))
-    return replace(message, rows=rows)
+        return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
+    return Rows(RowKind.FRAMES, (weights.tobytes(),))
 
 
 def unpack(row: Any, vocab_size: int) -> torch.Tensor:
@@ -68,8 +72,8 @@ def unpack(row: Any, vocab_size: int) -> torch.Tensor:
     Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
     """
     if isinstance(row, tuple):
-        ids, weights = np.frombuffer(row[0], np.int32), np.frombuffer(row[1], np.float32)
-        sound = ids.size and ids.min() >= 0 and ids.max() < vocab_size
+        ids, weights = np.frombuffer(row[0], np.uint32), np.frombuffer(row[1], np.float32)
+        sound = ids.size and ids.max() < vocab_size  # what was negative is largest
     else:
         ids, weights = None, np.frombuffer(row, np.float32)
         sound = weights.size == vocab_size
