@@ -73,6 +73,7 @@ class EngineConfig(Section):
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
     )
+    draft_tp: int = Field(1, ge=1, description="Likewise, ranks that share the draft and draft_device.")
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
         "auto", description="How a target on several GPUs is spread over them."
     )
@@ -109,14 +110,15 @@ class EngineConfig(Section):
         Device.parse(value)
         return value
 
-    @field_validator("target_tp")
+    @field_validator("target_tp", "draft_tp")
     @classmethod
     def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
-        name = known.data.get("target_device", "auto")  # where it was bad, that is what is told
+        of = "target_device" if known.field_name == "target_tp" else "draft_device"
+        name = known.data.get(of, "auto")  # where it was bad, that is what is told
         device = Device.parse(name)
         if value > 1 and (len(device.gpus) not in (0, value) or len(device.cores or ()) % value):
             raise ValueError(
-                f"target_device {name} cannot be shared: name as many GPUs as there are ranks, or as many cores each"
+                f"{of} {name} cannot be shared: name as many GPUs as there are ranks, or as many cores each"
             )
         return value
 
@@ -160,11 +162,14 @@ class EngineConfig(Section):
     def has_draft(self) -> bool:
         return self.draft != "none"
 
+    def ranks(self, role: str) -> int:
+        """How many share that model."""
+        return self.draft_tp if role == "draft" else self.target_tp
+
     def device(self, role: str, rank: int = 0) -> Device:
-        """Where a worker runs; `rank`: of the target's."""
-        if role == "draft":
-            return Device.parse(self.draft_device)
-        return Device.parse(self.target_device).part(rank, self.target_tp)
+        """Where a worker runs; `rank`: of those that share its model."""
+        name = self.draft_device if role == "draft" else self.target_device
+        return Device.parse(name).part(rank, self.ranks(role))
 
     @property
     def one_host(self) -> bool:

@@ -34,7 +34,7 @@ from pearl.errors import (
     TransportError,
 )
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
-from pearl.processes import END_SECONDS, DraftKeeper, Target, Worker
+from pearl.processes import END_SECONDS, DraftKeeper, Ranks, Worker
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -114,7 +114,7 @@ class Engine:
         self._recording: tuple[Path, int] | None = None
         self._recorded: Trace | TraceError | None = None  # the workers' last word on it
         self._draft: DraftKeeper | None = None
-        self._target: Target | None = None
+        self._target: Ranks | None = None
         self._endpoint: ZmqConnection | None = None
         self._directory = self._own_directory()
         try:
@@ -130,7 +130,7 @@ class Engine:
         address = bind_address(self.config.control, self._directory)
         keys = ensured_keys(self.config.control, self.config.keys, self._directory)
         check_bind(address, keys=keys is not None)
-        self._target = Target(self.config, address, self._directory, self._followers(), progress)
+        self._target = Ranks("target", self.config, address, self._directory, self._followers(), progress=progress)
         self._target.wait_for("bound", deadline)
         self._start_draft(self._target.address, progress)
         self.tokenizer, self.defaults = self._load_tokenizer(progress)

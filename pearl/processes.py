@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ class Worker:
         tensors: str | None = None,
         progress: Callable[[str], None] | None = None,
         rank: int = 0,
+        start: int = 0,
     ) -> None:
-        self.role = f"target rank {rank}" if rank else role
+        self.role = f"{role} rank {rank}" if rank else role
         self.address = ""  # the target's, once it is bound
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
@@ -65,6 +67,7 @@ class Worker:
         settings = {
             "role": role,
             "rank": rank,
+            "start": start,  # how many there were before it
             "config": config.model_dump(),
             "address": address,
             "directory": str(directory),
@@ -173,25 +176,28 @@ class Worker:
             self._process.stdout.close()
 
 
-class Target(Worker):
-    """The target's worker and, where several ranks share the target, those of the others: all end with any of them.
+class Ranks(Worker):
+    """A model's worker and, where several ranks share the model, those of the others: all end with any of them.
 
-    `ranks`: the others that are launched here; under torchrun each is another process's.
+    `ranks`: the others that are launched here; under torchrun each of the target's is another process's.
     """
 
     def __init__(
         self,
+        role: str,
         config: EngineConfig,
         address: str,
         directory: Path,
         ranks: Iterable[int] = (),
+        tensors: str | None = None,
         progress: Callable[[str], None] | None = None,
+        start: int = 0,
     ) -> None:
-        super().__init__("target", config, address, directory, progress=progress)
+        super().__init__(role, config, address, directory, tensors, progress, start=start)
         self.followers: list[Worker] = []
         try:
             for rank in ranks:
-                self.followers.append(Worker("target", config, address, directory, rank=rank))
+                self.followers.append(Worker(role, config, address, directory, rank=rank, start=start))
         except OSError:
             self.end()
             raise
@@ -206,7 +212,7 @@ class Target(Worker):
             super().wait_for(state, deadline)
 
     def fate(self) -> errors.PearlError:
-        """Why the target is gone: what befell the rank that was first to go. The others say that they have lost it."""
+        """Why the model is gone: what befell the rank that was first to go. The others say that they have lost it."""
         fates = [] if super().alive else [super().fate()]
         bereft = bool(fates) and isinstance(fates[0], errors.TransportError)
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
@@ -246,8 +252,15 @@ class DraftKeeper:
         self._config, self._address, self._directory = config, address, directory
         self._closing = threading.Event()
         self._restarts = 0
-        self.worker = Worker("draft", config, address, directory, progress=progress)
+        self._starts = count()
+        self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
+
+    def _launch(self, tensors: str | None = None, progress: Callable[[str], None] | None = None) -> Ranks:
+        """Under torchrun too its ranks are all children of this process, which can start them again together."""
+        others = range(1, self._config.draft_tp)
+        where = self._address, self._directory
+        return Ranks("draft", self._config, *where, others, tensors, progress, start=next(self._starts))
 
     def keep(self) -> None:
         """Starts watching; until then a draft that fails stays down, for its error to be told."""
@@ -269,7 +282,7 @@ class DraftKeeper:
             log.warning("%s; starting it again (%d)", trouble, self._restarts)
             if not self._closing.wait(min(0.5 * 2**self._restarts, _MOST_BACK_OFF_SECONDS)):
                 try:
-                    self.worker = Worker("draft", self._config, self._address, self._directory, tensors="frames")
+                    self.worker = self._launch(tensors="frames")
                 except OSError as error:  # no process or no memory to be had now; the next turn counts it as a loss
                     log.warning("a draft worker could not be started: %s", error)
 

@@ -227,6 +227,9 @@ def test_each_rank_has_its_part_of_the_device(
     config = EngineConfig(target_device=name, draft_device="cpu:0-2", target_tp=ranks)
     assert [config.device("target", rank) for rank in range(ranks)] == parts
     assert config.device("draft") == Device("cpu", cores=(0, 1, 2))
+    config = EngineConfig(target_device="cpu:0-2", draft_device=name, draft_tp=ranks)
+    assert [config.device("draft", rank) for rank in range(ranks)] == parts
+    assert config.device("target") == Device("cpu", cores=(0, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,8 @@ def test_a_device_that_ranks_cannot_share_is_refused(name: str, ranks: int, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     with pytest.raises(ConfigError, match=rf"target_tp: target_device {name} cannot be shared.*got {ranks}"):
         EngineConfig(target_device=name, target_tp=ranks)
+    with pytest.raises(ConfigError, match=rf"draft_tp: draft_device {name} cannot be shared.*got {ranks}"):
+        EngineConfig(draft_device=name, draft_tp=ranks)
 
 
 def test_there_is_one_rank_at_least() -> None:

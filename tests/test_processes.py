@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from pearl.config import SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.errors import ModelError, PearlError, TargetLost
+from pearl.errors import ModelError, PearlError, StartError, TargetLost
+from pearl.processes import DraftKeeper
 from pearl.stream import Stream
 from tests.conftest import TOY, greedy_text
 
@@ -65,7 +67,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 SCRIPT = """
 import json
-from pearl.config import SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine({spec!r}, {spec!r})
@@ -198,12 +200,12 @@ def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: py
     """Killed for lack of memory, say: there is nothing but its exit code."""
     from pearl import processes
 
-    class Doomed(processes.Target):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
+    class Doomed(processes.Ranks):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self._process.kill()
 
-    monkeypatch.setattr("pearl.engine.Target", Doomed)
+    monkeypatch.setattr("pearl.engine.Ranks", Doomed)
     before = children()
     with pytest.raises(PearlError, match=r"target worker was killed by signal 9; .* lack of memory"):
         Engine(TOY, TOY)
@@ -252,6 +254,56 @@ def test_draft_that_keeps_dying_is_given_up(temporary: Path) -> None:
         os.kill(engine._draft.worker.pid, signal.SIGKILL)
         results = engine.generate([PROMPT, PROMPT], greedy(60))
     assert [r.tokens for r in results] == [greedy_text(PROMPT, 60)] * 2
+
+
+class DeadDraft:
+    alive, ready_since = False, 0.0
+
+    def wait_for(self, *_: object) -> None: ...
+    def kill(self) -> None: ...
+    def end(self) -> None: ...
+    def fate(self) -> PearlError:
+        return StartError("it has died")
+
+
+class LivedLong(DeadDraft):
+    @property
+    def ready_since(self) -> float:  # type: ignore[override]
+        return time.monotonic() - 601
+
+
+class Clock:
+    """In place of an event that is never set: notes how long was to be waited for it."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return False
+
+
+@pytest.mark.parametrize(
+    ("drafts", "restarts", "expected"),
+    [
+        ([DeadDraft] * 4, 3, [1, 2, 4]),
+        ([DeadDraft] * 8, 7, [1, 2, 4, 8, 16, 30, 30]),
+        ([DeadDraft, DeadDraft, LivedLong, DeadDraft, DeadDraft], 2, [1, 2, 1, 2]),
+        ([DeadDraft], 0, []),
+    ],
+)
+def test_a_draft_is_started_again_later_each_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: list[type], restarts: int, expected: list[float]
+) -> None:
+    """And as soon as at first where it has lived long in between."""
+    left = [draft() for draft in drafts]
+    monkeypatch.setattr(DraftKeeper, "_launch", lambda *_, **__: left.pop(0))
+    keeper = DraftKeeper(EngineConfig(draft_restarts=restarts), "", tmp_path)
+    clock = Clock()
+    keeper._closing = clock  # type: ignore[assignment]
+    keeper._watch()
+    assert not left
+    assert [seconds for seconds in clock.waits if seconds >= 1] == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

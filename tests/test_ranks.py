@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.errors import ModelError, RequestError, StartError, TargetLost, TransportError
+from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.processes import Target
+from pearl.processes import Ranks
 from pearl.protocol.messages import Sampling
 from pearl.transport.torch_dist import RankGroup
 from pearl.verification import make_rule
@@ -157,13 +157,13 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_ranks_that_cannot_be_equal_are_refused(size: int) -> None:
-    with pytest.raises(ModelError, match=rf"{size} ranks cannot share 4 attention heads.*target_tp 1 or 2 or 4"):
+    with pytest.raises(ModelError, match=rf"{size} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 "):
         load_runner(str(tiny_model()), device=CPU, group=ThreadGroup(0, Threads(size)))
 
 
 @pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
 def test_a_model_that_runs_through_transformers_is_not_shared(kind: str, forwards: str) -> None:
-    with pytest.raises(ModelError, match="target_tp 1"):
+    with pytest.raises(ModelError, match="target_tp and draft_tp at 1"):
         load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(2)))
 
 
@@ -190,6 +190,15 @@ def test_auto_gives_each_worker_a_gpu(gpus: int, expected: list[int], monkeypatc
     assert [place.index for place in places] == expected
 
 
+def test_auto_gives_a_shared_draft_what_the_target_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its own host that is all there is."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    one, two = EngineConfig(target_tp=2, draft_tp=2), EngineConfig(draft_tp=2, control="tcp://host:1", keys="k")
+    assert [_place(one, "draft", rank).index for rank in range(2)] == [2, 3]
+    assert [_place(two, "draft", rank).index for rank in range(2)] == [0, 1]
+
+
 def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft may be on another host, which has fewer."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -197,6 +206,8 @@ def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1"):
         _place(EngineConfig(target_tp=2), "target", 0)
     assert _place(EngineConfig(target_tp=2), "draft").index == 0
+    with pytest.raises(ModelError, match="draft_tp 2 takes a GPU a rank, and torch sees 1"):
+        _place(EngineConfig(draft_tp=2), "draft", 0)
 
 
 # ---- in step ----
@@ -245,13 +256,16 @@ class Failing(ToyRunner):
         raise self._error
 
 
+@pytest.mark.parametrize("lost", [TargetLost, DraftLost])
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no memory"), MemoryError("no memory"), ValueError("no memory")]
 )
-def test_a_forward_that_fails_on_one_rank_ends_the_target(error: Exception) -> None:
+def test_a_forward_that_fails_on_one_rank_ends_them_all(
+    error: Exception, lost: type[TargetLost] | type[DraftLost]
+) -> None:
     """The others are in the midst of it: out of memory, which a target of one survives, is here the end."""
-    with pytest.raises(TargetLost, match=f"{type(error).__name__}: no memory"):
-        LeadingRunner(Failing(error), Wire()).forward([1], 1)
+    with pytest.raises(lost, match=f"{type(error).__name__}: no memory"):
+        LeadingRunner(Failing(error), Wire(), lost).forward([1], 1)
 
 
 def test_another_ranks_end_is_told_as_it_is() -> None:
@@ -409,11 +423,8 @@ def fed(runner: ModelRunner, text: list[int]) -> torch.Tensor:
 
 
 def workers(engine: Engine) -> list[psutil.Process]:
-    assert engine._target is not None
-    return [
-        psutil.Process(worker._process.pid)
-        for worker in (engine._target, *engine._target.followers, *([engine._draft.worker] if engine._draft else []))
-    ]
+    shared = [engine._target, engine._draft.worker if engine._draft else None]
+    return [psutil.Process(one.pid) for ranks in shared if ranks for one in (ranks, *ranks.followers)]
 
 
 def test_two_ranks_and_a_draft_write_what_one_would(pair: tuple[str, str], temporary: Path) -> None:
@@ -438,6 +449,37 @@ def test_two_ranks_and_a_draft_write_what_one_would(pair: tuple[str, str], tempo
         with pytest.raises(TargetLost, match="target rank 1 worker was killed by signal 9"):
             list(stream)
     assert all(gone(process.pid) for process in processes)
+    assert children() <= before
+
+
+def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[str, str], temporary: Path) -> None:
+    """All its ranks, with any of them: the text goes on meanwhile, and the next one has a draft again."""
+    before = children()
+    with Engine(*pair, draft_tp=2, max_context=128) as engine:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
+            (result,) = engine.generate([PROMPT], params)
+            assert result.tokens == alone(pair, Sampling(temperature=temperature, seed=5), 60)
+            assert result.statistics.num_accepted_draft_tokens > 0
+        processes = workers(engine)
+        assert len(processes) == 3
+
+        greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        processes[2].kill()
+        (result,) = engine.generate([PROMPT], greedy)
+        assert result.tokens == alone(pair, Sampling(temperature=0), 60)
+        keeper = engine._draft
+        assert keeper is not None
+        eventually(
+            lambda: keeper.worker.pid != processes[1].pid and keeper.worker.reached("ready"), "a draft is there again"
+        )
+        assert all(gone(process.pid) for process in processes[1:])
+        assert len({*workers(engine)} - {*processes}) == 2
+
+        def drafted() -> bool:
+            return engine.generate([PROMPT], greedy)[0].statistics.num_accepted_draft_tokens > 0
+
+        eventually(drafted, "it has joined")
     assert children() <= before
 
 
@@ -497,12 +539,12 @@ def test_a_start_that_fails_is_told_with_its_cause(temporary: Path) -> None:
 def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first would wait for it until startup_timeout."""
 
-    class Doomed(Target):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+    class Doomed(Ranks):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             self.followers[0].kill()
 
-    monkeypatch.setattr("pearl.engine.Target", Doomed)
+    monkeypatch.setattr("pearl.engine.Ranks", Doomed)
     before = children()
     with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
         Engine("toy", "none", target_tp=2)

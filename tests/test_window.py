@@ -162,6 +162,8 @@ def test_speeds_follow_what_is_measured() -> None:
     known.observe_draft(0.0)
     known.observe_draft(2.0)
     assert 1.0 < known.t_draft < 1.2
+    known.observe_target(1, 3000.0)
+    assert 3.0 < known.t_target(1) < 3.6
     for _ in range(60):
         known.observe_draft(2.0)
     assert known.t_draft == pytest.approx(2.0, rel=0.01)

@@ -187,7 +187,8 @@ class _Run:
         if name == _PAIR:
             system = OurSystem(config)
         elif name == _ALL:
-            wide = {"draft": "none", "target_device": devices.name, "target_tp": max(1, len(devices.gpus))}
+            ranks = {"target_tp": max(1, len(devices.gpus)), "draft_tp": 1}
+            wide = ranks | {"draft": "none", "target_device": devices.name}
             try:
                 system = OurSystem(config.model_copy(update=wide))
             except ModelError as error:  # so many GPUs cannot share it

@@ -162,9 +162,10 @@ class Devices:
 
 
 def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
-    """Of the target, all its ranks, and of the draft, as the workers settle them."""
+    """Of the target and of the draft, all their ranks, as the workers settle them."""
     targets = [settled(config, "target", rank) for rank in range(config.target_tp)]
-    return _together(targets), _together([settled(config, "draft")])
+    drafts = [settled(config, "draft", rank) for rank in range(config.draft_tp)]
+    return _together(targets), _together(drafts)
 
 
 def _together(devices: Sequence[Device]) -> Devices:

@@ -66,7 +66,8 @@ def load_runner(
             if not ours:
                 raise ModelError(
                     f"Model {spec!r} ({type(model).__name__}) runs through transformers, and ranks can share only what "
-                    "our own forward pass computes. Use target_tp 1, or spread it: --target-device cuda:0-1."
+                    "our own forward pass computes. Leave target_tp and draft_tp at 1; a target can be spread: "
+                    "--target-device cuda:0-1."
                 )
             cut(model, group, device)
         context = _context(spec, model, max_context)

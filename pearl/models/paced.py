@@ -17,7 +17,7 @@ from torch.nn.functional import linear, softmax
 from pearl.models.runner import ModelRunner
 
 _NAP_SECONDS = 1e-5  # short ones: a core that slept through a forward would be slow after it, unlike one that works
-_SPIN_SECONDS = 2e-4  # a nap overshoots by up to this much; the rest is computed away
+_SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is computed away
 _OPERATION_SECONDS = 5e-5  # one must not reach beyond the end
 _WEIGHT = torch.ones(64, 64)
 

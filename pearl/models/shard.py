@@ -87,7 +87,7 @@ def _check(size: int, heads: int, kv_heads: int, inner: int) -> None:
     if size not in fitting:
         raise ModelError(
             f"{size} ranks cannot share {heads} attention heads, {kv_heads} key-value heads and {inner} inner columns "
-            f"equally. Choose target_tp {' or '.join(map(str, fitting))}."
+            f"equally. Choose {' or '.join(map(str, fitting))} (target_tp, draft_tp)."
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 MAX_WINDOW = 64
 _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: a hiccup fades within ten forwards
+_MOST_OFF = 2.0  # times the estimate that a new forward time counts as at most: one may have had to prepare others
 _ACCEPTANCE_WEIGHT = 0.02  # of a new judgement: acceptance varies from token to token by nature
 
 
@@ -43,11 +44,11 @@ class Speeds:
 
     def observe_draft(self, seconds: float) -> None:
         if seconds > 0:
-            self.t_draft = _blend(self.t_draft, seconds, _TIME_WEIGHT)
+            self.t_draft = _blend(self.t_draft, seconds)
 
     def observe_target(self, fed: int, seconds: float) -> None:
         if seconds > 0:
-            self._t_target[fed] = _blend(self._t_target.get(fed, 0.0), seconds, _TIME_WEIGHT)
+            self._t_target[fed] = _blend(self._t_target.get(fed, 0.0), seconds)
 
     def observe_judgement(self, accepted: int, judged: int) -> None:
         for outcome in [1.0] * accepted + [0.0] * (judged - accepted):
@@ -90,8 +91,8 @@ class Speeds:
         return 1 + rates.index(max(rates))
 
 
-def _blend(old: float, new: float, weight: float) -> float:
-    return old + weight * (new - old) if old else new
+def _blend(old: float, new: float) -> float:
+    return old + _TIME_WEIGHT * (min(new, _MOST_OFF * old) - old) if old else new
 
 
 @dataclass(frozen=True)

@@ -220,18 +220,33 @@ class RankGroup:
     connections, so that the others do not wait for it; one that hangs is its launcher's business.
     """
 
-    def __init__(self, store_path: Path, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        """Waits for the other ranks; raises `TransportError` where one has not come after `timeout` seconds."""
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        store_path: Path,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        name: str = "target",
+        start: int = 0,
+    ) -> None:
+        """Waits for the other ranks; raises `TransportError` where one has not come after `timeout` seconds.
+
+        Args:
+            store_path: as of `ProcessGroupChannel`.
+            name: of the model.
+            start: another one for each group of that name that is made over the same file.
+        """
+        self.rank, self.size, self._name = rank, size, name
         self._lost, self._named, self._closing = "", Event(), False
         try:
-            self._told = _gloo(_meeting(store_path, "told"), rank, size, timeout)
+            self._told = _gloo(_meeting(store_path, f"{name}-{start}-told"), rank, size, timeout)
             self._told._set_default_timeout(_IDLE)
             self._sums = self._told
             if device.type == "cuda":
-                self._sums = _nccl(_meeting(store_path, "sums"), rank, size, device, timeout)
+                self._sums = _nccl(_meeting(store_path, f"{name}-{start}-sums"), rank, size, device, timeout)
         except RuntimeError as error:
-            raise TransportError(f"the {size} ranks have not found each other: {error}") from error
+            raise TransportError(f"the {size} ranks of the {name} have not found each other: {error}") from error
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors added up, in place of `part`; the same bits on every rank."""
@@ -274,7 +289,7 @@ class RankGroup:
             self._told.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # which nobody sends
         except RuntimeError:
             if not self._closing and not self._named.is_set():
-                self._lost = f"rank {rank} of the target is gone"
+                self._lost = f"rank {rank} of the {self._name} is gone"
                 self._named.set()
                 lost(self._lost)
 
@@ -291,7 +306,8 @@ class RankGroup:
             begin().wait()  # on a GPU it is the stream that waits, not this thread
         except RuntimeError as error:
             self._named.wait(_NAMING)  # who watches knows which rank it was
-            raise TransportError(self._lost or f"the ranks of the target have lost each other: {error}") from error
+            lost = self._lost or f"the ranks of the {self._name} have lost each other: {error}"
+            raise TransportError(lost) from error
 
 
 _STORE_POLL = 0.1  # seconds

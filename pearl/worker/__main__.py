@@ -1,6 +1,7 @@
 """`python -m pearl.worker`: one worker process, started by a launcher that holds its stdin (see lifeline.py).
 
-The first line on stdin is a JSON object: role, rank, config (of EngineConfig), address, directory, tensors.
+The first line on stdin is a JSON object: role, rank, start, config (of EngineConfig), address, directory,
+tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> int:
     lifeline.watch(directory)
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
-    run = build.run_draft if role == "draft" else build.run_follower if settings["rank"] else build.run_target
+    run = build.run_follower if settings["rank"] else build.run_draft if role == "draft" else build.run_target
     try:
         run(config, settings, lifeline)
     except PearlError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pearl.config import Device, EngineConfig
-from pearl.errors import ModelError, TransportError
+from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import ModelRunner
@@ -71,13 +71,13 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
 
 
 def run_follower(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
-    """Another rank of the target, from loading to its end. Raises `PearlError`s for what went wrong."""
-    rank = settings["rank"]
-    device = _place(config, "target", rank)
-    _pin(config, "target", rank)
+    """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
+    role, rank = settings["role"], settings["rank"]
+    device = _place(config, role, rank)
+    _pin(config, role, rank)
     group = _group(config, settings, device)
     assert group is not None
-    runner = _runner(config, "target", device, lambda _: None, group)
+    runner = _runner(config, role, device, lambda _: None, group)
     with torch.inference_mode():
         follow(runner, group)
 
@@ -90,27 +90,28 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
         device = _place(config, "draft")
         make_channel = _channel(config, settings, 1, device, tracer)
         _pin(config, "draft")
-        progress = lifeline.progress()
-        tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
-        digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-        runner = _loaded(tracer, config, "draft", device, progress)
+        with _leading(config, settings, device, lifeline) as group:
+            progress = lifeline.progress()
+            tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
+            digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
+            runner = _loaded(tracer, config, "draft", device, progress, group)
 
-        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
-            packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-            return DraftExecutor(runner, welcome.vocab_size, packer.pack), packer
+            def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+                packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
+                return DraftExecutor(runner, welcome.vocab_size, packer.pack), packer
 
-        worker = DraftWorker(
-            endpoint,
-            Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
-            welcomed,
-            ready=partial(lifeline.tell, "ready"),
-            stopping=lifeline.closed.is_set,
-            heartbeat_seconds=min(1.0, config.draft_timeout / 4),
-            tracer=tracer,
-            beat=lifeline.beat,
-        )
-        with torch.inference_mode():
-            worker.run()
+            worker = DraftWorker(
+                endpoint,
+                Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
+                welcomed,
+                ready=partial(lifeline.tell, "ready"),
+                stopping=lifeline.closed.is_set,
+                heartbeat_seconds=min(1.0, config.draft_timeout / 4),
+                tracer=tracer,
+                beat=lifeline.beat,
+            )
+            with torch.inference_mode():
+                worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
@@ -136,13 +137,14 @@ def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer:
 
 
 def _group(config: EngineConfig, settings: dict[str, Any], device: torch.device) -> RankGroup | None:
-    """The ranks that share the target, once all are there; None where it is one's own."""
-    if config.target_tp == 1:
+    """The ranks that share this worker's model, once all are there; None where it is one's own."""
+    role = settings["role"]
+    if config.ranks(role) == 1:
         return None
     from pearl.transport.torch_dist import RankGroup
 
     store, rank = Path(settings["directory"]) / "group", settings["rank"]
-    return RankGroup(store, rank, config.target_tp, device, config.startup_timeout)
+    return RankGroup(store, rank, config.ranks(role), device, config.startup_timeout, role, settings["start"])
 
 
 @contextmanager
@@ -207,7 +209,7 @@ def _runner(
     runner: ModelRunner
     if spec.partition(":")[0] == "toy":
         if group is not None:
-            raise ModelError("ranks cannot share a toy model: it has no weights. Use target_tp 1.")
+            raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {role}_tp 1.")
         runner = load_toy(spec, role, config.max_context)
     else:
         runner = load_runner(
@@ -222,7 +224,7 @@ def _runner(
             group=group or ALONE,
         )
         if group is not None and group.rank == 0:
-            runner = LeadingRunner(runner, group)
+            runner = LeadingRunner(runner, group, TargetLost if is_target else DraftLost)
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     pace = config.target_pace if is_target else config.draft_pace
@@ -234,8 +236,9 @@ def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
     device, gpus = settled(config, role, rank), torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    if config.device(role).kind == "auto" and role == "target" and config.target_tp > gpus:
-        raise ModelError(f"target_tp {config.target_tp} takes a GPU a rank, and torch sees {gpus}")
+    ranks = config.ranks(role)
+    if config.device(role).kind == "auto" and 1 < ranks > gpus - _gpus_before(config, role):
+        raise ModelError(f"{role}_tp {ranks} takes a GPU a rank, and torch sees {gpus}")
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         name = config.target_device if role == "target" else config.draft_device
@@ -246,19 +249,24 @@ def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
 def settled(config: EngineConfig, role: str, rank: int = 0) -> Device:
     """What `auto` comes to on this host; other devices are themselves.
 
-    GPUs: one for each of the target's ranks, the next for the draft, which shares the last where there are no more.
+    GPUs: one for each of the target's ranks, then the draft's; a draft of one shares the last where there are no more.
     Otherwise as many cores for each worker of this host.
     """
     device = config.device(role, rank)
     if device.kind != "auto":
         return device
     if gpus := torch.cuda.device_count():
-        return Device("cuda", gpus=(rank if role == "target" else min(config.target_tp, gpus - 1),))
-    targets, drafts = config.target_tp, int(config.has_draft)
+        return Device("cuda", gpus=(min(_gpus_before(config, role) + rank, gpus - 1),))
+    targets, drafts = config.target_tp, config.draft_tp if config.has_draft else 0
     if not config.one_host:
-        targets, drafts = (targets, 0) if role == "target" else (0, 1)
-    which = rank if role == "target" else targets
+        targets, drafts = (targets, 0) if role == "target" else (0, drafts)
+    which = rank if role == "target" else targets + rank
     return Device("cpu", cores=_equal_part(sorted(os.sched_getaffinity(0)), which, targets + drafts))
+
+
+def _gpus_before(config: EngineConfig, role: str) -> int:
+    """Of this host, which the other worker's ranks have."""
+    return config.target_tp if role == "draft" and config.one_host else 0
 
 
 def _cuda(index: int) -> torch.device:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,15 +31,12 @@ from pearl.verification import Rule, make_rule
 Event = Forwarded | Judged | Sampled | Drafted
 
 
-@contextmanager
-def _memory_named() -> Iterator[None]:
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and not re.search(r"(?i)can't allocate memory|not enough memory", str(error)):
-            raise  # on a CPU torch has no class of its own for it
-        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
+def _of_memory(error: Exception) -> OutOfMemory | None:
+    """What to say of an error where it is one of memory; on a CPU torch has no class of its own for that."""
+    if type(error) is RuntimeError and not re.search(r"(?i)can't allocate memory|not enough memory", str(error)):
+        return None
+    cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
+    return OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.")
 
 
 class TargetExecutor:
@@ -73,8 +69,12 @@ class TargetExecutor:
 
         Raises `ForwardError` where it gives nothing that can be used.
         """
-        with _memory_named():
+        try:
             return self._execute(command)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if (told := _of_memory(error)) is not None:
+                raise told from error
+            raise
 
     def _execute(self, command: object) -> Event | None:
         match command:

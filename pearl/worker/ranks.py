@@ -1,6 +1,6 @@
-"""Several ranks that share the target: the leader has the coordinator, the others repeat its forwards.
+"""Several ranks that share a model: the leader has the worker's loop, the others repeat its forwards.
 
-Followers never judge and never sample.  What they are told of a forward says where it starts: a rollback needs no more.
+Followers never judge and never draw.  What they are told of a forward says where it starts: a rollback needs no more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from pearl.errors import TargetLost, TransportError
+from pearl.errors import DraftLost, TargetLost, TransportError
 from pearl.models.runner import ModelRunner, check_room
 
 
@@ -24,8 +24,11 @@ class Telling(Protocol):
 class LeadingRunner:
     """The leader's `ModelRunner`: wraps its part of the model, and has the followers do each forward too."""
 
-    def __init__(self, runner: ModelRunner, group: Telling) -> None:
-        self._runner, self._group = runner, group
+    def __init__(
+        self, runner: ModelRunner, group: Telling, lost: type[TargetLost] | type[DraftLost] = TargetLost
+    ) -> None:
+        """`lost`: what it means that the ranks are out of step."""
+        self._runner, self._group, self._lost = runner, group, lost
         self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
 
     @property
@@ -33,7 +36,7 @@ class LeadingRunner:
         return self._runner.length
 
     def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
-        """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `TargetLost`."""
+        """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `lost`."""
         check_room(tokens, self.length + len(tokens), self.context, self.vocab_size)
         self._group.tell([self.length, rows, *tokens])
         try:
@@ -42,7 +45,7 @@ class LeadingRunner:
             raise  # another rank's fault
         except Exception as error:
             cause = str(error).partition("\n")[0]
-            raise TargetLost(
+            raise self._lost(
                 f"a forward failed and its ranks are out of step: {type(error).__name__}: {cause}"
             ) from error
 
