@@ -56,10 +56,10 @@ class Mailbox:
         self._endpoint.wake()
 
     def receive(self, timeout: float) -> list[Received]:
-        """As an endpoint's. Raises what has ended the thread, should anything."""
-        self._collect()
+        """What has been read, as an endpoint's; 0: by the thread, so far. Raises what has ended it, should anything."""
         got: list[Received] = []
         if timeout > 0:
+            self._collect()
             with contextlib.suppress(Empty):
                 got.append(self._inbox.get(timeout=timeout))
         while len(got) < MAX_BATCH and not self._inbox.empty():

@@ -265,7 +265,7 @@ def settled(config: EngineConfig, role: str, rank: int = 0) -> Device:
 
 
 def _gpus_before(config: EngineConfig, role: str) -> int:
-    """Of this host, which the other worker's ranks have."""
+    """How many of this host's GPUs `auto` gives to others first."""
     return config.target_tp if role == "draft" and config.one_host else 0
 
 

@@ -71,16 +71,19 @@ def unpack(row: Any, vocab_size: int) -> torch.Tensor:
 
     Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
     """
-    if isinstance(row, tuple):
-        ids, weights = np.frombuffer(row[0], np.uint32), np.frombuffer(row[1], np.float32)
-        sound = ids.size and ids.max() < vocab_size  # what was negative is largest
+    ids, frame = row if isinstance(row, tuple) else (None, row)
+    weights = np.frombuffer(frame, np.float32)
+    if ids is None or (vocab_size < _SMALL and ids == _IDS[: 4 * vocab_size]):  # one for each token, in order
+        places, sound = None, weights.size == vocab_size
     else:
-        ids, weights = None, np.frombuffer(row, np.float32)
-        sound = weights.size == vocab_size
+        places = np.frombuffer(ids, np.uint32)
+        sound = places.size > 0 and bool(places.max() < vocab_size)  # what was negative is largest
     if not sound or not are_probabilities(weights):
         raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
+    if places is None:
+        return torch.from_numpy(weights.copy())
     probs = np.zeros(vocab_size, np.float32)
-    probs[slice(None) if ids is None else ids] = weights
+    probs[places] = weights
     return torch.from_numpy(probs)
 
 
