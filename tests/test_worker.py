@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.errors import DraftLost, ModelError, RequestError
+from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
 from pearl.metrics import Statistics
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
@@ -52,7 +52,7 @@ from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
-from pearl.worker.rows import RowPacker, inline
+from pearl.worker.rows import RowPacker, inline, unpack
 from pearl.worker.target import TargetSettings, TargetWorker
 
 BOUND = 30.0  # seconds that anything here may take; far more than it does
@@ -548,6 +548,7 @@ def _sparse(ids: Sequence[int], probs: Sequence[float]) -> tuple[bytes, bytes]:
     return torch.tensor(ids, dtype=torch.int32).numpy().tobytes(), torch.tensor(probs).numpy().tobytes()
 
 
+KINDS = (torch.int32, torch.float32)  # of a sparse row's ids and probabilities
 NAN = float("nan")
 LIES: dict[str, DraftTokens | list[bytes]] = {
     "no msgpack": [b"\xc1"],
@@ -561,6 +562,7 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
         0, 0, len(PROMPT), (1,), rows=Rows(RowKind.FRAMES, (b"\0" * 4 * 31,))
     ),
     "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([32], [1.0]),))),
+    "a negative id": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([-1], [1.0]),))),
     "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([1], [NAN]),))),
     "dense NaN": DraftTokens(
         0, 0, len(PROMPT), (1,), rows=Rows(RowKind.FRAMES, (torch.full((32,), NAN).numpy().tobytes(),))
@@ -568,6 +570,26 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
     "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([1, 2], [2.0, -1.0]),))),
     "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.CHANNEL)),
 }
+
+
+@pytest.mark.parametrize("vocab", [5, 127, 128, 300])
+@pytest.mark.parametrize("possible", [1, 3, 1000])
+def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
+    """Few tokens of a small or a large vocabulary, or all of it; the ids in whatever order they come."""
+    row = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab))
+    row[possible:] = 0
+    row /= row.sum()
+    packer = RowPacker()
+    sent = inline(DraftTokens(1, 0, 4, (0,), rows=packer.pack(row)))
+    assert isinstance(sent, DraftTokens)
+    (data,) = sent.rows.data
+    assert torch.equal(unpack(data, vocab), row)
+    if isinstance(data, tuple):
+        ids, weights = (torch.frombuffer(bytearray(part), dtype=kind) for part, kind in zip(data, KINDS, strict=True))
+        turned = ids.flip(0).numpy().tobytes(), weights.flip(0).numpy().tobytes()
+        assert torch.equal(unpack(turned, vocab), row)
+        with pytest.raises(RemoteProtocolError):
+            unpack(data, len(ids) - 1)
 
 
 @pytest.mark.parametrize("lie", LIES)
