@@ -7,8 +7,14 @@ with Engine() as engine:  # the embedded pair
         print(piece.text, end="", flush=True)
 """
 
+from typing import TYPE_CHECKING
+
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.version import __version__
+
+if TYPE_CHECKING:
+    from pearl.engine import Engine
+    from pearl.stream import Result
 
 __all__ = ["DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
 

@@ -20,7 +20,7 @@ import click
 
 from pearl.protocol.messages import DraftTokens, Verdict
 from pearl.transport.address import bind_address
-from pearl.transport.base import Endpoint, Received
+from pearl.transport.base import Received
 from pearl.transport.keys import channel_keys
 from pearl.transport.mailbox import Mailbox
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, ensured_keys
@@ -37,7 +37,7 @@ def heard(mail: Mailbox) -> Received:
     return got[0]
 
 
-def answer(endpoint: Endpoint, rounds: int) -> None:
+def answer(endpoint: ZmqConnection, rounds: int) -> None:
     """The other process: a token for each verdict."""
     with Mailbox(endpoint) as mail:
         mail.send(_TOKEN)
@@ -68,8 +68,8 @@ def times(endpoint: ZmqListener, rounds: int, pause: float) -> list[float]:
 @click.option("--child", hidden=True)
 def main(control: str, rounds: int, pause: float, as_json: bool, child: str | None) -> None:
     if child is not None:
-        address, directory = child.split()
-        answer(ZmqConnection(address, channel_keys(None, Path(directory))), rounds)
+        address, home = child.split()
+        answer(ZmqConnection(address, channel_keys(None, Path(home))), rounds)
         return
     with tempfile.TemporaryDirectory(prefix="pearl-") as name:
         directory = Path(name)

@@ -54,7 +54,7 @@ def random_model(shape: str, device: torch.device, dtype: str) -> PreTrainedMode
         dtype=getattr(torch, "bfloat16" if dtype == "auto" else dtype),
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(config.dtype)
+        model = LlamaForCausalLM(config).to(config.dtype)  # type: ignore[arg-type]
     model.to_empty(device=device)
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -100,7 +100,7 @@ def weights_read(model: str, dtype: str) -> int:
     """Bytes of weights that a forward reads: all but the embedding's rows of tokens that were not fed."""
     meta = torch.device("meta")
     found = random_model(model, meta, dtype) if model in SHAPES else load_model(model, device=meta, dtype=dtype)
-    unread = 0 if found.config.tie_word_embeddings else found.get_input_embeddings().weight.numel()
+    unread = 0 if found.config.tie_word_embeddings else found.get_input_embeddings().weight.numel()  # type: ignore[operator]
     return (sum(p.numel() for p in found.parameters()) - unread) * next(found.parameters()).dtype.itemsize
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 from rich.console import Console
@@ -32,7 +33,7 @@ def main(target: str, draft: str, target_pace: float | None, draft_pace: float |
     console = Console(soft_wrap=True, highlight=False)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     prompt = list(range(5, 25))
-    pace = {"target_pace": target_pace, "draft_pace": draft_pace}
+    pace: dict[str, Any] = {"target_pace": target_pace, "draft_pace": draft_pace}
     ratios: list[float] = []
     with TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"

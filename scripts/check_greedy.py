@@ -35,7 +35,8 @@ def reference(prompts: list[str], most: int) -> tuple[list[list[int]], list[list
     encoded, texts = [], []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most)
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most)  # type: ignore[misc]
         encoded.append(ids[0].tolist())
         texts.append(out[0, ids.shape[1] :].tolist())
     return encoded, texts

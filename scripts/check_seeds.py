@@ -39,7 +39,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.trace.tracer import Tracer
-from pearl.transport.base import Endpoint, Peer, Received
+from pearl.transport.base import Listener, Peer, Received
 from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
@@ -74,9 +74,9 @@ class DelayedRunner:
 class DelayedEndpoint:
     """Holds each message back for a random time; order is kept, as on a slow network."""
 
-    def __init__(self, endpoint: Endpoint, noise: random.Random, seconds: float) -> None:
+    def __init__(self, endpoint: Listener, noise: random.Random, seconds: float) -> None:
         self._endpoint, self._noise, self._seconds = endpoint, noise, seconds
-        self.wait, self.wake, self.close = endpoint.wait, endpoint.wake, endpoint.close
+        self.wait, self.wake, self.close, self.trust = endpoint.wait, endpoint.wake, endpoint.close, endpoint.trust
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         time.sleep(self._noise.random() * self._seconds)

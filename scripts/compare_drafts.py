@@ -63,7 +63,7 @@ def runner_of(config: Any, shape: dict[str, int]) -> LlamaRunner:
     config.num_attention_heads = width // config.head_dim
     config.num_key_value_heads = max(n for n in (1, 2, 3) if config.num_attention_heads % n == 0)
     config.hidden_size = width
-    return LlamaRunner(LlamaForCausalLM(config).to(torch.bfloat16).eval(), CONTEXT)
+    return LlamaRunner(LlamaForCausalLM(config).bfloat16().eval(), CONTEXT)
 
 
 def forward_times(runners: dict[str, ModelRunner], fed: dict[str, int], repeats: int) -> dict[str, float]:

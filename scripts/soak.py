@@ -89,7 +89,8 @@ class Soak:
         self.counts[f"fault: {fault} of the {role}"] += 1
         try:
             with Engine(
-                **specs,
+                specs["target"],
+                specs["draft"],
                 target_pace=0.004,
                 draft_pace=0.001,
                 draft_timeout=TIMEOUT,
