@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A target shared by several GPUs, each computing its part of every layer (tensor parallelism); the draft has one to itself.
+# A target shared by several GPUs, each computing its part of every layer (tensor parallelism); the draft has one to itself, or several.
 #
 #   TP=2 launch/target_tp.sh --config configs/codellama-7b-70b.yaml --raw "def fib(n):"
 #   TP=4 GPUS=0-3 DRAFT_GPU=4 launch/target_tp.sh --target my-model --draft my-draft "..."
@@ -7,8 +7,9 @@
 #   DEVICE=cpu TP=3 launch/target_tp.sh "Explain gravity to a beginner."         # the embedded pair, whose 9 heads 3 can share
 #   launch/target_tp.sh --dry-run ...                                            # only show the command
 #
-# Ranks 0 to TP-1 are the target's, the last is the draft's, which launches all of its ranks. TP must divide the model's heads (see the README). GPUS (by
-# default the first TP) and DRAFT_GPU (the next) take the place of the devices in a configuration file.
+# Ranks 0 to TP-1 are the target's, the last is the draft's, and launches all that share it. TP must divide the model's heads
+# (see the README). GPUS (by default the first TP) and DRAFT_GPU (the next) take the place of the devices in a configuration
+# file.
 set -euo pipefail
 python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi

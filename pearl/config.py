@@ -64,7 +64,7 @@ class EngineConfig(Section):
     )
     draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for method ar only.")
     target_device: str = Field("auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).")
-    draft_device: str = Field("auto", description="As target_device.")
+    draft_device: str = Field("auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread.")
     target_dtype: DType = Field(
         "auto",
         description="Weights of the target; auto: the checkpoint's. int8, on CPUs, rounds them to another model.",
@@ -73,7 +73,9 @@ class EngineConfig(Section):
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
     )
-    draft_tp: int = Field(1, ge=1, description="Likewise, ranks that share the draft and draft_device.")
+    draft_tp: int = Field(
+        1, ge=1, validate_default=True, description="Likewise, ranks that share the draft and draft_device."
+    )
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
         "auto", description="How a target on several GPUs is spread over them."
     )
@@ -116,6 +118,8 @@ class EngineConfig(Section):
         of = "target_device" if known.field_name == "target_tp" else "draft_device"
         name = known.data.get(of, "auto")  # where it was bad, that is what is told
         device = Device.parse(name)
+        if value == 1 < len(device.gpus) and of == "draft_device":
+            raise ValueError(f"{of} {name}: a draft is not spread; name one GPU, or share it with draft_tp")
         if value > 1 and (len(device.gpus) not in (0, value) or len(device.cores or ()) % value):
             raise ValueError(
                 f"{of} {name} cannot be shared: name as many GPUs as there are ranks, or as many cores each"

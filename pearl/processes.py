@@ -117,6 +117,7 @@ class Worker:
                 self.address = said["address"]
             if said["state"] == "failed":
                 kind = getattr(errors, said["kind"], errors.StartError)
+                kind = errors.StartError if kind is errors.DraftLost else kind  # for whom else was it lost?
                 self.error = kind(f"{self.role} worker: {said['message']}")
             self._states.add(said["state"])
             self._changed.notify_all()
@@ -198,7 +199,8 @@ class Ranks(Worker):
         try:
             for rank in ranks:
                 self.followers.append(Worker(role, config, address, directory, rank=rank, start=start))
-        except OSError:
+        except BaseException:
+            self.kill()  # first: one that is asked to end takes the directory with it, which may be in use
             self.end()
             raise
 
@@ -207,9 +209,11 @@ class Ranks(Worker):
         return super().alive and all(worker.alive for worker in self.followers)
 
     def wait_for(self, state: str, deadline: float) -> None:
-        """As a worker's; "gone" as soon as any rank is, for the others have then nothing to say."""
-        if state != "gone" or all(worker.alive for worker in self.followers):
+        """As a worker's. Once another rank is gone so is the model, and no other state is waited for."""
+        if all(worker.alive for worker in self.followers) or self.reached(state):
             super().wait_for(state, deadline)
+        elif state != "gone":
+            raise self.fate()
 
     def fate(self) -> errors.PearlError:
         """Why the model is gone: what befell the rank that was first to go. The others say that they have lost it."""
@@ -220,7 +224,9 @@ class Ranks(Worker):
             if bereft or not worker.alive:
                 with contextlib.suppress(errors.PearlError):
                     worker.wait_for("gone", deadline)
+                if not worker.alive:
                     fates.append(worker.fate())
+        fates = fates or [super().fate()]
         return next((fate for fate in fates if not isinstance(fate, errors.TransportError)), fates[0])
 
     def kill(self) -> None:
@@ -234,9 +240,10 @@ class Ranks(Worker):
             worker.close()
 
     def end(self, seconds: float = END_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         super().end(seconds)
         for worker in self.followers:
-            worker.end(seconds)
+            worker.end(max(0.0, deadline - time.monotonic()))
 
 
 class DraftKeeper:
@@ -283,7 +290,7 @@ class DraftKeeper:
             if not self._closing.wait(min(0.5 * 2**self._restarts, _MOST_BACK_OFF_SECONDS)):
                 try:
                     self.worker = self._launch(tensors="frames")
-                except OSError as error:  # no process or no memory to be had now; the next turn counts it as a loss
+                except (OSError, RuntimeError) as error:  # no process, thread or memory now; the next turn counts it
                     log.warning("a draft worker could not be started: %s", error)
 
     def _trouble(self) -> str | None:

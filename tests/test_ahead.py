@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pearl.errors import DraftLost, TransportError
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.messages import RowKind, Rows, Sampling
@@ -28,6 +29,7 @@ class Watched(ToyRunner):
         super().__init__(VOCAB, alpha_pair(VOCAB, 0.5)[1])
         self.began: list[int] = []
         self.breaks = -1
+        self.error: Exception = ValueError("broken")
         self.hangs: threading.Event | None = None
         self.moved = threading.Condition()
 
@@ -38,7 +40,7 @@ class Watched(ToyRunner):
         if self.hangs is not None and self.length == len(PROMPT):
             self.hangs.wait()
         if self.length == self.breaks:
-            raise ValueError("broken")
+            raise self.error
         return super().forward(tokens, rows)
 
     def wait_for(self, length: int) -> None:
@@ -128,6 +130,17 @@ def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched
     runner.wait_for(3)
     ahead.execute(Rollback(1))
     drafted(ahead, 1, PROMPT[1:])
+
+
+@pytest.mark.parametrize("error", [DraftLost("out of step"), TransportError("rank 1 is gone")])
+def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watched, error: Exception) -> None:
+    """Of ranks that have lost each other amid a forward none may go on."""
+    runner.breaks, runner.error = 3, error
+    drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
+    ahead.execute(Rollback(1))
+    with pytest.raises(type(error)):
+        ahead.execute(Draft(1, PROMPT[1:], True))
 
 
 def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched) -> None:

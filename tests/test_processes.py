@@ -67,7 +67,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 SCRIPT = """
 import json
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine({spec!r}, {spec!r})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +27,9 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.processes import Ranks
+from pearl.processes import Ranks, Worker
 from pearl.protocol.messages import Sampling
+from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 from pearl.verification import make_rule
 from pearl.worker.build import _equal_part, _place
@@ -194,19 +196,26 @@ def test_auto_gives_a_shared_draft_what_the_target_leaves(monkeypatch: pytest.Mo
     """On its own host that is all there is."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    one, two = EngineConfig(target_tp=2, draft_tp=2), EngineConfig(draft_tp=2, control="tcp://host:1", keys="k")
-    assert [_place(one, "draft", rank).index for rank in range(2)] == [2, 3]
-    assert [_place(two, "draft", rank).index for rank in range(2)] == [0, 1]
+    far = {"control": "tcp://host:1", "keys": "k"}
+    for settings, expected in (
+        ({"target_tp": 2, "draft_tp": 2}, [2, 3]),
+        ({"target_device": "cpu", "draft_tp": 2}, [0, 1]),
+        ({"target_device": "cuda:1", "draft_tp": 3}, [0, 2, 3]),
+        ({"target_tp": 3, "draft_tp": 2} | far, [0, 1]),
+        (far, [1]),
+    ):
+        config = EngineConfig(**settings)
+        assert [_place(config, "draft", rank).index for rank in range(config.draft_tp)] == expected
 
 
 def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft may be on another host, which has fewer."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1"):
+    with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1 for it"):
         _place(EngineConfig(target_tp=2), "target", 0)
     assert _place(EngineConfig(target_tp=2), "draft").index == 0
-    with pytest.raises(ModelError, match="draft_tp 2 takes a GPU a rank, and torch sees 1"):
+    with pytest.raises(ModelError, match="draft_tp 2 takes a GPU a rank, and torch sees 0 for it"):
         _place(EngineConfig(draft_tp=2), "draft", 0)
 
 
@@ -278,6 +287,7 @@ def test_another_ranks_end_is_told_as_it_is() -> None:
 CHILD = """
 import os, signal, sys, torch
 from pathlib import Path
+from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 store, rank, kind, *paths = sys.argv[1:]
 device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(rank))
@@ -534,6 +544,25 @@ def test_a_start_that_fails_is_told_with_its_cause(temporary: Path) -> None:
     with pytest.raises(ModelError, match="ranks cannot share a toy model"):
         Engine("toy", "none", target_tp=2)
     assert children() <= before
+
+
+def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in use: a draft is started again while its engine serves."""
+    before, directory = children(), private_directory()
+
+    def none(*_: Any, **__: Any) -> Worker:
+        raise BlockingIOError("no process to be had")
+
+    monkeypatch.setattr("pearl.processes.Worker", none)  # of the others; the first is a class of its own
+    try:
+        with pytest.raises(OSError, match="no process"):
+            Ranks("draft", EngineConfig(draft_tp=2), "ipc:///nowhere", directory, [1])
+        assert children() <= before
+        assert directory.is_dir()
+    finally:
+        shutil.rmtree(directory)
 
 
 def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

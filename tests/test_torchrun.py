@@ -183,6 +183,7 @@ def test_ranks_that_torchrun_started_are_counted(temporary: dict[str, str]) -> N
 # ---- a target of two ranks ----
 
 SHARED = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "pearl", "generate", "--target-tp", "2"]
+SHARED_DRAFT = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate", "--draft-tp", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +191,12 @@ def tiny_pair() -> tuple[str, str]:
     return str(tiny_model()), str(tiny_model(noise=0.3))
 
 
-def test_two_ranks_of_a_target_write_what_one_would(temporary: dict[str, str], tiny_pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("command", [SHARED, SHARED_DRAFT], ids=["target", "draft"])
+def test_two_ranks_of_a_model_write_what_one_would(
+    temporary: dict[str, str], tiny_pair: tuple[str, str], command: list[str]
+) -> None:
     arguments = ["--target", tiny_pair[0], "--draft", tiny_pair[1], "--max-context", "128", "--raw", "--ignore-eos"]
-    run = launch([*SHARED, *arguments, "--temperature", "0", "--max-tokens", "40", "--json", "the inn"], temporary)
+    run = launch([*command, *arguments, "--temperature", "0", "--max-tokens", "40", "--json", "the inn"], temporary)
     out, said = run.communicate(timeout=BOUND)
     assert run.returncode == 0, said
     document = json.loads(out)
@@ -222,8 +226,9 @@ def test_a_rank_of_the_target_that_is_killed_is_named(temporary: dict[str, str],
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_on_a_rank_of_the_target_is_told(temporary: dict[str, str]) -> None:
-    run = launch([*SHARED, "--target", SPEC, "--draft", SPEC, "1"], temporary)
+@pytest.mark.parametrize("command", [SHARED, SHARED_DRAFT], ids=["target", "draft"])
+def test_a_start_that_fails_on_a_rank_of_a_model_is_told(temporary: dict[str, str], command: list[str]) -> None:
+    run = launch([*command, "--target", SPEC, "--draft", SPEC, "1"], temporary)
     _, said = run.communicate(timeout=BOUND)
     assert run.returncode != 0
     assert said.count("ranks cannot share a toy model") == 1

@@ -330,6 +330,11 @@ class TestMailbox:
             timer = threading.Timer(0.2, connection.send, [Ping(3)])
             timer.start()
             assert [message for _, message in mail.receive(WAIT)] == [Ping(3)]
+            connection.send(Ping(4))
+            deadline = time.monotonic() + WAIT
+            while mail.is_empty and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert [message for _, message in mail.receive(0)] == [Ping(4)]
             mail.post(Finish(4), got[0][0])
             assert [message for _, message in collect(connection, 1)] == [Finish(4)]
             assert mail.receive(0) == []

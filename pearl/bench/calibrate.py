@@ -216,7 +216,8 @@ def _all_devices(
     target, draft = devices_of(config)
     if (target | draft) == target or target.gpus or draft.gpus or config.target_pace:
         return None
-    wide = config.model_copy(update={"draft": "none", "target_device": (target | draft).name, "trace": None})
+    one = {"draft": "none", "target_tp": 1, "draft_tp": 1, "trace": None}
+    wide = config.model_copy(update=one | {"target_device": (target | draft).name})
     with _started(wide, say) as engine, TemporaryDirectory() as directory:
         return _Texts(engine, prompts, params, Path(directory), say).run(ALL_DEVICES, AR)[0]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pearl.errors import DraftLost, TransportError
 from pearl.protocol.events import Draft, Drafted, Rollback
 from pearl.worker.execute import DraftExecutor, Event
 
@@ -82,7 +83,9 @@ class Ahead:
         guess: Draft | None = None  # what was begun without being told, and what came of it
         outcome: Event | BaseException | None = None
         while (command := self._commands.get()) is not None:
-            failed = isinstance(outcome, BaseException) and guess is None
+            # A guess is forgotten with its failure, but not that ranks have lost each other over it.
+            lasting = BaseException if guess is None else (DraftLost, TransportError)
+            failed = isinstance(outcome, lasting)
             if not failed and (guess is None or not _same(command, guess)):
                 outcome = self._attempt(command, guess)
             guess = None

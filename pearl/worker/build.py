@@ -236,9 +236,9 @@ def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
     device, gpus = settled(config, role, rank), torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    ranks = config.ranks(role)
-    if config.device(role).kind == "auto" and 1 < ranks > gpus - _gpus_before(config, role):
-        raise ModelError(f"{role}_tp {ranks} takes a GPU a rank, and torch sees {gpus}")
+    ranks, free = config.ranks(role), len(_free_gpus(config, role))
+    if config.device(role).kind == "auto" and 1 < ranks > free:
+        raise ModelError(f"{role}_tp {ranks} takes a GPU a rank, and torch sees {free} for it")
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         name = config.target_device if role == "target" else config.draft_device
@@ -256,7 +256,8 @@ def settled(config: EngineConfig, role: str, rank: int = 0) -> Device:
     if device.kind != "auto":
         return device
     if gpus := torch.cuda.device_count():
-        return Device("cuda", gpus=(min(_gpus_before(config, role) + rank, gpus - 1),))
+        free = _free_gpus(config, role)
+        return Device("cuda", gpus=(free[rank] if rank < len(free) else gpus - 1,))
     targets, drafts = config.target_tp, config.draft_tp if config.has_draft else 0
     if not config.one_host:
         targets, drafts = (targets, 0) if role == "target" else (0, drafts)
@@ -264,9 +265,17 @@ def settled(config: EngineConfig, role: str, rank: int = 0) -> Device:
     return Device("cpu", cores=_equal_part(sorted(os.sched_getaffinity(0)), which, targets + drafts))
 
 
-def _gpus_before(config: EngineConfig, role: str) -> int:
-    """How many of this host's GPUs `auto` gives to others first."""
-    return config.target_tp if role == "draft" and config.one_host else 0
+def _free_gpus(config: EngineConfig, role: str) -> list[int]:
+    """Those that `auto` may give to the ranks of `role`: of a draft those that the target leaves.
+
+    Where the two may be on two hosts, the draft's own has perhaps too few for that, and the target none of them.
+    """
+    every = list(range(torch.cuda.device_count()))
+    if role == "target":
+        return every
+    taken = {gpu for rank in range(config.target_tp) for gpu in settled(config, "target", rank).gpus}
+    left = [gpu for gpu in every if gpu not in taken]
+    return left if config.one_host or len(left) >= config.draft_tp else every
 
 
 def _cuda(index: int) -> torch.device:

@@ -33,7 +33,8 @@ Event = Forwarded | Judged | Sampled | Drafted
 
 def _of_memory(error: Exception) -> OutOfMemory | None:
     """What to say of an error where it is one of memory; on a CPU torch has no class of its own for that."""
-    if type(error) is RuntimeError and not re.search(r"(?i)can't allocate memory|not enough memory", str(error)):
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if not known and not re.search(r"(?i)can't allocate memory|not enough memory", str(error)):
         return None
     cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
     return OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.")
