@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -215,7 +216,8 @@ def test_a_connection_that_is_not_let_in_learns_it(listener: ZmqListener, keys: 
         (Keys(keys.server, new_keys().client), "not"),
     ):
         connection = ZmqConnection(listener.address, wrong)
-        connection.send(Ping(1))
+        with suppress(TransportError):  # it may have learned it by now
+            connection.send(Ping(1))
         assert said in told(connection)
         assert connection.receive(0) == []
         with pytest.raises(TransportError, match="did not let us in"):
@@ -227,7 +229,8 @@ def test_a_listener_that_does_not_prove_its_key_is_told_nothing(keys: Keys) -> N
     """Whoever took the address of a target that is gone must not get the prompts."""
     impostor = ZmqListener("tcp://127.0.0.1:*")
     connection = ZmqConnection(impostor.address, keys)
-    connection.send(Ping(1))
+    with suppress(TransportError):  # it may have learned it by now
+        connection.send(Ping(1))
     assert "did not let us in" in told(connection)
     assert impostor.receive(0) == []
     connection.close()
