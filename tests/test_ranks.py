@@ -408,6 +408,7 @@ def test_a_rank_that_never_comes_is_an_error_in_bounded_time(tmp_path: Path) -> 
 # ---- an engine ----
 
 PROMPT = [20, 30, 40, 50]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -437,18 +438,22 @@ def workers(engine: Engine) -> list[psutil.Process]:
     return [psutil.Process(one.pid) for ranks in shared if ranks for one in (ranks, *ranks.followers)]
 
 
+def check_texts(engine: Engine, pair: tuple[str, str]) -> None:
+    """Greedily and with a seed."""
+    for temperature in (0.0, 1.0):
+        (result,) = engine.generate([PROMPT], GREEDY.model_copy(update={"temperature": temperature, "seed": 5}))
+        assert result.tokens == alone(pair, Sampling(temperature=temperature, seed=5), 60)
+        assert result.statistics.num_accepted_draft_tokens > 0
+
+
 def test_two_ranks_and_a_draft_write_what_one_would(pair: tuple[str, str], temporary: Path) -> None:
-    """Greedily and with a seed; then the second rank dies in mid-forward, and everything ends."""
+    """Then the second rank dies in mid-forward, and everything ends."""
     before = children()
     with Engine(*pair, target_tp=2, max_context=128) as engine:
-        for temperature in (0.0, 1.0):
-            params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
-            (result,) = engine.generate([PROMPT], params)
-            assert result.tokens == alone(pair, Sampling(temperature=temperature, seed=5), 60)
-            assert result.statistics.num_accepted_draft_tokens > 0
+        check_texts(engine, pair)
         assert [fed for fed, _ in engine.welcome.t_target] == [1, 2, 4, 8], "they were measured together"
         engine.start_trace(temporary / "trace.json")
-        engine.generate([PROMPT], params)
+        engine.generate([PROMPT], GREEDY)
         assert engine.stop_trace().stat().st_size > 0
 
         processes = workers(engine)
@@ -466,17 +471,12 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
     """All its ranks, with any of them: the text goes on meanwhile, and the next one has a draft again."""
     before = children()
     with Engine(*pair, draft_tp=2, max_context=128) as engine:
-        for temperature in (0.0, 1.0):
-            params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
-            (result,) = engine.generate([PROMPT], params)
-            assert result.tokens == alone(pair, Sampling(temperature=temperature, seed=5), 60)
-            assert result.statistics.num_accepted_draft_tokens > 0
+        check_texts(engine, pair)
         processes = workers(engine)
         assert len(processes) == 3
 
-        greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         processes[2].kill()
-        (result,) = engine.generate([PROMPT], greedy)
+        (result,) = engine.generate([PROMPT], GREEDY)
         assert result.tokens == alone(pair, Sampling(temperature=0), 60)
         keeper = engine._draft
         assert keeper is not None
@@ -487,7 +487,7 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
         assert len({*workers(engine)} - {*processes}) == 2
 
         def drafted() -> bool:
-            return engine.generate([PROMPT], greedy)[0].statistics.num_accepted_draft_tokens > 0
+            return engine.generate([PROMPT], GREEDY)[0].statistics.num_accepted_draft_tokens > 0
 
         eventually(drafted, "it has joined")
     assert children() <= before
