@@ -288,7 +288,7 @@ def test_engine_is_used_from_several_threads(toy: Engine) -> None:
 
 
 def test_engine_without_a_draft_serves_ar_only_and_closes_for_good() -> None:
-    engine = Engine(TOY, "none")
+    engine = Engine(TOY, "none", target_pace=0.05)  # nobody is away so long that LONG has come whole meanwhile
     with engine:
         assert engine.welcome.draft_context == 0
         assert one(engine, method="ar").tokens == greedy_text(PROMPT, 60)
