@@ -79,8 +79,10 @@ class EngineConfig(Section):
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
         "auto", description="How a target on several GPUs is spread over them."
     )
-    forwards: Literal["auto", "transformers"] = Field(
-        "auto", description="auto: our own forward pass where it knows the model; transformers: always theirs."
+    forwards: Literal["auto", "eager", "transformers"] = Field(
+        "auto",
+        description="auto: our own forward pass where it knows the model; eager: on a GPU neither recorded nor "
+        "chained; transformers: always theirs.",
     )
     max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")

@@ -71,6 +71,14 @@ def _not_finite() -> NumericalError:
     )
 
 
+def drawn(said: torch.Tensor) -> int:
+    """The token of a draw that was made where its logits are; waits for it. said: [2], a number to check and the id."""
+    check, token = said.tolist()  # together: a device is waited for once
+    if not isfinite(check):
+        raise _not_finite()
+    return int(token)
+
+
 def race(probs: torch.Tensor, key: int) -> int:
     """Draws a token id from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
 
@@ -78,15 +86,41 @@ def race(probs: torch.Tensor, key: int) -> int:
     get the same winner, which is what the coupled rule lives on.
     Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
 
-    On the host, in numpy, wherever the model runs: one implementation, one set of bits, and on a short support a tenth
-    of the time that as many torch calls take.
+    On the host in numpy: on a short support a tenth of the time that as many torch calls take.
     """
-    weights = probs.cpu().numpy()
+    if not probs.is_cpu:
+        return drawn(race_there(probs, key))
+    weights = probs.numpy()
     ids = np.flatnonzero(weights > 0)  # of booleans: a fifth of the time
     if not len(ids):
         raise _not_finite()
     times = exponentials(key, ids) / weights[ids].astype(np.float64)
     return int(ids[np.argmin(times)])
+
+
+def race_there(probs: torch.Tensor, key: int) -> torch.Tensor:
+    """As `race`, where the probabilities are: what `drawn` takes. The same winner, but where two times are as good as
+    equal: a device's logarithm may be rounded otherwise.
+    """
+    x = torch.arange(1, len(probs) + 1, device=probs.device) * _signed(int(_GOLDEN)) + _signed(key)  # int64 wraps too
+    x = _xor_shifted(x, 30) * _signed(int(_MIX1))
+    x = _xor_shifted(_xor_shifted(x, 27) * _signed(int(_MIX2)), 31)
+    uniforms = (_shifted(x, 12).double() + 0.5) * 2.0**-52
+    best, token = (torch.log(uniforms).neg_() / probs.double()).min(-1)  # where there is no probability: infinity
+    return torch.stack((best, token.double()))
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, as if without a sign: torch has few operations on uint64."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _xor_shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    return x ^ _shifted(x, by)
 
 
 def pick(probs: torch.Tensor, key: int) -> int:
@@ -95,7 +129,7 @@ def pick(probs: torch.Tensor, key: int) -> int:
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
     """
     if not probs.is_cpu:
-        return pick_there(probs, uniform(key))
+        return drawn(pick_there(probs, key))
     cumulative: Sequence[float] | npt.NDArray[np.float64]
     if len(probs) <= _SHORT:
         cumulative = list(accumulate(probs.tolist()))  # the same sums, without waking numpy
@@ -110,19 +144,16 @@ def pick(probs: torch.Tensor, key: int) -> int:
     return index
 
 
-def pick_there(probs: torch.Tensor, number: float) -> int:
-    """As `pick`, where the probabilities are: only a token and a total leave the device, and it is waited for once.
+def pick_there(probs: torch.Tensor, key: int) -> torch.Tensor:
+    """As `pick`, where the probabilities are: what `drawn` takes.
 
     Sums may be rounded otherwise than on the host; so may the probabilities themselves.
     """
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     total = cumulative[-1]
-    index = torch.searchsorted(cumulative, number * total, right=True)
+    index = torch.searchsorted(cumulative, uniform(key) * total, right=True)
     last = torch.searchsorted(cumulative, total)  # the product may be rounded up to the total
-    token, mass = torch.stack((torch.minimum(index, last).double(), total)).tolist()
-    if not 0 < mass < inf:
-        raise _not_finite()
-    return int(token)
+    return torch.stack((total.log(), torch.minimum(index, last).double()))  # the logarithm of 0 is not finite
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -152,7 +183,9 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keeps the likeliest tokens until those before a token hold `top_p`; at least one. scores: [vocab]."""
     total = torch.logsumexp(scores, -1)
-    for size in (min(_TOP_P_SHORTLIST, scores.numel()), scores.numel()):
+    # Whether a shortlist is enough only the host could tell, and a device would have to be waited for.
+    shortlist = _TOP_P_SHORTLIST if scores.is_cpu else scores.numel()
+    for size in (min(shortlist, scores.numel()), scores.numel()):
         top, ids = torch.topk(scores, size)
         probs = torch.exp(top - total)
         before = torch.cumsum(probs, -1) - probs
@@ -164,8 +197,10 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def greedy(logits: torch.Tensor) -> int:
     """The likeliest token of logits [vocab]; the first of equals, as transformers' argmax, to which NaN is largest."""
-    best, index = logits.max(-1)
-    value, token = torch.stack((best.double(), index.double())).tolist()  # a device is waited for once
-    if not isfinite(value):
-        raise _not_finite()
-    return int(token)
+    return drawn(greedy_there(logits))
+
+
+def greedy_there(logits: torch.Tensor) -> torch.Tensor:
+    """As `greedy`, where the logits are: what `drawn` takes."""
+    best, token = logits.max(-1)
+    return torch.stack((best.double(), token.double()))

@@ -7,7 +7,7 @@ distribution, whatever the draft proposed (invariants 3 and 4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,19 @@ import torch
 
 from pearl.errors import RequestError
 from pearl.protocol.messages import Sampling
-from pearl.sampling import Purpose, draw_key, greedy, pick, probabilities, race, uniform
+from pearl.sampling import (
+    Purpose,
+    draw_key,
+    drawn,
+    greedy,
+    greedy_there,
+    pick,
+    pick_there,
+    probabilities,
+    race,
+    race_there,
+    uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,10 @@ class Rule(Protocol):
 
     def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
         """The draft's token for `position`, and its distribution [vocab] float32 where `needs_rows`."""
+        ...
+
+    def draft_there(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `draft`, without waiting for the device: in the token's place what `sampling.drawn` takes."""
         ...
 
     def judge(
@@ -88,6 +104,10 @@ class RatioRule:
         probs = probabilities(logits, self.sampling)
         return pick(probs, self._key(position, Purpose.DRAFT)), probs
 
+    def draft_there(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        probs = probabilities(logits, self.sampling)
+        return pick_there(probs, self._key(position, Purpose.DRAFT)), probs
+
     def judge(
         self,
         logits: torch.Tensor,
@@ -125,6 +145,9 @@ class DirectRule:
     def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
         return self.direct(logits, position), None
 
+    def draft_there(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._direct_there(logits, position), None
+
     def judge(
         self,
         logits: torch.Tensor,
@@ -132,8 +155,12 @@ class DirectRule:
         rows: Sequence[torch.Tensor],
         start: int,
     ) -> Judgement:
-        for i, token in enumerate(tokens):
-            own = self.direct(logits[i], start + i)
+        draws: Iterator[int]
+        if logits.is_cpu:
+            draws = (self.direct(row, start + i) for i, row in enumerate(logits))  # none behind a rejection
+        else:
+            draws = map(drawn, self._together(logits, start))
+        for i, (token, own) in enumerate(zip(tokens, draws, strict=True)):
             if own != token:
                 return Judgement(i, own)
         return Judgement(len(tokens), None)
@@ -141,7 +168,19 @@ class DirectRule:
     def direct(self, logits: torch.Tensor, position: int) -> int:
         if self.sampling.temperature == 0:
             return greedy(logits)
-        return race(probabilities(logits, self.sampling), draw_key(self.sampling, position, Purpose.DIRECT))
+        return race(probabilities(logits, self.sampling), self._key(position))
+
+    def _direct_there(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        if self.sampling.temperature == 0:
+            return greedy_there(logits)
+        return race_there(probabilities(logits, self.sampling), self._key(position))
+
+    def _together(self, logits: torch.Tensor, start: int) -> torch.Tensor:
+        """[n, 2]: each row's draw, brought to the host at once."""
+        return torch.stack([self._direct_there(row, start + i) for i, row in enumerate(logits)]).cpu()
+
+    def _key(self, position: int) -> int:
+        return draw_key(self.sampling, position, Purpose.DIRECT)
 
 
 RULES: dict[str, type[RatioRule] | type[DirectRule]] = {"ratio": RatioRule, "coupled": DirectRule}

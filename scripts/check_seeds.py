@@ -15,7 +15,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from pearl import DecodingConfig, Engine, SamplingParams
 from pearl.models.loading import load_runner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, Tokens
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Committed,
@@ -60,7 +59,7 @@ class DelayedRunner:
     def length(self) -> int:
         return self._runner.length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         time.sleep(self._noise.random() * self._seconds)
         return self._runner.forward(tokens, rows)
 

@@ -60,6 +60,19 @@ class RunnerContract:
         if keep < 12:
             close(runner.forward(some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
 
+    def test_an_id_may_stand_on_the_device(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        """As one does that was drawn there a moment ago; its buffer may be written to after the call."""
+        runner.forward(some_tokens(runner, 5), 0)
+        found = []
+        for token in some_tokens(runner, 7, 5):
+            there = torch.tensor([token], device=runner.device)
+            found.append(runner.forward(there, 1))
+            there.fill_(0)
+        assert runner.length == 12
+        close(torch.cat(found), whole[5:])
+        with pytest.raises(RequestError):
+            runner.forward(torch.zeros(runner.context, dtype=torch.long, device=runner.device), 1)
+
     def test_many_rollbacks(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """A decoding loop in small: guess wrong, roll back, correct."""
         for position in range(12):

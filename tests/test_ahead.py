@@ -10,13 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.errors import DraftLost, TransportError
+from pearl.errors import DraftLost, NumericalError, TransportError
+from pearl.models.loading import load_runner
+from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.messages import RowKind, Rows, Sampling
 from pearl.worker import ahead as module
 from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor, Event
+from pearl.worker.execute import DraftExecutor, Event, Launched
+from tests.tiny import tiny_model
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
 OPEN = Open(PROMPT, Sampling(temperature=1.0, seed=3), "ratio")
@@ -48,8 +51,8 @@ class Watched(ToyRunner):
             assert self.moved.wait_for(lambda: self.began[-1:] == [length], BOUND)
 
 
-def executor(runner: ToyRunner) -> DraftExecutor:
-    return DraftExecutor(runner, VOCAB, lambda probs: Rows(RowKind.CHANNEL, (probs,)))
+def executor(runner: ModelRunner, chains: bool = False) -> DraftExecutor:
+    return DraftExecutor(runner, runner.vocab_size, lambda probs, copy=None: Rows(RowKind.CHANNEL, (probs,)), chains)
 
 
 @pytest.fixture
@@ -57,9 +60,14 @@ def runner() -> Watched:
     return Watched()
 
 
+@pytest.fixture(params=[False, True], ids=["", "chained"])
+def chains(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
-def ahead(runner: Watched) -> Iterator[Ahead]:
-    with Ahead(executor(runner), lambda: True) as ahead:
+def ahead(runner: Watched, chains: bool) -> Iterator[Ahead]:
+    with Ahead(executor(runner, chains), lambda: True) as ahead:
         ahead.execute(OPEN)
         yield ahead
 
@@ -82,8 +90,10 @@ def test_the_next_forward_begins_untold(ahead: Ahead, runner: Watched) -> None:
 
 
 @pytest.mark.parametrize(("more", "wanted"), [(False, True), (True, False)])
-def test_none_begins_beyond_the_bound_nor_while_a_message_waits(runner: Watched, more: bool, wanted: bool) -> None:
-    with Ahead(executor(runner), lambda: wanted) as ahead:
+def test_none_begins_beyond_the_bound_nor_while_a_message_waits(
+    runner: Watched, more: bool, wanted: bool, chains: bool
+) -> None:
+    with Ahead(executor(runner, chains), lambda: wanted) as ahead:
         ahead.execute(OPEN)
         drafted(ahead, 0, PROMPT, more)
     assert runner.began == [0]
@@ -143,8 +153,8 @@ def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watch
         ahead.execute(Draft(1, PROMPT[1:], True))
 
 
-def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched) -> None:
-    with Ahead(executor(runner), lambda: True) as ahead:
+def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched, chains: bool) -> None:
+    with Ahead(executor(runner, chains), lambda: True) as ahead:
         ahead.execute(Open(PROMPT, Sampling(), "no such rule"))  # greedy takes any rule
         ahead.execute(Open(PROMPT, OPEN.sampling, "no such rule"))
         ahead.execute(Rollback(0))
@@ -178,8 +188,8 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
             ahead.execute(Draft(0, PROMPT, True, True))
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20))
-def test_any_course_of_commands_gives_what_it_gives_plainly(turns: list[tuple[int, bool, bool]]) -> None:
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20))
+def test_any_course_of_commands_gives_what_it_gives_plainly(chains: bool, turns: list[tuple[int, bool, bool]]) -> None:
     """Rejections, waits and new requests at any place: the tokens and rows are those of one without a thread."""
     commands: list[object] = [OPEN, Draft(0, PROMPT, True, True)]
     own, text = executor(Watched()), list(PROMPT)
@@ -201,10 +211,104 @@ def test_any_course_of_commands_gives_what_it_gives_plainly(turns: list[tuple[in
             events.append(own.execute(commands[-1]))
         commands.append(Draft(start, tuple(text[start:]), True, more))
         events.append(own.execute(commands[-1]))
-    with Ahead(executor(Watched()), lambda: True) as ahead:
+    with Ahead(executor(Watched(), chains), lambda: True) as ahead:
         for command, event in zip(commands, events, strict=True):
             got = ahead.execute(command)
             if isinstance(event, Drafted):
                 assert isinstance(got, Drafted)
                 assert got.token == event.token
                 assert torch.equal(got.rows.data[0], event.rows.data[0])
+
+
+# ---- chained ----
+
+
+class Noting(DraftExecutor):
+    """Notes the order in which it is asked."""
+
+    def __init__(self, runner: ToyRunner) -> None:
+        super().__init__(runner, VOCAB, lambda probs, copy: Rows(RowKind.CHANNEL, (probs,)), chains=True)
+        self.asked: list[str] = []
+
+    def launch(self, command: Draft, token: torch.Tensor | None = None) -> Launched:
+        self.asked.append(f"launch {command.start}")
+        assert (token is None) == (command.tokens != (-1,))
+        return super().launch(command, token)
+
+    def collect(self, launched: Launched) -> Drafted:
+        self.asked.append("collect")
+        return super().collect(launched)
+
+
+def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched) -> None:
+    noting = Noting(runner)
+    with Ahead(noting, lambda: True) as ahead:
+        ahead.execute(OPEN)
+        token = drafted(ahead, 0, PROMPT)
+        token = drafted(ahead, 3, (token,))
+        drafted(ahead, 4, (token,), more=False)
+    assert noting.asked == ["launch 0", "launch 3", "collect", "launch 4", "collect", "collect"]
+
+
+@pytest.mark.parametrize(("done_after", "slept"), [(100, 0.75), (2, 0.5), (0, 0.0)])
+def test_it_is_launched_late_but_not_after_the_end(
+    ahead: Ahead, monkeypatch: pytest.MonkeyPatch, done_after: int, slept: float
+) -> None:
+    """A forward due in 0.8 s and launched 0.05 s before its end; in one case it is done long before it is due."""
+
+    class Clock:
+        now, looks = 100.0, 0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    class Running:
+        @property
+        def done(self) -> bool:
+            clock.looks += 1
+            return clock.looks > done_after
+
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    ahead._due, ahead._lead = 100.8, 0.05
+    ahead._wait_until_late(Running())  # type: ignore[arg-type]
+    assert clock.now - 100 == pytest.approx(slept, abs=0.07)
+    assert clock.looks < 20, "it does not keep a core busy"
+
+
+def test_logits_that_are_not_finite_are_an_error_and_no_id(runner: Watched) -> None:
+    """What follows is launched all the same, and forgotten."""
+    plain = runner.forward
+    nan = torch.full((1, VOCAB), torch.nan)
+    with Ahead(executor(runner, chains=True), lambda: True) as ahead:
+        ahead.execute(OPEN)
+        runner.forward = lambda tokens, rows: plain(tokens, rows) * nan  # type: ignore[method-assign]
+        with pytest.raises(NumericalError):
+            ahead.execute(Draft(0, PROMPT, True, more=True))
+        runner.wait_for(3)
+        runner.forward = plain  # type: ignore[method-assign]
+        ahead.execute(Rollback(0))
+        token = drafted(ahead, 0, PROMPT, more=False)
+    assert plainly([OPEN, Draft(0, PROMPT, True)])[1].token == token  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chained_on_a_gpu_as_one_by_one(rule: str, temperature: float) -> None:
+    prompt = tuple(range(5, 25))
+    texts = []
+    for chains in (False, True):
+        runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
+        with Ahead(executor(runner, chains), lambda: True) as ahead:
+            ahead.execute(Open(prompt, Sampling(temperature=temperature, seed=3), rule))
+            text, fed = [*prompt], 0
+            while len(text) < 100:
+                text.append(drafted(ahead, fed, tuple(text[fed:])))
+                fed = len(text) - 1
+        texts.append(text)
+    assert texts[0] == texts[1]

@@ -34,7 +34,7 @@ from pearl.transport.torch_dist import RankGroup
 from pearl.verification import make_rule
 from pearl.worker.build import _equal_part, _place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
-from tests.test_llama_runner import CPU, KINDS, load, logits
+from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
 from tests.tiny import tiny_model
 
@@ -110,15 +110,27 @@ def shared(path: Path, size: int, dtype: str = "float32") -> list[torch.Tensor]:
     return Threads(size).run(make)
 
 
+def shared_and_recorded(path: Path, size: int) -> list[torch.Tensor]:
+    def make(group: ThreadGroup) -> LlamaRunner:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        cut(model, group, CPU)
+        return LlamaRunner(model, 64, group, record=into_one_buffer)
+
+    return Threads(size).run(make)
+
+
 def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
     runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64)
     assert isinstance(runner, LlamaRunner)
     return logits(runner)
 
 
+@pytest.mark.parametrize("shared", [shared, shared_and_recorded])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_compute_what_one_does(kind: str, size: int, tmp_path: Path) -> None:
+def test_ranks_compute_what_one_does(
+    kind: str, size: int, shared: Callable[[Path, int], list[torch.Tensor]], tmp_path: Path
+) -> None:
     """Four have more ranks than the two key-value heads; no number of them divides the vocabulary."""
     path = biased(kind, tmp_path)
     found, expected = shared(path, size), whole(path)

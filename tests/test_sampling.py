@@ -19,7 +19,18 @@ from transformers.generation.logits_process import (
 from pearl import sampling as module
 from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
-from pearl.sampling import Purpose, draw_key, exponentials, greedy, pick, pick_there, probabilities, race, uniform
+from pearl.sampling import (
+    Purpose,
+    draw_key,
+    exponentials,
+    greedy,
+    pick,
+    pick_there,
+    probabilities,
+    race,
+    race_there,
+    uniform,
+)
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 KEYS = [draw_key(Sampling(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]
@@ -30,9 +41,16 @@ PINNED_RACES = [62, 83, 67, 98, 60, 67, 48, 96]
 PINNED_PICKS = [55, 29, 85, 69, 56, 51, 23, 24]
 
 
-def there(probs: torch.Tensor, key: int) -> int:
-    """`pick` as on a device."""
-    return pick_there(probs, uniform(key))
+def picked_there(probs: torch.Tensor, key: int) -> int:
+    """As on a device."""
+    return module.drawn(pick_there(probs, key))
+
+
+def raced_there(probs: torch.Tensor, key: int) -> int:
+    return module.drawn(race_there(probs, key))
+
+
+DRAWS = [race, pick, picked_there, raced_there]
 
 
 def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -186,7 +204,7 @@ def drawn(draw: Draw, probs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.5], [1, 0, 2, 3, 0, 10], [0, 0.02, 0.9, 0.08, 0]])
-@pytest.mark.parametrize("draw", [race, pick, there])
+@pytest.mark.parametrize("draw", DRAWS)
 def test_draws_are_proportional(draw: Draw, weights: list[float]) -> None:
     assert drawn(draw, torch.tensor(weights)) > NEVER
 
@@ -198,19 +216,30 @@ def test_draws_from_a_biased_race_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("size", [5, 200, 50_000])
-def test_a_device_picks_what_the_host_does(size: int) -> None:
+def test_a_device_draws_what_the_host_does(size: int) -> None:
     probs = torch.rand(size, generator=torch.Generator().manual_seed(1)) ** 4
-    assert [there(probs, key) for key in KEYS[:500]] == [pick(probs, key) for key in KEYS[:500]]
+    probs[::3] = 0
+    assert [picked_there(probs, key) for key in KEYS[:200]] == [pick(probs, key) for key in KEYS[:200]]
+    assert [raced_there(probs, key) for key in KEYS[:200]] == [race(probs, key) for key in KEYS[:200]]
 
 
-@pytest.mark.parametrize("draw", [race, pick, there])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.9999])
+def test_a_nucleus_is_the_same_without_a_shortlist(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device there is none."""
+    logits, sampling = 3 * torch.randn(2000, generator=torch.Generator().manual_seed(5)), Sampling(1.0, top_p=top_p)
+    with_one = probabilities(logits, sampling)
+    monkeypatch.setattr(module, "_TOP_P_SHORTLIST", 2000)
+    assert torch.equal(probabilities(logits, sampling), with_one)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 def test_a_single_possible_token_is_drawn(draw: Draw) -> None:
     probs = torch.zeros(50)
     probs[17] = 1e-30
     assert {draw(probs, key) for key in [*KEYS[:50], 0, 2**64 - 1]} == {17}
 
 
-@pytest.mark.parametrize("draw", [race, pick, there])
+@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("key", [0, 2**64 - 1])
 def test_no_impossible_token_is_drawn_at_the_ends(draw: Draw, key: int) -> None:
     """u = 0 must pass over what has probability 0 at the head of the vocabulary, u near 1 stop before its tail."""
@@ -244,7 +273,7 @@ SETTINGS = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.9), Sam
 def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(sampling: Sampling, bad: float) -> None:
     """One such number among them, or nothing else."""
     for logits in (torch.tensor([1.0, bad, 3.0, 4.0, 5.0]), torch.full((5,), bad)):
-        for draw in (race, pick, there):
+        for draw in DRAWS:
             with pytest.raises(NumericalError, match="not finite"):
                 draw(probabilities(logits, sampling), 7)
         with pytest.raises(NumericalError, match="not finite"):

@@ -18,7 +18,7 @@ from scipy import stats
 from pearl import verification
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.sampling import Purpose, draw_key
+from pearl.sampling import Purpose, draw_key, drawn
 from pearl.simulate import Timing, paired_executors, simulate
 from pearl.verification import DirectRule, Judgement, RatioRule, accepts, make_rule, residual
 
@@ -134,6 +134,21 @@ def test_the_direct_draw_is_one_under_either_rule() -> None:
     for position in range(50):
         target, _ = logits_pair(position)
         assert RatioRule(sampling).direct(target, position) == DirectRule(sampling).direct(target, position)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=4), Sampling(1.0, top_p=0.7, seed=2)], ids=str)
+@pytest.mark.parametrize("name", ["ratio", "coupled"])
+def test_a_device_draws_as_the_host(name: str, sampling: Sampling) -> None:
+    """Where nobody waits for a token before the next is asked for."""
+    rule, logits = make_rule(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
+    for position, row in enumerate(logits):
+        (token, probs), (said, same) = rule.draft(row, position), rule.draft_there(row, position)
+        assert drawn(said) == token
+        assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
+    if isinstance(rule, DirectRule):
+        assert [drawn(said) for said in rule._together(logits, 5)] == [
+            rule.direct(row, 5 + i) for i, row in enumerate(logits)
+        ]
 
 
 def test_a_run_is_judged_up_to_its_first_rejection() -> None:

@@ -194,15 +194,17 @@ class Loops:
         stop: threading.Event | None = None,
         kind: type[Hanging] = Hanging,
         wrap: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+        chains: bool | None = None,
     ) -> Hanging:
-        """Starts a draft worker; returns its model."""
+        """Starts a draft worker; returns its model. `chains`: as on a GPU."""
         endpoint = wrap(self.endpoint())
         model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
         stop = stop or self._stop
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = RowPacker(self._channel(1) if self._channel else None)
-            return DraftExecutor(model, welcome.vocab_size, lambda probs: self._noted(packer.pack(probs))), packer
+            pack = lambda *probs: self._noted(packer.pack(*probs))  # noqa: E731
+            return DraftExecutor(model, welcome.vocab_size, pack, chains), packer
 
         def run() -> None:
             try:
@@ -299,6 +301,22 @@ def test_sampled_text_is_the_simulators(loops: MakeLoops, method: str, window: s
     assert told.tokens == simulated(submission(120, rule=rule))
 
 
+CHAINED = [("pearl", "ratio", WARM), ("pearl-no-pre-verify", "ratio", WARM)]
+CHAINED += [(method, "coupled", sampling) for method in METHODS for sampling in (WARM, GREEDY)]
+
+
+@pytest.mark.parametrize(("method", "rule", "sampling"), CHAINED, ids=str)
+def test_text_of_chained_forwards_is_the_simulators(
+    loops: MakeLoops, method: str, rule: str, sampling: Sampling
+) -> None:
+    pair = loops()
+    pair.draft(chains=True)
+    front = pair.front()
+    for request in range(2):
+        submit = submission(120, method, sampling, request, rule=rule, window="fixed")
+        assert front.ask(submit).tokens == simulated(submit)
+
+
 def test_coupled_text_is_plain_seeded_decoding(loops: MakeLoops) -> None:
     pair = loops()
     pair.draft()
@@ -322,15 +340,16 @@ CARRIERS = {"frames": (None, RowKind.FRAMES), "memory": (_memory_channel, RowKin
 CARRIERS["gloo"] = (_gloo_channel, RowKind.CHANNEL)
 
 
+@pytest.mark.parametrize("chains", [False, True])
 @pytest.mark.parametrize("control", ["memory", "ipc", "tcp"])
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_ratio_rule_gives_the_same_text_over_every_transport(
-    loops: MakeLoops, tmp_path: Path, carrier: str, control: str
+    loops: MakeLoops, tmp_path: Path, carrier: str, control: str, chains: bool
 ) -> None:
     """A row that came late, twice, or to the wrong position would change what is accepted."""
     make_channel, kind = CARRIERS[carrier]
     pair = loops(control, vocab=VOCAB, alpha=0.7, channel=make_channel(tmp_path) if make_channel else None)
-    pair.draft()
+    pair.draft(chains=chains)
     front = pair.front()
     for request in range(2):  # the second finds the channel in step still
         submit = submission(100, sampling=replace(WARM, seed=request), request=request)

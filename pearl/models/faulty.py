@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, Tokens
 
 FAULTS = ("kill", "stop", "hang", "raise", "nan", "slow")
 PHASES = ("start", "prefill", "drafting", "verifying")
@@ -47,7 +46,7 @@ class FaultyRunner:
     def length(self) -> int:
         return self.runner.length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         if self._since_prompt or len(tokens) >= PROMPT:
             self._since_prompt.append(len(tokens))
         if not self._struck and self._is_time(len(tokens)) and self._is_first():

@@ -3,13 +3,17 @@
 A recording has fixed shapes: so many tokens, and a look at so many positions.  Both are rounded up, so that there are
 few of them: rows that nobody asked for are computed and dropped, positions beyond the text are masked.  What changes
 from replay to replay, where the tokens start and which they are, stands in a buffer that each forward fills.
+
+Ranks that share a model record what they tell each other along with the rest, all of them at the same forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
+
+from pearl.models.runner import Tokens
 
 MOST_FED = 16  # tokens; more of them keep a GPU busy without
 _LEAST_END = 256  # positions
@@ -42,15 +46,19 @@ class Graphs:
         self._step, self._room, self._record = step, room, record
         self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
-    def forward(self, tokens: Sequence[int], start: int, device: torch.device) -> torch.Tensor:
+    def forward(self, tokens: Tokens, start: int, device: torch.device) -> torch.Tensor:
         """Logits [at least len(tokens), vocab] in a buffer that the next forward overwrites."""
-        fed = fed_rounded(len(tokens))
+        count = len(tokens)
+        fed = fed_rounded(count)
         end = min(end_rounded(start + fed), self._room)
-        given = torch.tensor([start, *tokens, *[0] * (fed - len(tokens))], pin_memory=device.type == "cuda")
+        ids = [0] * fed if isinstance(tokens, torch.Tensor) else [*tokens, *[0] * (fed - count)]
+        given = torch.tensor([start, *ids], pin_memory=device.type == "cuda")
         if (fed, end) not in self._known:
             self._known[fed, end] = self._recorded(given.to(device), end)
         buffer, replay = self._known[fed, end]
         buffer.copy_(given, non_blocking=True)
+        if isinstance(tokens, torch.Tensor):
+            buffer[1 : 1 + count] = tokens
         return replay()
 
     def _recorded(self, buffer: torch.Tensor, end: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:

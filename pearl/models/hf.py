@@ -7,7 +7,6 @@ what their logits are used for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from pearl.errors import ModelError
-from pearl.models.runner import check_room
+from pearl.models.runner import Tokens, check_room
 
 
 class FixedLayer(DynamicLayer):
@@ -84,7 +83,7 @@ class HFRunner:
     def length(self) -> int:
         return self._length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         """See `ModelRunner.forward`."""
         end = self._length + len(tokens)
         check_room(tokens, end, self.context, self.vocab_size)
@@ -114,8 +113,10 @@ class HFRunner:
             # This stream only: rows on their way to the other worker are not the forward's business.
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+    def _ids(self, tokens: Tokens) -> torch.Tensor:
         """Token ids [1, n] on the device, sent without waiting for it."""
+        if isinstance(tokens, torch.Tensor):
+            return tokens[None]
         on_gpu = self.device.type == "cuda"
         ids = torch.tensor([list(tokens)], dtype=torch.long, pin_memory=on_gpu)
         return ids.to(self.device, non_blocking=True)

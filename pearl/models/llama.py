@@ -4,7 +4,7 @@ The same weights as the `transformers` model it is made from, laid out anew: que
 and up in another, packed for the CPU's bf16 instructions where there are any.  Keys and values stand in buffers
 allocated once.  What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
-On a GPU of its own a forward of few tokens is recorded once and replayed (`graphs`).
+On a GPU a forward of few tokens is recorded once and replayed (`graphs`).
 
 Several ranks can share a model: each has the weights that `shard.cut` leaves it, and where its part of a sum or of the
 logits is not the whole, its group makes it so.
@@ -12,16 +12,16 @@ logits is not the whole, its group makes it so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from pearl.models.graphs import MOST_FED, Graphs, Record, record_on_gpu
-from pearl.models.runner import check_room
+from pearl.models.runner import Tokens, check_room
 from pearl.models.shard import ALONE, Group
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -74,8 +74,8 @@ class LlamaRunner:
     In a `group` of several the model is this rank's part of it, and all ranks make the same calls.
 
     Args:
-        record: how forwards of up to `MOST_FED` tokens are recorded; None: as CUDA graphs on a GPU that is not shared,
-            else not at all.
+        records: whether forwards of up to `MOST_FED` tokens are recorded on a GPU, as CUDA graphs.
+        record: how else they are recorded.
         int8: rounds the matrices, each row to 255 steps. On a CPU one token is then fed faster, several are slower.
     """
 
@@ -85,6 +85,7 @@ class LlamaRunner:
         context: int,
         group: Group = ALONE,
         *,
+        records: bool = True,
         record: Record | None = None,
         int8: bool = False,
     ) -> None:
@@ -99,7 +100,7 @@ class LlamaRunner:
         packs = _packs(inner.embed_tokens.weight)
         self._least_rows = _LEAST_ROWS if packs and not int8 else 1
         self._many_rows = _MANY_ROWS if packs else context + 1
-        if record is None and self.device.type == "cuda" and group is ALONE:
+        if record is None and records and self.device.type == "cuda":
             record = record_on_gpu(self.device)
         self._graphs = None if record is None else Graphs(self._recorded, context + MOST_FED, record)
         room = context + (MOST_FED if self._graphs else self._least_rows)  # more rows than were fed may be computed
@@ -130,7 +131,7 @@ class LlamaRunner:
     def length(self) -> int:
         return self._length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         """See `ModelRunner.forward`."""
         fed, end = len(tokens), self._length + len(tokens)
         check_room(tokens, end, self.context, self.vocab_size)
@@ -145,11 +146,15 @@ class LlamaRunner:
             return torch.empty(0, self.vocab_size, device=self.device)
         return logits.to(torch.float32, copy=True)
 
-    def _forward(self, tokens: Sequence[int], start: int, rows: int) -> torch.Tensor:
+    def _forward(self, tokens: Tokens, start: int, rows: int) -> torch.Tensor:
         fed, end = len(tokens), start + len(tokens)
-        padded = [*tokens, *[0] * (self._least_rows - fed)]  # more rows, whose results nobody looks at
-        ids = torch.tensor(padded, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        at = slice(start, start + len(padded))
+        more = max(0, self._least_rows - fed)  # rows, whose results nobody looks at
+        if isinstance(tokens, torch.Tensor):
+            ids = pad(tokens, (0, more))
+        else:
+            ids = torch.tensor([*tokens, *[0] * more], pin_memory=self.device.type == "cuda")
+            ids = ids.to(self.device, non_blocking=True)
+        at = slice(start, start + len(ids))
         mask = self._mask(end, self._positions[at]) if fed > 1 else None  # a single one sees all that there is
         hidden = self._through(ids, (self._cos[at], self._sin[at]), slice(start, end), end, mask)[:fed]
         return self._logits(hidden[fed - rows :]) if rows else hidden

@@ -42,7 +42,7 @@ def load_runner(
     `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16", "float16", or "int8":
     bfloat16 with the matrices' rows rounded to 255 steps, on a CPU and where the forward is ours.
     `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers" keeps their forward
-    where "auto" has a faster one.  Raises `ModelError`.
+    where "auto" has a faster one; "eager" has that one too, but records nothing.  Raises `ModelError`.
     """
     from pearl.models.hf import HFRunner
     from pearl.models.llama import LlamaRunner, is_llama
@@ -55,11 +55,11 @@ def load_runner(
     model = load_model(
         spec, device=place, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
     )
-    ours = forwards == "auto" and is_llama(model)
+    ours = forwards != "transformers" and is_llama(model)
     if int8 and (device.type != "cpu" or not ours or group.size > 1):
         raise ModelError(
             f"Model {spec!r} cannot have its weights in int8: that is for one CPU worker, and for models of the Llama "
-            "family with --forwards auto. Choose another dtype."
+            "family with --forwards auto or eager. Choose another dtype."
         )
     with _explained(spec):
         if group.size > 1:
@@ -72,7 +72,9 @@ def load_runner(
             cut(model, group, device)
         context = _context(spec, model, max_context)
         _check_cache_fits(spec, model, context)
-        return LlamaRunner(model, context, group, int8=int8) if ours else HFRunner(model, context)
+        if not ours:
+            return HFRunner(model, context)
+        return LlamaRunner(model, context, group, records=forwards == "auto", int8=int8)
 
 
 def load_model(

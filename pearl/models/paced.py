@@ -9,12 +9,11 @@ of, small torch operations, so that torch's code is as near to the core as it is
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import linear, softmax
 
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, Tokens
 
 _NAP_SECONDS = 1e-5  # short ones: a core that slept through a forward would be slow after it, unlike one that works
 _SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is computed away
@@ -36,7 +35,7 @@ class PacedRunner:
     def length(self) -> int:
         return self._runner.length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         end = time.perf_counter() + self._seconds
         logits = self._runner.forward(tokens, rows)
         self._runner.synchronize()

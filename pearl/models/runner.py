@@ -9,14 +9,18 @@ import torch
 
 from pearl.errors import RequestError
 
+Tokens = Sequence[int] | torch.Tensor  # [n]
 
-def check_room(tokens: Sequence[int], end: int, context: int, vocab_size: int) -> None:
+
+def check_room(tokens: Tokens, end: int, context: int, vocab_size: int) -> None:
     """Raises `RequestError` where `tokens`, ending at position `end`, cannot be fed: before anything has changed."""
     if end > context:
         raise RequestError(
             f"{end} tokens do not fit the context of {context}. Shorten the prompt, lower "
             "max_tokens, or load the model with a larger context."
         )
+    if isinstance(tokens, torch.Tensor):
+        return
     # On a GPU an id outside the table would abort the whole process, not this request.
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RequestError(
@@ -42,8 +46,10 @@ class ModelRunner(Protocol):
     @property
     def length(self) -> int: ...
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         """Appends `tokens` to the cache; logits [rows, vocab_size], float32, of the last `rows` of them.
+
+        A tensor of ids stands on the device, perhaps not yet computed there: nobody looks whether they are sound.
 
         Row j holds the logits for the position after fed token len(tokens) - rows + j. 0 <= rows <= len(tokens), and
         tokens is not empty.  Raises `RequestError` where the context would overflow (the cache is then unchanged).

@@ -16,7 +16,7 @@ import torch
 
 from pearl.errors import ModelError, RequestError
 from pearl.models.faulty import FaultyRunner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, Tokens
 
 Distribution = Callable[[Sequence[int]], torch.Tensor]
 
@@ -40,10 +40,10 @@ class ToyRunner:
     def length(self) -> int:
         return len(self._tokens)
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         if self.length + len(tokens) > self.context:
             raise RequestError(f"toy context of {self.context} tokens is full")
-        self._tokens.extend(tokens)
+        self._tokens.extend(map(int, tokens))
         ends = range(self.length - rows + 1, self.length + 1)
         probs = [self._distribution(self._tokens[:end]) for end in ends]
         return torch.log(torch.stack(probs)) if probs else torch.empty(0, self.vocab_size)

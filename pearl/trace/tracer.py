@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from pearl.errors import ProtocolError, TraceError
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, Tokens
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
@@ -66,6 +66,7 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
+        self._beside = 0  # when the thread beside the loop was last done
         self._opened: tuple[int, dict[str, Any]] | None = None  # the request being worked on
         self._first = True
 
@@ -189,23 +190,23 @@ class Tracer:
 
         return traced
 
-    def beside(self, execute: Callable[[object], _Event]) -> Callable[[object], _Event]:
-        """As `computing`, on a thread beside the loop, which sees only how long it has to wait for it."""
+    def beside(self, event: object) -> None:
+        """Records what a thread beside the loop has computed just now; the loop sees only how long it waited for it.
 
-        def traced(command: object) -> _Event:
-            if self.recorder is None:
-                return execute(command)
-            start = self.clock()
-            event = execute(command)
-            end, recorder = self.clock(), self.recorder
-            if recorder is not None and isinstance(event, Drafted) and start >= self._since:
-                done = start + round(event.seconds * 1e9)
-                recorder.record(AHEAD, "busy", "forward", start, done)
-                recorder.record(AHEAD, "busy", "draw", done, max(done, end))
-                self._spent_since(end)
-            return event
-
-        return traced
+        Of forwards that are chained on a GPU the durations are the GPU's own, and one that was done before anybody
+        came for it is shown later than it was, but never before the end of the one before it.
+        """
+        recorder = self.recorder
+        if recorder is None or not isinstance(event, Drafted):
+            return
+        end = self.clock()
+        done = max(self._beside, end - round(event.draw * 1e9))
+        began = max(self._beside, done - round(event.seconds * 1e9))
+        if began >= self._since:
+            recorder.record(AHEAD, "busy", "forward", began, done)
+            recorder.record(AHEAD, "busy", "draw", done, end)
+            self._beside = end
+            self._spent_since(end)
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Records one command carried out between `start` and `end`."""
@@ -354,7 +355,7 @@ class _TimedOnGpu:
     def length(self) -> int:
         return self._runner.length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         if self._tracer.recorder is None:
             return self._runner.forward(tokens, rows)
         began, ended = self._event(), self._event()

@@ -4,11 +4,15 @@ What the loop does with a token - telling the target, asking its state machine w
 forward runs, not before it.  What the machine asks for next is nearly always what runs already; where it is not, the
 forward is forgotten.  It is one that the draft would have begun in any case had the loop been a moment faster: nothing
 is begun while a message waits to be read, or beyond what the target lets it draft.
+
+On a GPU forwards are chained: the next one is launched while one still runs, fed a token that the host does not know
+yet, so that the GPU waits for nobody.  It is launched as late as can be, for what is launched cannot be taken back.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -17,9 +21,11 @@ import torch
 
 from pearl.errors import DraftLost, TransportError
 from pearl.protocol.events import Draft, Drafted, Rollback
-from pearl.worker.execute import DraftExecutor, Event
+from pearl.worker.execute import DraftExecutor, Event, Launched
 
 _PATIENCE = 3.0  # seconds
+_LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
+_UNKNOWN = -1  # a token that nobody knows yet; no command has it
 
 
 class Ahead:
@@ -27,16 +33,19 @@ class Ahead:
 
     Args:
         wanted: whether a forward that was not asked for may begin; called on the thread.
-        execute: what it calls, where that is more than the executor's own `execute`.
+        computed: called on the thread with each event, as soon as it is there.
     """
 
     def __init__(
         self,
         executor: DraftExecutor,
         wanted: Callable[[], bool],
-        execute: Callable[[object], Event | None] | None = None,
+        computed: Callable[[object], None] = lambda event: None,
     ) -> None:
-        self._runner, self._execute, self._wanted = executor.runner, execute or executor.execute, wanted
+        self._executor, self._wanted, self._computed = executor, wanted, computed
+        self._due = 0.0  # when what was launched last will be done, as far as one can tell
+        self._took = 0.0  # seconds, the last forward of one token and its draw
+        self._lead = 0.0  # seconds before the end of one forward at which the next is launched
         self._commands: SimpleQueue[object] = SimpleQueue()
         self._outcomes: SimpleQueue[Any] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
@@ -67,7 +76,7 @@ class Ahead:
         self.close()
 
     def _run(self) -> None:
-        device = self._runner.device
+        device = self._executor.runner.device
         try:
             with torch.inference_mode():
                 if device.type == "cuda":
@@ -81,7 +90,7 @@ class Ahead:
 
     def _serve(self) -> None:
         guess: Draft | None = None  # what was begun without being told, and what came of it
-        outcome: Event | BaseException | None = None
+        outcome: Event | Launched | BaseException | None = None
         while (command := self._commands.get()) is not None:
             # A guess is forgotten with its failure, but not that ranks have lost each other over it.
             lasting = BaseException if guess is None else (DraftLost, TransportError)
@@ -90,23 +99,76 @@ class Ahead:
                 outcome = self._attempt(command, guess)
             guess = None
             if isinstance(command, Draft):
-                told, guess = outcome, self._next(command, outcome)
-                self._outcomes.put(told)
-                outcome = None if guess is None else self._attempt(guess)
+                if isinstance(outcome, Launched):
+                    told, guess, outcome = self._collect(command, outcome)
+                    self._outcomes.put(told)
+                else:
+                    guess = self._next(command, outcome)
+                    self._outcomes.put(outcome)
+                    outcome = None if guess is None else self._attempt(guess)
 
     def _next(self, command: Draft, outcome: object) -> Draft | None:
         if not command.more or not isinstance(outcome, Drafted) or outcome.token is None or not self._wanted():
             return None
-        return Draft(command.start + len(command.tokens), (outcome.token,), sample=True)
+        return _after(command, outcome.token)
 
-    def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | BaseException | None:
+    def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | Launched | BaseException | None:
         try:
             # Of a guess the state machine knows nothing: it rolls back what it has asked for, and only that.
             if forgotten is not None and not isinstance(command, Rollback):
-                self._execute(Rollback(forgotten.start))
-            return self._execute(command)
+                self._executor.execute(Rollback(forgotten.start))
+            if self._executor.chains and isinstance(command, Draft) and command.sample:
+                return self._launch(command)
+            event = self._executor.execute(command)
+            self._computed(event)
         except BaseException as error:
             return error
+        return event
+
+    # ---- chained ----
+
+    def _launch(self, command: Draft, after: Launched | None = None) -> Launched:
+        began = time.monotonic()
+        launched = self._executor.launch(command, None if after is None else after.token)
+        now = time.monotonic()
+        self._lead = _LEAST_LEAD + 2 * (now - began)
+        self._due = max(self._due, now) + self._took
+        return launched
+
+    def _collect(
+        self, command: Draft, launched: Launched
+    ) -> tuple[Event | BaseException, Draft | None, Launched | BaseException | None]:
+        """What came of `command`; and what was begun before that was known, with what came of that."""
+        guess: Draft | None = None
+        following: Launched | BaseException | None = None
+        if command.more:
+            self._wait_until_late(launched)
+            if self._wanted():
+                guess = _after(command, _UNKNOWN)
+                try:
+                    following = self._launch(guess, launched)
+                except BaseException as error:
+                    following = error
+        try:
+            drafted = self._executor.collect(launched)
+        except BaseException as error:
+            return error, guess, following
+        if len(command.tokens) == 1:
+            self._took = drafted.seconds + drafted.draw
+        self._due = time.monotonic() + (self._took if guess else 0.0)
+        self._computed(drafted)
+        if guess is not None and drafted.token is not None:
+            guess = _after(command, drafted.token)
+        return drafted, guess, following
+
+    def _wait_until_late(self, launched: Launched) -> None:
+        """In halves of what is left: one that is done early, or was measured on a bad day, is not waited out."""
+        while (left := self._due - self._lead - time.monotonic()) > 0 and not launched.done:
+            time.sleep(max(left / 2, _LEAST_LEAD / 2))
+
+
+def _after(command: Draft, token: int) -> Draft:
+    return Draft(command.start + len(command.tokens), (token,), sample=True)
 
 
 def _same(command: object, guess: Draft) -> bool:

@@ -98,7 +98,8 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                return DraftExecutor(runner, welcome.vocab_size, packer.pack), packer
+                chains = None if config.forwards == "auto" else False
+                return DraftExecutor(runner, welcome.vocab_size, packer.pack, chains), packer
 
             worker = DraftWorker(
                 endpoint,

@@ -134,7 +134,7 @@ class DraftWorker:
         self._executor, self._packer = self._welcomed(welcome)
         # one that knows a draft's speed has met another, and has no use for a long measurement now
         seconds, self._prefill_pace = calibrate_draft(self._executor.runner, brief=welcome.t_draft > 0)
-        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside(self._executor.execute))
+        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside)
         self._execute = self._tracer.computing(self._open.enter_context(ahead).execute)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()

@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from pearl.protocol.events import (
     Sampled,
 )
 from pearl.protocol.messages import NO_ROWS, Rows
+from pearl.sampling import drawn
 from pearl.text import TextStream
 from pearl.verification import Rule, make_rule
 
@@ -132,6 +135,47 @@ class TargetExecutor:
         return None
 
 
+class HostMark:
+    """A moment in what a device does, as `torch.cuda.Event`; of one that does at once what it is asked for: a CPU."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostMark, /) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def _marks(device: torch.device) -> list[Any]:
+    return [torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostMark() for _ in range(3)]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A forward and the draw after it, asked of the device and not waited for.
+
+    Attributes:
+        token: [1], on the device: the forward after it can be fed it before anybody knows it.
+        said: what `sampling.drawn` takes, on its way to the host; so is `copy` of the distribution `probs`, if any.
+        marks: before the forward, between it and the draw, after both.
+    """
+
+    token: torch.Tensor
+    said: torch.Tensor
+    probs: torch.Tensor | None
+    copy: torch.Tensor | None
+    marks: Sequence[Any]
+
+    @property
+    def done(self) -> bool:
+        return bool(self.marks[-1].query())
+
+
 class DraftExecutor:
     """Computes for the drafter.
 
@@ -139,11 +183,16 @@ class DraftExecutor:
         runner: the draft model.
         vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
             probability 0.
-        pack: a distribution [vocab] -> how it travels.
+        pack: a distribution [vocab], and a copy of it on the host where there is one -> how it travels.
+        chains: whether forwards are to be launched one after the other, each fed what the last has drawn before the
+            host knows it; None: where the device has a queue.
     """
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, pack: Callable[[torch.Tensor], Rows]) -> None:
+    def __init__(
+        self, runner: ModelRunner, vocab_size: int, pack: Callable[..., Rows], chains: bool | None = None
+    ) -> None:
         self.runner = runner
+        self.chains = runner.device.type == "cuda" if chains is None else chains
         self._vocab_size = vocab_size
         self._pack = pack
         self._rule: Rule | None = None
@@ -165,9 +214,7 @@ class DraftExecutor:
         assert self.runner.length == command.start, (self.runner.length, command)
         assert self._rule is not None
         began = time.perf_counter()
-        # An id that only the target has stands for something this model cannot know; only acceptance suffers.
-        tokens = [token if token < self.runner.vocab_size else 0 for token in command.tokens]
-        logits = self.runner.forward(tokens, int(command.sample))
+        logits = self.runner.forward(self._known(command.tokens), int(command.sample))
         self.runner.synchronize()
         done = time.perf_counter()
         if not command.sample:
@@ -176,6 +223,40 @@ class DraftExecutor:
         token, probs = self._rule.draft(self._fit(logits[0]), position)
         rows = NO_ROWS if probs is None else self._pack(probs)
         return Drafted(token, done - began, rows, time.perf_counter() - done)
+
+    def launch(self, command: Draft, token: torch.Tensor | None = None) -> Launched:
+        """Asks the device for what answers `command`, which samples; returns before it is done.
+
+        `token`: [1], what was drawn last, in place of the command's one token, which nobody knows yet.
+
+        Unproven: no GPU was at hand. The tests run it on a CPU, where all is done when it returns.
+        """
+        assert self.runner.length == command.start, (self.runner.length, command)
+        assert self._rule is not None
+        assert command.sample
+        began, forwarded, done = marks = _marks(self.runner.device)
+        began.record()
+        logits = self.runner.forward(self._known(command.tokens) if token is None else token, 1)
+        forwarded.record()
+        said, probs = self._rule.draft_there(self._fit(logits[0]), command.start + len(command.tokens))
+        # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
+        following = said[1:].long().clamp_(0, self.runner.vocab_size - 1)
+        copies = [None if each is None else each.to("cpu", non_blocking=True) for each in (said, probs)]
+        done.record()
+        assert copies[0] is not None
+        return Launched(following, copies[0], probs, copies[1], marks)
+
+    def collect(self, launched: Launched) -> Drafted:
+        """Waits for what was launched, and only for that."""
+        began, forwarded, done = launched.marks
+        done.synchronize()
+        token = drawn(launched.said)
+        rows = NO_ROWS if launched.probs is None else self._pack(launched.probs, launched.copy)
+        return Drafted(token, began.elapsed_time(forwarded) / 1000, rows, forwarded.elapsed_time(done) / 1000)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """An id that only the target has stands for something this model cannot know; only acceptance suffers."""
+        return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         missing = self._vocab_size - logits.numel()

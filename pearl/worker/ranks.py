@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from pearl.errors import DraftLost, TargetLost, TransportError
-from pearl.models.runner import ModelRunner, check_room
+from pearl.models.runner import ModelRunner, Tokens, check_room
 
 
 class Telling(Protocol):
@@ -35,12 +35,13 @@ class LeadingRunner:
     def length(self) -> int:
         return self._runner.length
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `lost`."""
-        check_room(tokens, self.length + len(tokens), self.context, self.vocab_size)
-        self._group.tell([self.length, rows, *tokens])
+        ids = [int(token) for token in tokens]  # the others have to be told which
+        check_room(ids, self.length + len(ids), self.context, self.vocab_size)
+        self._group.tell([self.length, rows, *ids])
         try:
-            return self._runner.forward(tokens, rows)
+            return self._runner.forward(ids, rows)
         except TransportError:
             raise  # another rank's fault
         except Exception as error:

@@ -26,11 +26,11 @@ class RowPacker:
     def __init__(self, channel: TensorChannel | None = None) -> None:
         self._channel = channel
 
-    def pack(self, probs: torch.Tensor) -> Rows:
-        """The row, still in memory: for `inline` and `send`."""
-        if self._channel is not None and not is_sparse(probs):
+    def pack(self, probs: torch.Tensor, copy: torch.Tensor | None = None) -> Rows:
+        """The row, still in memory: for `inline` and `send`. `copy`: of `probs`, on the host, where it is already."""
+        if self._channel is not None and not is_sparse(probs if copy is None else copy):
             return Rows(RowKind.CHANNEL, (probs,))
-        return Rows(RowKind.FRAMES, (probs.cpu(),))
+        return Rows(RowKind.FRAMES, (probs.cpu() if copy is None else copy,))
 
     def send(self, rows: Rows) -> None:
         """Sends over the channel what belongs there, of a message that has just gone out."""
