@@ -26,6 +26,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _SHORT = 128  # tokens
+_KEYS = 64  # made at once
 _TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
 
@@ -40,6 +41,21 @@ def draw_key(sampling: Sampling, position: int, purpose: Purpose) -> int:
     """The 64-bit key of one draw: for the token at `position` of the whole sequence."""
     packed = struct.pack("<QqqB", sampling.seed, sampling.sample, position, purpose)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+
+
+class DrawKeys:
+    """`draw_key` of one request. Between two forwards the code that makes one is cold: many take hardly longer."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._made: list[tuple[int, list[int]]] = [(0, [])] * (1 + max(Purpose))  # by purpose: of positions from, keys
+
+    def __call__(self, position: int, purpose: Purpose) -> int:
+        first, keys = self._made[purpose]
+        if not first <= position < first + len(keys):
+            first, keys = position, [draw_key(self._sampling, position + i, purpose) for i in range(_KEYS)]
+            self._made[purpose] = first, keys
+        return keys[position - first]
 
 
 def uniform(key: int) -> float:
@@ -123,19 +139,22 @@ def _xor_shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return x ^ _shifted(x, by)
 
 
-def pick(probs: torch.Tensor, key: int) -> int:
+def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> int:
     """Draws a token id from `probs` [vocab] (need not sum to 1) by inverting the cumulative sum: one uniform number.
 
     A tenth of what a race over a whole vocabulary costs; for draws that nobody else has to repeat.
+    `otherwise`: what is drawn from where `probs` holds nothing.
     """
     if not probs.is_cpu:
-        return drawn(pick_there(probs, key))
+        return drawn(pick_there(probs, key, otherwise))
     cumulative: Sequence[float] | npt.NDArray[np.float64]
     if len(probs) <= _SHORT:
         cumulative = list(accumulate(probs.tolist()))  # the same sums, without waking numpy
     else:
         cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
     total = float(cumulative[-1])
+    if total == 0 and otherwise is not None:
+        return pick(otherwise, key)
     if not 0 < total < inf:  # NaN is neither
         raise _not_finite()
     index = bisect_right(cumulative, uniform(key) * total)
@@ -144,11 +163,13 @@ def pick(probs: torch.Tensor, key: int) -> int:
     return index
 
 
-def pick_there(probs: torch.Tensor, key: int) -> torch.Tensor:
+def pick_there(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
     """As `pick`, where the probabilities are: what `drawn` takes.
 
     Sums may be rounded otherwise than on the host; so may the probabilities themselves.
     """
+    if otherwise is not None:
+        probs = torch.where(probs.any(), probs, otherwise)
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     total = cumulative[-1]
     index = torch.searchsorted(cumulative, uniform(key) * total, right=True)
@@ -166,7 +187,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     Returns:
         [..., vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
     """
-    scores = logits.float()
+    scores = logits if logits.dtype is torch.float32 else logits.float()
     if sampling.temperature != 1:
         scores = scores / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:

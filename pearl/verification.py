@@ -16,8 +16,8 @@ import torch
 from pearl.errors import RequestError
 from pearl.protocol.messages import Sampling
 from pearl.sampling import (
+    DrawKeys,
     Purpose,
-    draw_key,
     drawn,
     greedy,
     greedy_there,
@@ -79,17 +79,20 @@ def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
 
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """max(target - draft, 0) [vocab], not normalised; the target's own where rounding leaves nothing."""
-    rest = (target_probs - draft_probs).clamp_(min=0)
-    return rest if bool(rest.any()) else target_probs
+    """max(target - draft, 0) [vocab], not normalised; nothing at all where rounding leaves nothing."""
+    return (target_probs - draft_probs).relu_()
 
 
-def _chosen(rows: Sequence[torch.Tensor], tokens: Sequence[int]) -> list[float]:
+def _chosen(rows: torch.Tensor | Sequence[torch.Tensor], tokens: Sequence[int]) -> list[float]:
     """rows[i][tokens[i]]. A look at a number is dear: on a GPU all take one, on the host numpy's are the cheap ones."""
     if rows[0].is_cuda:
         ids = torch.tensor(tokens, device=rows[0].device).unsqueeze(1)
-        return torch.stack([*rows]).gather(1, ids).squeeze(1).tolist()
-    return [float(row.numpy()[token]) for row, token in zip(rows, tokens, strict=True)]
+        together = rows if isinstance(rows, torch.Tensor) else torch.stack([*rows])
+        return together.gather(1, ids).squeeze(1).tolist()
+    if isinstance(rows, torch.Tensor):
+        numbers = rows.numpy()
+        return [numbers.item(i, token) for i, token in enumerate(tokens)]
+    return [row.numpy().item(token) for row, token in zip(rows, tokens, strict=True)]
 
 
 class RatioRule:
@@ -99,6 +102,7 @@ class RatioRule:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self._keys = DrawKeys(sampling)
 
     def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
         probs = probabilities(logits, self.sampling)
@@ -115,19 +119,19 @@ class RatioRule:
         rows: Sequence[torch.Tensor],
         start: int,
     ) -> Judgement:
-        target = probabilities(logits, self.sampling).unbind()
+        target = probabilities(logits, self.sampling)
         chances = zip(_chosen(target, tokens), _chosen(rows, tokens), strict=True)
         for i, (target_prob, draft_prob) in enumerate(chances):
             if not accepts(uniform(self._key(start + i, Purpose.ACCEPT)), target_prob, draft_prob):
                 rest = residual(target[i], rows[i].to(logits.device))
-                return Judgement(i, pick(rest, self._key(start + i, Purpose.CORRECTION)))
+                return Judgement(i, pick(rest, self._key(start + i, Purpose.CORRECTION), otherwise=target[i]))
         return Judgement(len(tokens), None)
 
     def direct(self, logits: torch.Tensor, position: int) -> int:
         return race(probabilities(logits, self.sampling), self._key(position, Purpose.DIRECT))
 
     def _key(self, position: int, purpose: Purpose) -> int:
-        return draw_key(self.sampling, position, purpose)
+        return self._keys(position, purpose)
 
 
 class DirectRule:
@@ -141,6 +145,7 @@ class DirectRule:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self._keys = DrawKeys(sampling)
 
     def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
         return self.direct(logits, position), None
@@ -180,7 +185,7 @@ class DirectRule:
         return torch.stack([self._direct_there(row, start + i) for i, row in enumerate(logits)]).cpu()
 
     def _key(self, position: int) -> int:
-        return draw_key(self.sampling, position, Purpose.DIRECT)
+        return self._keys(position, Purpose.DIRECT)
 
 
 RULES: dict[str, type[RatioRule] | type[DirectRule]] = {"ratio": RatioRule, "coupled": DirectRule}

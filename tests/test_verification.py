@@ -16,9 +16,10 @@ import torch
 from scipy import stats
 
 from pearl import verification
+from pearl.errors import NumericalError
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.sampling import Purpose, draw_key, drawn
+from pearl.sampling import Purpose, draw_key, drawn, pick, pick_there
 from pearl.simulate import Timing, paired_executors, simulate
 from pearl.verification import DirectRule, Judgement, RatioRule, accepts, make_rule, residual
 
@@ -48,8 +49,8 @@ def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pyte
     rests: list[torch.Tensor] = []
     monkeypatch.setattr(verification, "probabilities", lambda logits, sampling: logits)
 
-    def remember(probs: torch.Tensor, key: int) -> int:
-        rests.append(probs)
+    def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> int:
+        rests.append(probs if probs.any() else otherwise)
         return 0
 
     monkeypatch.setattr(verification, "pick", remember)
@@ -102,11 +103,19 @@ def test_what_the_target_excludes_is_never_accepted() -> None:
     assert accepts(1 - 2**-53, 0.5, 0.5)
 
 
-def test_a_residual_of_nothing_is_the_target() -> None:
+@pytest.mark.parametrize("size", [2, 1000])
+def test_from_a_residual_of_nothing_the_target_is_drawn(size: int) -> None:
     """Rounding can reject where the two distributions are equal; there is then nothing else to draw from."""
-    probs = torch.tensor([0.3, 0.7])
-    assert torch.equal(residual(probs, probs), probs)
-    assert torch.equal(residual(torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75])), torch.tensor([0.5, 0.0]))
+    probs = torch.rand(size, generator=torch.Generator().manual_seed(2))
+    rest = residual(probs, probs)
+    assert not rest.any()
+    for key in range(0, 1 << 64, 1 << 58):
+        assert pick(rest, key, probs) == pick(probs, key) == drawn(pick_there(rest, key, probs))
+    with pytest.raises(NumericalError):
+        pick(rest, 5)
+    some = residual(torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75]))
+    assert torch.equal(some, torch.tensor([0.5, 0.0]))
+    assert pick(some, 5, torch.tensor([0.0, 1.0])) == drawn(pick_there(some, 5, torch.tensor([0.0, 1.0]))) == 0
 
 
 def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]:

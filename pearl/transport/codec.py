@@ -407,8 +407,9 @@ def decode(frames: Sequence[Frame]) -> Message:
     """The message that `frames` hold. Raises `RemoteProtocolError`, and nothing else, whatever they hold."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise RemoteProtocolError(f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}")
-    if max(memoryview(frame).nbytes for frame in frames) > MAX_FRAME:
-        raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
+    for frame in frames:
+        if (frame.nbytes if type(frame) is memoryview else len(frame)) > MAX_FRAME:
+            raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
     values = _unpack(frames[0])
     shape = _SHAPES.get(values[0])
     if shape is None:

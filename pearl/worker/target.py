@@ -113,7 +113,7 @@ class TargetWorker:
         self._draft: Peer | None = None
         self._draft_context = 0
         self._health = DraftHealth(settings.draft_timeout)
-        self._draft_probed = self._fronts_told = 0.0
+        self._draft_probed = self._fronts_told = self._looked = 0.0
         self._work = 0  # forwards so far
         self._prefill_pace = 0.0  # seconds a token of the last long forward
         self._failures: dict[int, ForwardError] = {}  # our number -> what ends that request
@@ -374,7 +374,7 @@ class TargetWorker:
                 self._mail.post(Ping(time.monotonic_ns()), self._draft)
 
     def _look_after_peers(self) -> None:
-        now = time.monotonic()
+        self._looked = now = time.monotonic()
         if self._draft is not None and self._is_ready and self._coordinator.state is not State.IDLE:
             self._probe_draft(now)
         if now - self._fronts_told > _FRONT_SECONDS:
@@ -437,7 +437,8 @@ class TargetWorker:
             if len(command.tokens) > LONG:
                 self._prefill_pace = seconds / len(command.tokens)
             self._receive(0)  # what came meanwhile counts in the verdict
-            self._look_after_peers()
+            if now - self._looked > _PROBE_SECONDS:
+                self._look_after_peers()
         if event is not None:
             self._handle(event)
 
