@@ -8,6 +8,7 @@ state: whether a message is allowed *now* is the business of the state machines.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -381,6 +382,16 @@ _SHAPES: dict[int, _Shape] = {
 TYPE_CODES: dict[type, int] = {shape.cls: code for code, shape in _SHAPES.items()}
 
 
+class _Own(threading.local):
+    """A packer for each thread: to make one for each message takes as long as to pack it."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer()
+
+
+_own = _Own()
+
+
 def encode(message: Message) -> list[bytes]:
     """The frames of `message`: a packed header and, for rows of kind FRAMES, one raw frame a token.
 
@@ -391,7 +402,7 @@ def encode(message: Message) -> list[bytes]:
     if code is None:
         raise LocalProtocolError(f"{type(message).__name__} is no message of the wire")
     try:
-        frames = [msgpack.packb([code, *_SHAPES[code].pack(message)])]
+        frames = [_own.packer.pack([code, *_SHAPES[code].pack(message)])]
     except (ValueError, TypeError, OverflowError, KeyError, struct.error) as error:
         raise LocalProtocolError(f"{type(message).__name__} cannot be written: {error}") from error
     if isinstance(message, DraftTokens) and message.rows.kind is RowKind.FRAMES:

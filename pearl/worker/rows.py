@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import struct
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from pearl.transport.base import TensorChannel
 
 _SPARSE_SHARE = 8  # a row with fewer than vocab / 8 possible tokens travels as (ids, probs): exact and small
 _SMALL = 128  # so does one with fewer than this, whatever the vocabulary: a message of one frame is cheaper than of two
+_MOST = 1.001  # of a probability, however it was rounded
 _IDS = np.arange(_SMALL, dtype=np.int32).tobytes()
 
 
@@ -46,9 +47,12 @@ def is_sparse(probs: torch.Tensor) -> bool:
 
 def inline(message: Message, waited: float = 0.0) -> Message:
     """The message as it travels: a distribution that it holds in memory becomes bytes, or its announcement."""
-    if not isinstance(message, DraftTokens):
-        return message
-    return replace(message, rows=_inline(message.rows), waited=waited)
+    return with_rows(message, _inline(message.rows), waited) if isinstance(message, DraftTokens) else message
+
+
+def with_rows(message: DraftTokens, rows: Rows, waited: float) -> DraftTokens:
+    """The message with these instead of its own; half the time that `replace` takes."""
+    return DraftTokens(message.request, message.epoch, message.start, message.tokens, message.seconds, rows, waited)
 
 
 def _inline(rows: Rows) -> Rows:
@@ -72,21 +76,28 @@ def unpack(row: Any, vocab_size: int) -> torch.Tensor:
     Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
     """
     ids, frame = row if isinstance(row, tuple) else (None, row)
+    if vocab_size < _SMALL and ids == _IDS[: 4 * vocab_size]:  # one for each token, in order
+        few = struct.unpack(f"<{vocab_size}f", frame)  # without waking numpy
+        if not all(0 <= weight <= _MOST for weight in few):
+            raise _no_distribution(vocab_size)
+        return torch.tensor(few, dtype=torch.float32)
     weights = np.frombuffer(frame, np.float32)
-    if ids is None or (vocab_size < _SMALL and ids == _IDS[: 4 * vocab_size]):  # one for each token, in order
-        places, sound = None, weights.size == vocab_size
+    if ids is None:
+        sound, probs = weights.size == vocab_size, weights.copy()
     else:
         places = np.frombuffer(ids, np.uint32)
-        sound = places.size > 0 and bool(places.max() < vocab_size)  # what was negative is largest
+        sound, probs = places.size > 0 and bool(places.max() < vocab_size), np.zeros(vocab_size, np.float32)
+        if sound:  # what was negative is largest
+            probs[places] = weights
     if not sound or not are_probabilities(weights):
-        raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
-    if places is None:
-        return torch.from_numpy(weights.copy())
-    probs = np.zeros(vocab_size, np.float32)
-    probs[places] = weights
+        raise _no_distribution(vocab_size)
     return torch.from_numpy(probs)
+
+
+def _no_distribution(vocab_size: int) -> RemoteProtocolError:
+    return RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
 
 
 def are_probabilities(values: Any) -> bool:
     """A NaN fails every comparison, and is the minimum of what it is in."""
-    return bool(values.min() >= 0 and values.max() <= 1.001)
+    return bool(values.min() >= 0 and values.max() <= _MOST)

@@ -53,7 +53,7 @@ from pearl.worker.calibrate import calibrate_target
 from pearl.worker.draft import LONG
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.health import DraftHealth
-from pearl.worker.rows import are_probabilities, unpack
+from pearl.worker.rows import are_probabilities, unpack, with_rows
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,8 @@ class TargetWorker:
         vocab, rows = self._settings.vocab_size, message.rows
         if message.tokens and max(message.tokens) >= vocab:
             raise RemoteProtocolError(f"draft sent token {max(message.tokens)}, the target has ids up to {vocab - 1}")
-        return replace(message, rows=Rows(rows.kind, tuple(unpack(row, vocab) for row in rows.data)))
+        found = Rows(rows.kind, tuple(unpack(row, vocab) for row in rows.data))
+        return with_rows(message, found, message.waited)
 
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
@@ -162,6 +163,10 @@ class TargetWorker:
 
     def _on_message(self, peer: Peer, message: Message | Fault) -> None:
         match message:
+            case DraftTokens() if peer == self._draft:  # first, for these come between two forwards
+                self._health.drafted()
+                self._handle(self._with_rows(message))
+                self._health.took(message.seconds, self._coordinator.speeds)
             case ProtocolError() | TransportError():
                 raise message
             case Hello() if peer == self._draft or peer in self._fronts:
@@ -185,10 +190,6 @@ class TargetWorker:
             case Trace() if peer == self._draft:
                 if self._recording is not None and message == self._recording[1]:  # else it has only just joined
                     self._recorded()
-            case DraftTokens() if peer == self._draft:
-                self._health.drafted()
-                self._handle(self._with_rows(message))
-                self._health.took(message.seconds, self._coordinator.speeds)
             case Resync() if peer == self._draft:
                 self._handle(message)
             case Heartbeat() if peer == self._draft:
