@@ -14,8 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from pearl.config import EngineConfig
 from pearl.metrics import Stopwatch
 from pearl.models.runner import ModelRunner
@@ -38,7 +36,7 @@ from pearl.protocol.events import (
     Send,
     Wait,
 )
-from pearl.protocol.messages import Committed, Provenance, RowKind, Rows, Submit
+from pearl.protocol.messages import Committed, Provenance, Submit
 from pearl.protocol.window import Speeds
 from pearl.trace.recorder import Recorder, where_and_what
 from pearl.trace.tracer import Tracer, identity
@@ -123,11 +121,7 @@ class CoinDraft:
 
 def paired_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExecutor, DraftExecutor]:
     """Executors on two runners in this process; draft distributions are handed over as they are."""
-    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size, _hand_over)
-
-
-def _hand_over(probs: torch.Tensor) -> Rows:
-    return Rows(RowKind.CHANNEL, (probs,))
+    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size)
 
 
 def simulate(

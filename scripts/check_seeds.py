@@ -108,7 +108,7 @@ class DelayedPair:
         draft_worker = DraftWorker(
             DelayedEndpoint(self._hub.connect(), noise[3], seconds),
             Hello(PROTOCOL_VERSION, Role.DRAFT, draft.vocab_size, draft.context, b"same"),
-            lambda welcome: (DraftExecutor(draft, welcome.vocab_size, packer.pack), packer),
+            lambda welcome: (DraftExecutor(draft, welcome.vocab_size), packer),
             lambda: None,
             self._stop.is_set,
             1.0,

@@ -15,7 +15,7 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
-from pearl.protocol.messages import RowKind, Rows, Sampling
+from pearl.protocol.messages import Sampling
 from pearl.worker import ahead as module
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor, Event, Launched
@@ -52,7 +52,7 @@ class Watched(ToyRunner):
 
 
 def executor(runner: ModelRunner, chains: bool = False) -> DraftExecutor:
-    return DraftExecutor(runner, runner.vocab_size, lambda probs, copy=None: Rows(RowKind.CHANNEL, (probs,)), chains)
+    return DraftExecutor(runner, runner.vocab_size, chains)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ class Noting(DraftExecutor):
     """Notes the order in which it is asked."""
 
     def __init__(self, runner: ToyRunner) -> None:
-        super().__init__(runner, VOCAB, lambda probs, copy: Rows(RowKind.CHANNEL, (probs,)), chains=True)
+        super().__init__(runner, VOCAB, chains=True)
         self.asked: list[str] = []
 
     def launch(self, command: Draft, token: torch.Tensor | None = None) -> Launched:

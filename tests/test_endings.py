@@ -13,11 +13,10 @@ from pearl.metrics import Stopwatch, fold
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.coordinator import PREFILL_CHUNK
-from pearl.protocol.messages import FinishReason, Provenance, Rows, Sampling, Submit
+from pearl.protocol.messages import FinishReason, Provenance, Sampling, Submit
 from pearl.protocol.window import METHODS, Speeds
 from pearl.text import TextStream
 from pearl.worker.execute import DraftExecutor, TargetExecutor
-from pearl.worker.rows import RowPacker
 from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
 
 VOCAB = 40
@@ -40,10 +39,6 @@ def runner(text: Sequence[int], wrong: Sequence[int] = (), says: int = GARBAGE) 
     return ToyRunner(VOCAB, distribution)
 
 
-def as_sent(probs: torch.Tensor) -> Rows:
-    return RowPacker().pack(probs)
-
-
 def run(
     submit: Submit,
     text: Sequence[int] = TEXT,
@@ -54,7 +49,7 @@ def run(
 ) -> Result:
     """Real executors on toy runners, moves in random order."""
     target = TargetExecutor(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
-    pair = Pair([submit], target, lambda: DraftExecutor(runner(text, wrong, says), VOCAB, as_sent), draft_context)
+    pair = Pair([submit], target, lambda: DraftExecutor(runner(text, wrong, says), VOCAB), draft_context)
     pair.run(at_random(seed))
     result = pair.results[submit.request]
     check_counts(result)
@@ -170,8 +165,6 @@ def test_the_whole_context_can_be_used() -> None:
     small.context = len(TEXT) - 1
     draft = runner(TEXT, (7,))
     draft.context = len(TEXT) - 1
-    pair = Pair(
-        [submission(TEXT, gamma=4)], TargetExecutor(small), lambda: DraftExecutor(draft, VOCAB, as_sent), len(TEXT)
-    )
+    pair = Pair([submission(TEXT, gamma=4)], TargetExecutor(small), lambda: DraftExecutor(draft, VOCAB), len(TEXT))
     pair.run(at_random(0))
     assert tuple(pair.results[1].tokens) == TEXT[len(PROMPT) :]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from pearl import theory
@@ -21,7 +21,7 @@ from pearl.experiments.recorded import interpolated, recorded
 from pearl.experiments.workload import Totals, independent, run
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Judge, Judged
+from pearl.protocol.events import Drafted, Judge, Judged
 from pearl.protocol.messages import Decoding, RowKind, Rows, Sampling, Submit
 from pearl.simulate import CoinTarget, Executor, Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
@@ -98,10 +98,14 @@ def test_a_wrong_coin_is_found_out(coin: checks.Coin) -> None:
 def flattered(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Executor]:
     """The draft says that it was sure of every token less than it was: more of them pass."""
 
-    def pack(probs: torch.Tensor) -> Rows:
-        return Rows(RowKind.CHANNEL, (probs * 0.9,))
+    class Flattering(DraftExecutor):
+        def execute(self, command: object) -> object:  # type: ignore[override]
+            event = super().execute(command)
+            if not isinstance(event, Drafted):
+                return event
+            return replace(event, rows=Rows(RowKind.CHANNEL, tuple(probs * 0.9 for probs in event.rows.data)))
 
-    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size, pack)
+    return TargetExecutor(target), Flattering(draft, target.vocab_size)
 
 
 def swapped(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Executor]:

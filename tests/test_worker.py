@@ -135,6 +135,18 @@ class Front:
         return told
 
 
+class NotingPacker(RowPacker):
+    """Notes in which forms distributions travel."""
+
+    kinds: set[RowKind]
+
+    def pack(self, message: DraftTokens) -> DraftTokens:
+        packed = super().pack(message)
+        if packed.rows.kind is not RowKind.NONE:
+            self.kinds.add(inline(packed).rows.kind)  # type: ignore[attr-defined]
+        return packed
+
+
 class Loops:
     """A target worker in a thread, and drafts and fronts that connect to it."""
 
@@ -202,9 +214,9 @@ class Loops:
         stop = stop or self._stop
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
-            packer = RowPacker(self._channel(1) if self._channel else None)
-            pack = lambda *probs: self._noted(packer.pack(*probs))  # noqa: E731
-            return DraftExecutor(model, welcome.vocab_size, pack, chains), packer
+            packer = NotingPacker(self._channel(1) if self._channel else None)
+            packer.kinds = self.kinds
+            return DraftExecutor(model, welcome.vocab_size, chains), packer
 
         def run() -> None:
             try:
@@ -215,10 +227,6 @@ class Loops:
         hello = Hello(PROTOCOL_VERSION, Role.DRAFT, self.vocab, CONTEXT, digest)
         self._start(run)
         return model
-
-    def _noted(self, rows: Rows) -> Rows:
-        self.kinds.add(inline(DraftTokens(0, 0, 0, (0,), rows=rows)).rows.kind)  # type: ignore[attr-defined]
-        return rows
 
     def front(self) -> Front:
         return Front(self.endpoint())
@@ -598,8 +606,7 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
     row = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab))
     row[possible:] = 0
     row /= row.sum()
-    packer = RowPacker()
-    sent = inline(DraftTokens(1, 0, 4, (0,), rows=packer.pack(row)))
+    sent = inline(RowPacker().pack(DraftTokens(1, 0, 4, (0,), rows=Rows(RowKind.CHANNEL, (row,)))))
     assert isinstance(sent, DraftTokens)
     (data,) = sent.rows.data
     assert torch.equal(unpack(data, vocab), row)

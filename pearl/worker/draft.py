@@ -177,10 +177,12 @@ class DraftWorker:
         assert self._executor is not None
         assert self._packer is not None
         match command:
+            case Send(DraftTokens() as message):
+                message = self._packer.pack(message)  # while the next forward runs
+                self._mail.send(message)
+                self._packer.send(message.rows)
             case Send(message):
-                self._mail.send(message)  # of tokens: while the next forward runs
-                if isinstance(message, DraftTokens):
-                    self._packer.send(message.rows)
+                self._mail.send(message)
             case Wait():
                 pass
             case Trace():

@@ -26,7 +26,7 @@ from pearl.protocol.events import (
     Sample,
     Sampled,
 )
-from pearl.protocol.messages import NO_ROWS, Rows
+from pearl.protocol.messages import NO_ROWS, RowKind, Rows
 from pearl.sampling import drawn
 from pearl.text import TextStream
 from pearl.verification import Rule, make_rule
@@ -161,14 +161,14 @@ class Launched:
 
     Attributes:
         token: [1], on the device: the forward after it can be fed it before anybody knows it.
-        said: what `sampling.drawn` takes, on its way to the host; so is `copy` of the distribution `probs`, if any.
+        said: what `sampling.drawn` takes, on its way to the host.
+        probs: the distribution that it was drawn from, where the rule needs it.
         marks: before the forward, between it and the draw, after both.
     """
 
     token: torch.Tensor
     said: torch.Tensor
     probs: torch.Tensor | None
-    copy: torch.Tensor | None
     marks: Sequence[Any]
 
     @property
@@ -183,18 +183,14 @@ class DraftExecutor:
         runner: the draft model.
         vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
             probability 0.
-        pack: a distribution [vocab], and a copy of it on the host where there is one -> how it travels.
         chains: whether forwards are to be launched one after the other, each fed what the last has drawn before the
             host knows it; None: where the device has a queue.
     """
 
-    def __init__(
-        self, runner: ModelRunner, vocab_size: int, pack: Callable[..., Rows], chains: bool | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int, chains: bool | None = None) -> None:
         self.runner = runner
         self.chains = runner.device.type == "cuda" if chains is None else chains
-        self._vocab_size = vocab_size
-        self._pack = pack
+        self._missing = vocab_size - runner.vocab_size
         self._rule: Rule | None = None
 
     def execute(self, command: object) -> Event | None:
@@ -221,8 +217,7 @@ class DraftExecutor:
             return Drafted(None, done - began)
         position = command.start + len(command.tokens)
         token, probs = self._rule.draft(self._fit(logits[0]), position)
-        rows = NO_ROWS if probs is None else self._pack(probs)
-        return Drafted(token, done - began, rows, time.perf_counter() - done)
+        return Drafted(token, done - began, _in_memory(probs), time.perf_counter() - done)
 
     def launch(self, command: Draft, token: torch.Tensor | None = None) -> Launched:
         """Asks the device for what answers `command`, which samples; returns before it is done.
@@ -241,27 +236,30 @@ class DraftExecutor:
         said, probs = self._rule.draft_there(self._fit(logits[0]), command.start + len(command.tokens))
         # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
         following = said[1:].long().clamp_(0, self.runner.vocab_size - 1)
-        copies = [None if each is None else each.to("cpu", non_blocking=True) for each in (said, probs)]
+        said = said.to("cpu", non_blocking=True)
         done.record()
-        assert copies[0] is not None
-        return Launched(following, copies[0], probs, copies[1], marks)
+        return Launched(following, said, probs, marks)
 
     def collect(self, launched: Launched) -> Drafted:
         """Waits for what was launched, and only for that."""
         began, forwarded, done = launched.marks
         done.synchronize()
         token = drawn(launched.said)
-        rows = NO_ROWS if launched.probs is None else self._pack(launched.probs, launched.copy)
-        return Drafted(token, began.elapsed_time(forwarded) / 1000, rows, forwarded.elapsed_time(done) / 1000)
+        seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000
+        return Drafted(token, seconds, _in_memory(launched.probs), draw)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """An id that only the target has stands for something this model cannot know; only acceptance suffers."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        missing = self._vocab_size - logits.numel()
-        if missing == 0:
+        if self._missing == 0:
             return logits
-        if missing < 0:
-            return logits[: self._vocab_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        if self._missing < 0:
+            return logits[: self._missing]
+        return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf)
+
+
+def _in_memory(probs: torch.Tensor | None) -> Rows:
+    """As it is: how it travels is nothing that a draft's next forward should wait for."""
+    return NO_ROWS if probs is None else Rows(RowKind.CHANNEL, (probs,))

@@ -19,7 +19,7 @@ _IDS = np.arange(_SMALL, dtype=np.int32).tobytes()
 
 
 class RowPacker:
-    """On the draft's side: a distribution [vocab], float32 -> Rows; dense ones go over the channel if there is one.
+    """On the draft's side: how a distribution [vocab], float32, travels; dense ones over the channel if there is one.
 
     A channel row is sent by `send`, after its announcement: the target never waits for what was not announced.
     """
@@ -27,11 +27,14 @@ class RowPacker:
     def __init__(self, channel: TensorChannel | None = None) -> None:
         self._channel = channel
 
-    def pack(self, probs: torch.Tensor, copy: torch.Tensor | None = None) -> Rows:
-        """The row, still in memory: for `inline` and `send`. `copy`: of `probs`, on the host, where it is already."""
-        if self._channel is not None and not is_sparse(probs if copy is None else copy):
-            return Rows(RowKind.CHANNEL, (probs,))
-        return Rows(RowKind.FRAMES, (probs.cpu() if copy is None else copy,))
+    def pack(self, message: DraftTokens) -> DraftTokens:
+        """A message whose distribution is as it was drawn from, for `inline` and `send`: it is still in memory."""
+        if not message.rows.data:
+            return message
+        (probs,) = message.rows.data
+        if self._channel is not None and not is_sparse(probs):
+            return message
+        return with_rows(message, Rows(RowKind.FRAMES, (probs.cpu(),)), message.waited)
 
     def send(self, rows: Rows) -> None:
         """Sends over the channel what belongs there, of a message that has just gone out."""
