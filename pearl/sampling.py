@@ -212,8 +212,7 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
         before = torch.cumsum(probs, -1) - probs
         if size == scores.numel() or before[-1] >= top_p:
             break
-    kept = ids[before < top_p]
-    return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+    return torch.full_like(scores, -torch.inf).scatter_(0, ids, top.masked_fill(before >= top_p, -torch.inf))
 
 
 def greedy(logits: torch.Tensor) -> int:

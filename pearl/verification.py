@@ -61,7 +61,7 @@ class Rule(Protocol):
         """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
         Args:
-            rows: where `needs_rows`, the draft's distribution [vocab] for each token, on any device.
+            rows: where `needs_rows`, the draft's distribution [vocab] for each token, on the host or with the logits.
         """
         ...
 
@@ -85,7 +85,7 @@ def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Ten
 
 def _chosen(rows: torch.Tensor | Sequence[torch.Tensor], tokens: Sequence[int]) -> list[float]:
     """rows[i][tokens[i]]. A look at a number is dear: on a GPU all take one, on the host numpy's are the cheap ones."""
-    if rows[0].is_cuda:
+    if not rows[0].is_cpu:
         ids = torch.tensor(tokens, device=rows[0].device).unsqueeze(1)
         together = rows if isinstance(rows, torch.Tensor) else torch.stack([*rows])
         return together.gather(1, ids).squeeze(1).tolist()
@@ -120,10 +120,12 @@ class RatioRule:
         start: int,
     ) -> Judgement:
         target = probabilities(logits, self.sampling)
+        if not logits.is_cpu:
+            rows = [row.to(logits.device) for row in rows]  # some come over the channel, sparse ones through the host
         chances = zip(_chosen(target, tokens), _chosen(rows, tokens), strict=True)
         for i, (target_prob, draft_prob) in enumerate(chances):
             if not accepts(uniform(self._key(start + i, Purpose.ACCEPT)), target_prob, draft_prob):
-                rest = residual(target[i], rows[i].to(logits.device))
+                rest = residual(target[i], rows[i])
                 return Judgement(i, pick(rest, self._key(start + i, Purpose.CORRECTION), otherwise=target[i]))
         return Judgement(len(tokens), None)
 

@@ -26,7 +26,12 @@ from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner
+from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.messages import Sampling
+from pearl.worker.ahead import Ahead
+from pearl.worker.execute import DraftExecutor
 
+_STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is started
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # As published: hidden size, inner size, layers, heads, key-value heads, vocabulary. Of 70B only some layers.
 SHAPES = {
@@ -96,6 +101,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
+    """Of one token that a draft drafts: its forward, its draw, and what its thread does between the two."""
+    executor = DraftExecutor(runner, runner.vocab_size, chains)
+    with Ahead(executor, lambda: True) as ahead:
+        runner.rollback(start)
+        ahead.execute(Open((), Sampling(temperature=1.0), "ratio"))
+        token, count, began = 0, 0, 0.0
+        while count < _STEPS:
+            if count == _WARM:
+                began = time.perf_counter()
+            event = ahead.execute(Draft(start + count, (token,), True, more=count + 1 < _STEPS))
+            assert isinstance(event, Drafted)
+            token, count = event.token or 0, count + 1
+        return (time.perf_counter() - began) / (_STEPS - _WARM)
+
+
 def weights_read(model: str, dtype: str) -> int:
     """Bytes of weights that a forward reads: all but the embedding's rows of tokens that were not fed."""
     meta = torch.device("meta")
@@ -114,7 +135,7 @@ def weights_read(model: str, dtype: str) -> int:
 def main(model: str, place: str | None, dtype: str, context: int, repeats: int, as_json: bool) -> None:
     """Prints milliseconds of a forward by the number of tokens fed."""
     device = torch.device(place or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    most = context + max(SIZES)
+    most = context + max(*SIZES, _STEPS)
     runners = runners_of(model, device, dtype, most)
     tokens = [(7 + 5 * i + i * i) % runners["auto"].vocab_size for i in range(most)]
     taken: dict[tuple[str, int], list[float]] = {}
@@ -128,6 +149,8 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
                     spent = seconds(lambda: runner.forward(tokens[:n], n), device)  # noqa: B023
                     if round_:
                         taken.setdefault((name, n), []).append(spent)
+    ways = (False, True) if device.type == "cuda" else (False,)
+    steps = {chains: median(step_seconds(runners["auto"], context, chains) for _ in range(3)) for chains in ways}
     moved = weights_read(model, dtype)
     rate = bandwidth(device)
     rows = [
@@ -151,6 +174,8 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
+        "draft_step_seconds": steps[False],
+        "draft_step_chained_seconds": steps.get(True),
     }
     if as_json:
         click.echo(json.dumps({**about, "forwards": rows}))
@@ -165,6 +190,8 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
         f"{about['runner']} of {model}, {dtype}, {context} tokens in the cache; {moved / 1e6:.0f} MB a forward; "
         f"a streamed read: {rate / 1e9:.1f} GB/s; {about['threads']} threads; {about['device']}, torch {about['torch']}"
     )
+    told = ", ".join(f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms" for chains, each in steps.items())
+    console.print(f"as a draft, a token, its draw and hand-over included: {told}")
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched)
     assert noting.asked == ["launch 0", "launch 3", "collect", "launch 4", "collect", "collect"]
 
 
-@pytest.mark.parametrize(("done_after", "slept"), [(100, 0.75), (2, 0.5), (0, 0.0)])
+@pytest.mark.parametrize(("done_after", "slept"), [(10**6, 0.75), (200, 0.1), (0, 0.0)])
 def test_it_is_launched_late_but_not_after_the_end(
     ahead: Ahead, monkeypatch: pytest.MonkeyPatch, done_after: int, slept: float
 ) -> None:
@@ -275,8 +275,8 @@ def test_it_is_launched_late_but_not_after_the_end(
     monkeypatch.setattr(module, "time", clock)
     ahead._due, ahead._lead = 100.8, 0.05
     ahead._wait_until_late(Running())  # type: ignore[arg-type]
-    assert clock.now - 100 == pytest.approx(slept, abs=0.07)
-    assert clock.looks < 20, "it does not keep a core busy"
+    assert clock.now - 100 == pytest.approx(slept, abs=1e-6)
+    assert clock.looks <= 1 + slept / module._LONGEST_NAP, "it does not keep a core busy"
 
 
 def test_logits_that_are_not_finite_are_an_error_and_no_id(runner: Watched) -> None:
@@ -295,17 +295,42 @@ def test_logits_that_are_not_finite_are_an_error_and_no_id(runner: Watched) -> N
     assert plainly([OPEN, Draft(0, PROMPT, True)])[1].token == token  # type: ignore[union-attr]
 
 
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_chained_on_a_gpu_as_one_by_one(rule: str, temperature: float) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling) -> None:
+    runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
+    chained = executor(runner, chains=True)
+    chained.execute(Open(PROMPT, sampling, rule))
+    last = chained.launch(Draft(0, PROMPT, True))
+    last = chained.launch(Draft(3, (-1,), True), last.token)  # records
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        last = chained.launch(Draft(4, (-1,), True), last.token)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert chained.collect(last).token is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling) -> None:
     prompt = tuple(range(5, 25))
     texts = []
     for chains in (False, True):
         runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
         with Ahead(executor(runner, chains), lambda: True) as ahead:
-            ahead.execute(Open(prompt, Sampling(temperature=temperature, seed=3), rule))
+            ahead.execute(Open(prompt, sampling, rule))
             text, fed = [*prompt], 0
             while len(text) < 100:
                 text.append(drafted(ahead, fed, tuple(text[fed:])))

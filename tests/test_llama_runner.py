@@ -167,16 +167,17 @@ def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) 
     assert {end for _, end in runners[1]._graphs._known} == {64, 128, 192, 256}
 
 
-def test_what_a_failed_request_has_left_is_not_seen() -> None:
-    """Keys that are not finite, beyond the next text but within what its recording looks at."""
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_what_a_rejected_forward_left_is_not_seen_by_what_is_recorded(kept: int) -> None:
+    """Nor a NaN: a recorded forward looks beyond the text, and 0 times NaN is not 0."""
     runner = replayed("llama")
-    wanted = runner.forward(some_tokens(runner, 4), 4)
-    runner.forward(some_tokens(runner, 40), 1)
+    wanted = runner.forward(some_tokens(runner, kept + 4), 4)
+    runner.forward(some_tokens(runner, 36 - kept), 1)
     with torch.inference_mode():
-        runner._keys[:, :, 4:44] = torch.nan
-        runner._values[:, :, 4:44] = torch.nan
-    runner.rollback(0)
-    assert torch.equal(runner.forward(some_tokens(runner, 4), 4), wanted)
+        runner._keys[:, :, kept:40] = torch.nan
+        runner._values[:, :, kept:40] = torch.nan
+    runner.rollback(kept)
+    assert torch.equal(runner.forward(some_tokens(runner, 4, kept), 4), wanted)
 
 
 def test_few_recordings_serve_a_whole_text() -> None:

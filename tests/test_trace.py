@@ -6,6 +6,7 @@ checked without looking at how long anything took.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from pearl.errors import ConfigError, TargetLost, TraceError
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import DraftJoined, Forwarded, Judged
+from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
 from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sampling, Submit
 from pearl.protocol.sequence import extend_digest
 from pearl.simulate import Outcome, Timing, paired_executors, simulate
@@ -519,6 +520,21 @@ def test_gpu_time_is_read_where_the_loop_synchronises_anyway(tmp_path: Path) -> 
     r.close()
     records = list(Part(tmp_path / "p").records())
     assert [(record.track, record.end - record.start) for record in records] == [(GPU, 7_000_000)] * 2
+
+
+def test_what_ran_beside_the_loop_is_shown_one_after_the_other(tmp_path: Path) -> None:
+    """The second was done on its device long before anybody came for it."""
+    now = 0
+    r = recorder(tmp_path / "p", clock=lambda: now)
+    tracer = Tracer(r)
+    for now, event in ((10_000_000, Drafted(1, 0.004, draw=0.001)), (12_000_000, Drafted(2, 0.004, draw=0.001))):  # noqa: B007
+        tracer.beside(event)
+    tracer.beside(None)
+    r.close()
+    slices = [(x.name, x.start, x.end) for x in Part(tmp_path / "p").records()]
+    assert [(name, end - start) for name, start, end in slices[:2]] == [("forward", 4_000_000), ("draw", 1_000_000)]
+    assert all(start >= before for (_, _, before), (_, start, _) in itertools.pairwise(slices))
+    assert len(slices) == 4
 
 
 # ---- real processes ----

@@ -160,6 +160,17 @@ def test_a_device_draws_as_the_host(name: str, sampling: Sampling) -> None:
         ]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("order", [1, -1])
+def test_rows_that_came_by_two_ways_are_judged_together(order: int) -> None:
+    """Dense ones lie on the GPU, where they were received, and sparse ones on the host."""
+    target = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)).cuda()
+    logits = target if order > 0 else target.flip(0)
+    rows = [row if i else row.cpu() for i, row in enumerate(torch.softmax(target, -1))][::order]
+    assert RatioRule(Sampling(1.0)).judge(logits, [3, 4], rows, 0).accepted == 2
+
+
 def test_a_run_is_judged_up_to_its_first_rejection() -> None:
     rule = make_rule("coupled", Sampling())
     logits = torch.eye(4)

@@ -94,6 +94,7 @@ class LlamaRunner:
         self.context, self.vocab_size = context, int(config.vocab_size)
         self.device, self.dtype = model.device, model.dtype
         self._length = 0
+        self._written = 0  # positions of the cache that may hold something
         self._eps = float(config.rms_norm_eps)
         self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._width = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
@@ -131,10 +132,16 @@ class LlamaRunner:
     def length(self) -> int:
         return self._length
 
+    @property
+    def launches(self) -> bool:
+        """Whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn."""
+        return self._graphs is not None
+
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         """See `ModelRunner.forward`."""
         fed, end = len(tokens), self._length + len(tokens)
         check_room(tokens, end, self.context, self.vocab_size)
+        self._written = max(self._written, end, self._length + MOST_FED)
         with torch.inference_mode():
             if self._graphs is not None and fed <= MOST_FED:
                 logits = self._graphs.forward(tokens, self._length, self.device)[fed - rows : fed]
@@ -237,12 +244,13 @@ class LlamaRunner:
     def rollback(self, length: int) -> None:
         """See `ModelRunner.rollback`."""
         assert 0 <= length <= self._length
-        self._length = length
-        if length == 0 and self._graphs is not None:
-            # What is recorded looks beyond the text, and there must not be the NaN of a request that failed by it.
+        forgets, self._length = length < self._length or length == 0, length
+        if forgets and self._graphs is not None:
+            # What is recorded looks beyond the text, and there must not be the NaN of what was fed there before.
             with torch.inference_mode():
-                self._keys.zero_()
-                self._values.zero_()
+                self._keys[:, :, length : self._written].zero_()
+                self._values[:, :, length : self._written].zero_()
+            self._written = length
 
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""

@@ -90,7 +90,7 @@ class Failed:
 class Drafted:
     """The draft's forward is done. `token` is None where it only fed a part of a long prefix.
 
-    `seconds`: of the forward; `draw`: of drawing the token, and making its row ready to be sent.
+    `seconds`: of the forward; `draw`: of drawing the token.
     """
 
     token: int | None

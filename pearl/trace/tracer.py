@@ -343,13 +343,17 @@ class _TracedChannel:
 
 
 class _TimedOnGpu:
-    """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway."""
+    """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway.
+
+    It does not wait for forwards that are chained: of those the track of the thread beside the loop tells.
+    """
 
     def __init__(self, runner: ModelRunner, tracer: Tracer, event: Callable[[], Any] | None = None) -> None:
         self._runner, self._tracer = runner, tracer
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._running: tuple[Any, Any] | None = None
         self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
+        self.launches = getattr(runner, "launches", False)
 
     @property
     def length(self) -> int:

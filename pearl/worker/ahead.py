@@ -5,8 +5,8 @@ forward runs, not before it.  What the machine asks for next is nearly always wh
 forward is forgotten.  It is one that the draft would have begun in any case had the loop been a moment faster: nothing
 is begun while a message waits to be read, or beyond what the target lets it draft.
 
-On a GPU forwards are chained: the next one is launched while one still runs, fed a token that the host does not know
-yet, so that the GPU waits for nobody.  It is launched as late as can be, for what is launched cannot be taken back.
+On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
+not know yet, so that the GPU goes on at once.  It is launched late, for what is launched cannot be taken back.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pearl.worker.execute import DraftExecutor, Event, Launched
 
 _PATIENCE = 3.0  # seconds
 _LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
+_LONGEST_NAP = 5e-4  # seconds
 _UNKNOWN = -1  # a token that nobody knows yet; no command has it
 
 
@@ -81,7 +82,9 @@ class Ahead:
             with torch.inference_mode():
                 if device.type == "cuda":
                     # A stream of its own: what the loop does with a row must not wait for the forward after it.
-                    with torch.cuda.stream(torch.cuda.Stream(device)):
+                    stream = torch.cuda.Stream(device)
+                    stream.wait_stream(torch.cuda.default_stream(device))  # where the model was made and measured
+                    with torch.cuda.stream(stream):
                         self._serve()
                 else:
                     self._serve()
@@ -162,9 +165,9 @@ class Ahead:
         return drafted, guess, following
 
     def _wait_until_late(self, launched: Launched) -> None:
-        """In halves of what is left: one that is done early, or was measured on a bad day, is not waited out."""
+        """In short naps: one that is done early, or was measured on a bad day, is not waited out."""
         while (left := self._due - self._lead - time.monotonic()) > 0 and not launched.done:
-            time.sleep(max(left / 2, _LEAST_LEAD / 2))
+            time.sleep(min(left, _LONGEST_NAP))
 
 
 def _after(command: Draft, token: int) -> Draft:

@@ -178,7 +178,9 @@ class DraftWorker:
         assert self._packer is not None
         match command:
             case Send(DraftTokens() as message):
+                start = self._tracer.clock()
                 message = self._packer.pack(message)  # while the next forward runs
+                self._tracer.note("busy", "pack", start)
                 self._mail.send(message)
                 self._packer.send(message.rows)
             case Send(message):

@@ -184,12 +184,12 @@ class DraftExecutor:
         vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
             probability 0.
         chains: whether forwards are to be launched one after the other, each fed what the last has drawn before the
-            host knows it; None: where the device has a queue.
+            host knows it; None: where the runner's forwards can be launched.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, chains: bool | None = None) -> None:
         self.runner = runner
-        self.chains = runner.device.type == "cuda" if chains is None else chains
+        self.chains = getattr(runner, "launches", False) if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
         self._rule: Rule | None = None
 

@@ -438,7 +438,7 @@ class TargetWorker:
             if len(command.tokens) > LONG:
                 self._prefill_pace = seconds / len(command.tokens)
             self._receive(0)  # what came meanwhile counts in the verdict
-            if now - self._looked > _PROBE_SECONDS:
+            if now + seconds - self._looked > _PROBE_SECONDS:
                 self._look_after_peers()
         if event is not None:
             self._handle(event)
