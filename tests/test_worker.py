@@ -18,7 +18,9 @@ import torch
 
 from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
 from pearl.metrics import Statistics
+from pearl.models.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -54,6 +56,7 @@ from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.rows import RowPacker, inline, unpack
 from pearl.worker.target import TargetSettings, TargetWorker
+from tests.tiny import tiny_model
 
 BOUND = 30.0  # seconds that anything here may take; far more than it does
 CONTEXT = 1 << 19
@@ -616,6 +619,20 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
         assert torch.equal(unpack(turned, vocab), row)
         with pytest.raises(RemoteProtocolError):
             unpack(data, len(ids) - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_row_is_judged_where_it_was_brought() -> None:
+    runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=64)
+    executor = TargetExecutor(runner)
+    executor.execute(Open(PROMPT, WARM, "ratio"))
+    executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
+    rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
+    brought = [executor.bring(row) for row in rows]
+    judged = [executor.execute(Judge(len(PROMPT), (5,), (found[0],))) for found in (rows, brought)]
+    assert judged[0] == judged[1]
+    assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))
 
 
 @pytest.mark.parametrize("lie", LIES)

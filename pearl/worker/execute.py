@@ -57,11 +57,22 @@ class TargetExecutor:
         text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
     ) -> None:
         self.runner = runner
+        self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._text_stream = text_stream
         self._text: TextStream | None = None
         self._rule: Rule | None = None
         self._logits = torch.empty(0)  # [rows, vocab]
         self._first = 0  # position that row 0 is for
+
+    def bring(self, row: torch.Tensor) -> torch.Tensor:
+        """A draft's distribution to where it will be judged, beside a forward that runs. Any thread may.
+
+        Unproven: no GPU was at hand.
+        """
+        if self._uploads is None:
+            return row
+        with torch.cuda.stream(self._uploads):
+            return row.pin_memory().to(self.runner.device, non_blocking=True)
 
     @property
     def needs_rows(self) -> bool:
@@ -113,6 +124,8 @@ class TargetExecutor:
 
     def _judge(self, command: Judge) -> Judged:
         assert self._rule is not None
+        if self._uploads is not None:
+            torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
         row = command.start - self._first
         logits = self._logits[row : row + len(command.tokens)]
         verdict = self._rule.judge(logits, command.tokens, command.rows, command.start)

@@ -34,7 +34,10 @@ class RowPacker:
         (probs,) = message.rows.data
         if self._channel is not None and not is_sparse(probs):
             return message
-        return with_rows(message, Rows(RowKind.FRAMES, (probs.cpu(),)), message.waited)
+        copy = probs.to("cpu", non_blocking=True)  # of a GPU's into pinned memory
+        if probs.is_cuda:
+            torch.cuda.current_stream(probs.device).synchronize()
+        return with_rows(message, Rows(RowKind.FRAMES, (copy,)), message.waited)
 
     def send(self, rows: Rows) -> None:
         """Sends over the channel what belongs there, of a message that has just gone out."""

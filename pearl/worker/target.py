@@ -146,7 +146,7 @@ class TargetWorker:
         vocab, rows = self._settings.vocab_size, message.rows
         if message.tokens and max(message.tokens) >= vocab:
             raise RemoteProtocolError(f"draft sent token {max(message.tokens)}, the target has ids up to {vocab - 1}")
-        found = Rows(rows.kind, tuple(unpack(row, vocab) for row in rows.data))
+        found = Rows(rows.kind, tuple(self._executor.bring(unpack(row, vocab)) for row in rows.data))
         return with_rows(message, found, message.waited)
 
     def _receive(self, timeout: float) -> None:
