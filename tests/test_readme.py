@@ -43,6 +43,7 @@ def test_every_flag_named_is_a_flag(flag):
         "--dry-run",
         "--nproc-per-node",
         "--repeats",
+        "--model",
         "--most-stolen",
         "--other-repeats",
     }  # not the command line's
