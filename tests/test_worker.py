@@ -635,6 +635,19 @@ def test_a_row_is_judged_where_it_was_brought() -> None:
     assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))
 
 
+def test_a_row_for_which_there_is_no_memory_does_not_end_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is brought by the thread that reads messages, and nobody survives its end."""
+
+    def full(stream: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    executor._uploads = object()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "stream", full)
+    row = torch.ones(32) / 32
+    assert executor.bring(row) is row
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
     """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""

@@ -47,9 +47,10 @@ class RowKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Draft distributions of a run of tokens. `data` holds one entry a token; empty for NONE and CHANNEL.
+    """Draft distributions of a run of tokens. `data` holds one entry a token; empty for NONE.
 
-    On the wire an entry is bytes, or (ids, probs) for SPARSE; within a worker it is a tensor. Nobody here looks.
+    On the wire an entry is bytes, or (ids, probs) for SPARSE, and CHANNEL has none; within a worker it is a tensor.
+    Nobody here looks.
     """
 
     kind: RowKind = RowKind.NONE

@@ -98,8 +98,7 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                chains = None if config.forwards == "auto" else False
-                return DraftExecutor(runner, welcome.vocab_size, chains), packer
+                return DraftExecutor(runner, welcome.vocab_size), packer
 
             worker = DraftWorker(
                 endpoint,

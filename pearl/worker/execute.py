@@ -71,8 +71,11 @@ class TargetExecutor:
         """
         if self._uploads is None:
             return row
-        with torch.cuda.stream(self._uploads):
-            return row.pin_memory().to(self.runner.device, non_blocking=True)
+        try:
+            with torch.cuda.stream(self._uploads):
+                return row.pin_memory().to(self.runner.device, non_blocking=True)
+        except RuntimeError:  # no memory: judging will find none either, and that ends a request, not this worker
+            return row
 
     @property
     def needs_rows(self) -> bool:
