@@ -67,7 +67,8 @@ class EngineConfig(Section):
     draft_device: str = Field("auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread.")
     target_dtype: DType = Field(
         "auto",
-        description="Weights of the target; auto: the checkpoint's. int8, on CPUs, rounds them to another model.",
+        description="Weights of the target; auto: the checkpoint's, or float32 on a CPU that has no instructions for "
+        "it. int8, on CPUs, rounds them to another model.",
     )
     draft_dtype: DType = Field("auto", description="Of the draft. int8, on CPUs: it guesses a little worse.")
     target_tp: int = Field(
@@ -83,6 +84,10 @@ class EngineConfig(Section):
         "auto",
         description="auto: our own forward pass where it knows the model; eager: on a GPU neither recorded nor "
         "chained; transformers: always theirs.",
+    )
+    exact: bool = Field(
+        False,
+        description="Refuse a model whose logits depend on how many tokens are fed together: all but our own forward.",
     )
     max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")

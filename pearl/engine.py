@@ -270,6 +270,12 @@ class Engine:
         return self._directory
 
     @property
+    def draft_pid(self) -> int | None:
+        """Process id of the draft worker on this host; None where there is none now."""
+        worker = self._draft.worker if self._draft else None
+        return worker.pid if worker is not None and worker.alive else None
+
+    @property
     def welcome(self) -> Welcome:
         """What the target said of itself and of the speeds measured at start."""
         assert self._welcome is not None

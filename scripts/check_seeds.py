@@ -24,7 +24,7 @@ from rich.table import Table
 
 from pearl import DecodingConfig, Engine, SamplingParams
 from pearl.models.loading import load_runner
-from pearl.models.runner import ModelRunner, Tokens
+from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Committed,
@@ -48,26 +48,16 @@ from pearl.worker.target import TargetSettings, TargetWorker
 console = Console()
 
 
-class DelayedRunner:
+class DelayedRunner(WrappedRunner):
     """Sleeps before each forward, for a random time."""
 
     def __init__(self, runner: ModelRunner, noise: random.Random, seconds: float) -> None:
-        self._runner, self._noise, self._seconds = runner, noise, seconds
-        self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
-
-    @property
-    def length(self) -> int:
-        return self._runner.length
+        super().__init__(runner)
+        self._noise, self._seconds = noise, seconds
 
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         time.sleep(self._noise.random() * self._seconds)
         return self._runner.forward(tokens, rows)
-
-    def rollback(self, length: int) -> None:
-        self._runner.rollback(length)
-
-    def synchronize(self) -> None:
-        self._runner.synchronize()
 
 
 class DelayedEndpoint:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
 from pearl.models import graphs
-from pearl.models.graphs import end_rounded
+from pearl.models.graphs import FED, PREFILL, pieces, visible
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
@@ -154,7 +154,7 @@ def test_the_last_tokens_of_a_context_may_be_fewer_than_are_recorded() -> None:
 
 
 def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_LEAST_END", 64)
+    monkeypatch.setattr(graphs, "_LEAST_VISIBLE", 64)
     runners = [
         LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 256, record=record)
         for record in (None, into_one_buffer)
@@ -164,7 +164,7 @@ def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) 
     found += [runners[1].forward(tokens[i : i + 3], 3) for i in range(50, 200, 3)]
     close(torch.cat(found), whole)
     assert runners[1]._graphs is not None
-    assert {end for _, end in runners[1]._graphs._known} == {64, 128, 192, 256}
+    assert set(runners[1]._graphs._known) == {64, 128, 256}
 
 
 @pytest.mark.parametrize("kept", [0, 1, 5])
@@ -191,14 +191,21 @@ def test_few_recordings_serve_a_whole_text() -> None:
     runner = LlamaRunner(model, 200, record=record)
     for fed in (20, 1, 3, 1, 8, 5, 1, 16, 12, 1):
         runner.forward(some_tokens(runner, fed), 1)
-    assert len(made) == 4, "of 1, 4, 8 and 16 tokens"
+    assert len(made) == 1, "of one size: which rows stand beside a row must not matter"
 
 
-@pytest.mark.parametrize("end", [1, 255, 256, 257, 1000, 1025, 4000, 8191, 100_000])
-def test_a_recording_looks_little_further_than_the_text(end: int) -> None:
-    rounded = end_rounded(end)
-    assert end <= rounded <= max(end + 255, 1.25 * end)
-    assert len({end_rounded(e) for e in range(1, end + 1)}) <= 4 * max(1, end.bit_length() - 9)
+@pytest.mark.parametrize("start", [0, 1, 500, 511, 512, 1015, 1024, 5000])
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 300, 512, 1100])
+def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more(start: int, count: int) -> None:
+    """How far it looks; and a few rows are always as many, and so are a prompt's."""
+    cut = list(pieces(start, count))
+    assert [stop for _, _, stop in cut[:-1]] == [begin for _, begin, _ in cut[1:]]
+    assert (cut[0][1], cut[-1][2]) == (start, start + count)
+    for rows, begin, stop in cut:
+        assert rows == (FED if count <= FED else PREFILL)
+        assert stop - begin <= rows
+        assert {visible(position) for position in range(begin, stop)} == {visible(begin)}
+        assert stop <= visible(begin) <= max(512, 2 * begin)
 
 
 @pytest.mark.parametrize("fed", [1, 3, 20])

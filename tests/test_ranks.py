@@ -33,7 +33,7 @@ from pearl.protocol.messages import Sampling
 from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 from pearl.verification import make_rule
-from pearl.worker.build import _equal_part, _place
+from pearl.worker.build import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
@@ -201,7 +201,7 @@ def test_auto_gives_each_worker_a_gpu(gpus: int, expected: list[int], monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
     config = EngineConfig(target_tp=2)
-    places = [_place(config, "target", 0), _place(config, "target", 1), _place(config, "draft")]
+    places = [place(config, "target", 0), place(config, "target", 1), place(config, "draft")]
     assert [place.index for place in places] == expected
 
 
@@ -218,7 +218,7 @@ def test_auto_gives_a_shared_draft_what_the_target_leaves(monkeypatch: pytest.Mo
         (far, [1]),
     ):
         config = EngineConfig(**settings)
-        assert [_place(config, "draft", rank).index for rank in range(config.draft_tp)] == expected
+        assert [place(config, "draft", rank).index for rank in range(config.draft_tp)] == expected
 
 
 def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +226,10 @@ def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
     with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1 for it"):
-        _place(EngineConfig(target_tp=2), "target", 0)
-    assert _place(EngineConfig(target_tp=2), "draft").index == 0
+        place(EngineConfig(target_tp=2), "target", 0)
+    assert place(EngineConfig(target_tp=2), "draft").index == 0
     with pytest.raises(ModelError, match="draft_tp 2 takes a GPU a rank, and torch sees 0 for it"):
-        _place(EngineConfig(draft_tp=2), "draft", 0)
+        place(EngineConfig(draft_tp=2), "draft", 0)
 
 
 # ---- in step ----

@@ -21,6 +21,7 @@ from pearl.version import __version__
 _HEAVY = {
     "calibrate": "pearl.cli.calibrate:calibrate_pair",
     "bench": "pearl.cli.bench:bench",
+    "check": "pearl.cli.exactness:check_bits",
     "distill": "pearl.cli.distill:distill",
     "evaluate-draft": "pearl.cli.evaluate:evaluate_draft",
     "simulate": "pearl.cli.simulate:simulate",

@@ -12,7 +12,7 @@ import time
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.runner import ModelRunner, Tokens
+from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
 
 FAULTS = ("kill", "stop", "hang", "raise", "nan", "slow")
 PHASES = ("start", "prefill", "drafting", "verifying")
@@ -21,7 +21,7 @@ _SLOW_SECONDS = 0.3
 _LATER = 6  # tokens that a draft has drafted before a target can be verifying them
 
 
-class FaultyRunner:
+class FaultyRunner(WrappedRunner):
     """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" and "nan" ever after.
 
     Args:
@@ -36,15 +36,10 @@ class FaultyRunner:
         fault, _, phase = name.partition("@")
         if fault not in FAULTS or phase not in PHASES:
             raise ModelError(f"fault {name!r} is not one of {', '.join(FAULTS)} at one of {', '.join(PHASES)}")
-        self.runner, self.device = runner, runner.device
-        self.vocab_size, self.context = runner.vocab_size, runner.context
+        super().__init__(runner)
         self._fault, self._phase, self._role, self._once = fault, phase, role, once
         self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
         self._struck = False
-
-    @property
-    def length(self) -> int:
-        return self.runner.length
 
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         if self._since_prompt or len(tokens) >= PROMPT:
@@ -54,7 +49,7 @@ class FaultyRunner:
             self._strike()
         if self._struck and self._fault == "slow":
             time.sleep(_SLOW_SECONDS)
-        logits = self.runner.forward(tokens, rows)
+        logits = self._runner.forward(tokens, rows)
         return torch.full_like(logits, torch.nan) if self._struck and self._fault == "nan" else logits
 
     def _is_time(self, fed: int) -> bool:
@@ -89,9 +84,3 @@ class FaultyRunner:
                     time.sleep(3600)
             case "raise":
                 raise RuntimeError("a fault on purpose")
-
-    def rollback(self, length: int) -> None:
-        self.runner.rollback(length)
-
-    def synchronize(self) -> None:
-        self.runner.synchronize()

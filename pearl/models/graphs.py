@@ -1,69 +1,96 @@
-"""Forwards of few tokens, recorded once and replayed: a GPU's way to be rid of the time that starting kernels takes.
+"""Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the time that kernels take to start.
 
-A recording has fixed shapes: so many tokens, and a look at so many positions.  Both are rounded up, so that there are
-few of them: rows that nobody asked for are computed and dropped, positions beyond the text are masked.  What changes
-from replay to replay, where the tokens start and which they are, stands in a buffer that each forward fills.
+A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, and looks at one of a
+few numbers of positions, which the position of its first token decides.  Rows beyond the tokens are padding, discarded;
+positions beyond a row's own are masked.  So whatever the forward that a token comes in, the same kernels compute its
+row, over the same shapes: its logits are the same bits.  A forward that crosses a limit is cut there.
 
-Ranks that share a model record what they tell each other along with the rest, all of them at the same forward.
+What changes from replay to replay, where the tokens start and which they are, stands in a buffer that each forward
+fills.  Ranks that share a model record their exchanges with the rest, all of them at the same forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from pearl.models.runner import Tokens
 
-MOST_FED = 16  # tokens; more of them keep a GPU busy without
-_LEAST_END = 256  # positions
+FED = 16  # rows of a recorded forward; 16 cost what 1 costs where reading the weights takes longest
+PREFILL = 512  # rows of a piece of a longer forward; the coordinator cuts prompts at multiples of it too
+_LEAST_VISIBLE = 512  # positions
 
-Step = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # (start [1], ids [n], end) -> logits [n, vocab]
+# (start [1], ids [n], end, rows) -> logits [rows, vocab]
+Step = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]  # work -> what does it again, same buffers
 
 
-def fed_rounded(fed: int) -> int:
-    """The next power of two: a row more costs nothing where the weights are what is waited for."""
-    return 1 << (fed - 1).bit_length()
+def visible(position: int) -> int:
+    """How many positions the row of `position` looks at: the next power of two, at least `_LEAST_VISIBLE`."""
+    return max(_LEAST_VISIBLE, 1 << position.bit_length())
 
 
-def end_rounded(end: int) -> int:
-    """A quarter more at most, or a few hundred: attention takes as long as it looks far."""
-    step = max(_LEAST_END, 1 << max(0, end.bit_length() - 3))
-    return -(-end // step) * step
+def pieces(start: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a forward of `count` tokens from position `start` on into (rows, start, stop)."""
+    rows, end = FED if count <= FED else PREFILL, start + count
+    while start < end:
+        stop = min(end, visible(start))
+        if rows == PREFILL:
+            stop = min(stop, start - start % PREFILL + PREFILL)
+        yield rows, start, stop
+        start = stop
 
 
 class Graphs:
     """The recordings of one model.
 
     Args:
-        step: a forward, whose shapes and `end` alone decide what it does.
+        step: computes a piece; shapes, `end` and `rows` alone decide what it does.
         room: positions of the cache.
         record: makes one recording; doing the work more often than once changes nothing.
     """
 
     def __init__(self, step: Step, room: int, record: Record) -> None:
         self._step, self._room, self._record = step, room, record
-        self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        self._known: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}  # by the positions looked at
 
-    def forward(self, tokens: Tokens, start: int, device: torch.device) -> torch.Tensor:
-        """Logits [at least len(tokens), vocab] in a buffer that the next forward overwrites."""
-        count = len(tokens)
-        fed = fed_rounded(count)
-        end = min(end_rounded(start + fed), self._room)
-        ids = [0] * fed if isinstance(tokens, torch.Tensor) else [*tokens, *[0] * (fed - count)]
+    def forward(self, tokens: Tokens, start: int, rows: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Logits [rows, vocab] of the last `rows` tokens, and up to which position the cache was written.
+
+        The logits may stand in a buffer that the next forward overwrites.
+        """
+        found, written, first = [], 0, start
+        wanted = start + len(tokens) - rows  # the first position whose logits are asked for
+        for size, begin, stop in pieces(start, len(tokens)):
+            piece = tokens[begin - first : stop - first]
+            asked = min(stop - begin, max(0, stop - wanted))
+            logits = self._piece(piece, begin, size, asked, device)
+            found.append(logits.clone() if stop < first + len(tokens) else logits)
+            written = begin + size
+        return (found[0] if len(found) == 1 else torch.cat(found)), written
+
+    def _piece(self, tokens: Tokens, start: int, size: int, rows: int, device: torch.device) -> torch.Tensor:
+        count, end = len(tokens), min(visible(start), self._room)
+        ids = [0] * size if isinstance(tokens, torch.Tensor) else [*tokens, *[0] * (size - count)]
         given = torch.tensor([start, *ids], pin_memory=device.type == "cuda")
-        if (fed, end) not in self._known:
-            self._known[fed, end] = self._recorded(given.to(device), end)
-        buffer, replay = self._known[fed, end]
-        buffer.copy_(given, non_blocking=True)
+        if size == FED:
+            if end not in self._known:
+                self._known[end] = self._recorded(given.to(device), end)
+            buffer, work = self._known[end]
+            buffer.copy_(given, non_blocking=True)
+        else:
+            buffer = given.to(device, non_blocking=True)
         if isinstance(tokens, torch.Tensor):
             buffer[1 : 1 + count] = tokens
-        return replay()
+        if size == FED:
+            return work()[count - rows : count]
+        # The rows of one piece are asked for from its end; the step gives those from its start.
+        return self._step(buffer[:1], buffer[1:], end, count if rows else 0)[count - rows :]
 
     def _recorded(self, buffer: torch.Tensor, end: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         def work() -> torch.Tensor:
-            return self._step(buffer[:1], buffer[1:], end)
+            return self._step(buffer[:1], buffer[1:], end, FED)
 
         return buffer, self._record(work)
 

@@ -64,6 +64,9 @@ class HFRunner:
     sliding-window, chunked, linear-attention and hybrid layers forget or mix what a rollback would need.
     """
 
+    launches = False
+    row_invariant = False  # its kernels are chosen by the number of rows
+
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self._model = model.eval()
         config = model.config.get_text_config(decoder=True)

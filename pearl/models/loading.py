@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pearl.errors import ModelError
+from pearl.models.attention import whole_blocks
 from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.embedded import Progress, dequantised, silent
+from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import ALONE, Group, cut
 
@@ -35,12 +37,14 @@ def load_runner(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     group: Group = ALONE,
+    exact: bool = False,
 ) -> ModelRunner:
     """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`; or of a model
     that the ranks of `group` share, this one's part.
 
-    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file), "float32", "bfloat16", "float16", or "int8":
-    bfloat16 with the matrices' rows rounded to 255 steps, on a CPU and where the forward is ours.
+    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; float32 in their place on a CPU without the
+    instructions), "float32", "bfloat16", "float16", or "int8": bfloat16 with the matrices' rows rounded to 255 steps,
+    on a CPU and where the forward is ours.  `exact` refuses a runner that is not row-invariant.
     `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers" keeps their forward
     where "auto" has a faster one; "eager" has that one too, but records nothing.  Raises `ModelError`.
     """
@@ -71,10 +75,22 @@ def load_runner(
                 )
             cut(model, group, device)
         context = _context(spec, model, max_context)
-        _check_cache_fits(spec, model, context)
-        if not ours:
-            return HFRunner(model, context)
-        return LlamaRunner(model, context, group, records=forwards == "auto", int8=int8)
+        _check_cache_fits(spec, model, context, ours)
+        runner: ModelRunner
+        if ours:
+            runner = LlamaRunner(model, context, group, records=forwards == "auto", int8=int8)
+        else:
+            runner = HFRunner(model, context)
+        if exact and not runner.row_invariant:
+            raise ModelError(
+                f"Model {spec!r} ({type(model).__name__}) runs through transformers, where logits depend on how many "
+                "tokens are fed together: texts may differ between methods at near ties, and --exact refuses that. "
+                "Leave --exact off, or take a model of the Llama family with --forwards auto."
+                if not ours
+                else f"Model {spec!r}: on this machine its {dtype} products depend on how many rows are computed "
+                "together. Choose another dtype, or leave --exact off."
+            )
+        return runner
 
 
 def load_model(
@@ -101,12 +117,28 @@ def _arguments(
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16 or int8.")
     wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto" and device.type == "cpu" and not device_map and not multiplies_bf16():
+        wanted = torch.float32 if _fits_in_float32(checkpoint) else "auto"
     arguments: dict[str, Any] = {"dtype": wanted, "device_map": device_map or {"": device}}
     if checkpoint.gguf_file is None:
         return arguments
-    if dtype == "auto":
+    if wanted == "auto":
         arguments["dtype"] = torch.bfloat16  # packed weights name none, and transformers would take float32
     return arguments | {"gguf_file": checkpoint.gguf_file} | dequantised()
+
+
+def _fits_in_float32(checkpoint: Checkpoint) -> bool:
+    """Whether half the free memory holds the weights in float32, as far as the sizes of local files tell.
+
+    Four bytes a weight: twice a file of bfloat16, eight times one of 4 bits.
+    """
+    directory = Path(checkpoint.path)
+    if checkpoint.gguf_file is not None:
+        size = 8 * (directory / checkpoint.gguf_file).stat().st_size
+    else:
+        size = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    free = available_memory()
+    return free is None or 2 * size < free
 
 
 def _load(spec: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> PreTrainedModel:
@@ -171,7 +203,7 @@ def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -
         )
 
 
-def _check_cache_fits(spec: str, model: PreTrainedModel, context: int) -> None:
+def _check_cache_fits(spec: str, model: PreTrainedModel, context: int, ours: bool) -> None:
     """A cache on the CPU takes its memory only as it fills: that there is enough is looked at before any request."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
@@ -179,7 +211,10 @@ def _check_cache_fits(spec: str, model: PreTrainedModel, context: int) -> None:
         return  # no such attention: the runner refuses it by name
     heads = getattr(config, "num_key_value_heads", None) or queries
     width = getattr(config, "head_dim", None) or config.hidden_size // queries
-    needed = 2 * config.num_hidden_layers * heads * width * context * model.dtype.itemsize
+    item, positions = model.dtype.itemsize, context
+    if ours:  # see LlamaRunner
+        item, positions = item if multiplies_bf16() else 4, whole_blocks(context)
+    needed = 2 * config.num_hidden_layers * heads * width * positions * item
     free = available_memory()
     if model.device.type == "cpu" and free is not None and needed > free:
         raise ModelError(

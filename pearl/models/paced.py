@@ -13,7 +13,7 @@ import time
 import torch
 from torch.nn.functional import linear, softmax
 
-from pearl.models.runner import ModelRunner, Tokens
+from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
 
 _NAP_SECONDS = 1e-5  # short ones: a core that slept through a forward would be slow after it, unlike one that works
 _SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is computed away
@@ -21,19 +21,16 @@ _OPERATION_SECONDS = 5e-5  # one must not reach beyond the end
 _WEIGHT = torch.ones(64, 64)
 
 
-class PacedRunner:
+class PacedRunner(WrappedRunner):
     """Wraps a runner. `seconds`: how long each forward lasts, whatever it is fed."""
 
     def __init__(self, runner: ModelRunner, seconds: float) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._seconds = seconds
-        self.vocab_size = runner.vocab_size
-        self.context = runner.context
-        self.device = runner.device
 
     @property
-    def length(self) -> int:
-        return self._runner.length
+    def launches(self) -> bool:
+        return False  # a paced forward is done when it returns
 
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         end = time.perf_counter() + self._seconds
@@ -45,9 +42,3 @@ class PacedRunner:
             elif left > _OPERATION_SECONDS:
                 softmax(linear(_WEIGHT[:1], _WEIGHT), -1)
         return logits
-
-    def rollback(self, length: int) -> None:
-        self._runner.rollback(length)
-
-    def synchronize(self) -> None:
-        self._runner.synchronize()

@@ -37,11 +37,24 @@ class ModelRunner(Protocol):
         context: the most tokens the cache can hold.
         length: tokens in the cache now.
         device: where the logits live.
+        launches: whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn.
+        row_invariant: whether the logits of a position are the same bits however its sequence was cut into forwards.
     """
 
-    vocab_size: int
-    context: int
-    device: torch.device
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def launches(self) -> bool: ...
+
+    @property
+    def row_invariant(self) -> bool: ...
 
     @property
     def length(self) -> int: ...
@@ -67,3 +80,43 @@ class ModelRunner(Protocol):
     def synchronize(self) -> None:
         """Waits until the device has done all that was asked of it; at once on a CPU."""
         ...
+
+
+class WrappedRunner:
+    """A `ModelRunner` that passes everything on to another; what wraps a runner overrides what it changes."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self._runner.context
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
+    def launches(self) -> bool:
+        return self._runner.launches
+
+    @property
+    def row_invariant(self) -> bool:
+        return self._runner.row_invariant
+
+    @property
+    def length(self) -> int:
+        return self._runner.length
+
+    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+        return self._runner.forward(tokens, rows)
+
+    def rollback(self, length: int) -> None:
+        self._runner.rollback(length)
+
+    def synchronize(self) -> None:
+        self._runner.synchronize()

@@ -29,6 +29,8 @@ class ToyRunner:
     """
 
     device = torch.device("cpu")
+    launches = False
+    row_invariant = True
 
     def __init__(self, vocab_size: int, distribution: Distribution, context: int = 1 << 20) -> None:
         self.vocab_size = vocab_size

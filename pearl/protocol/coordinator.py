@@ -53,7 +53,8 @@ from pearl.protocol.messages import (
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Method, Speeds, Window
 
-PREFILL_CHUNK = 512  # tokens of a long prompt fed at once: between two chunks messages are looked at
+# Tokens of a long prompt fed at once, up to a multiple of it: messages are looked at between two chunks.
+PREFILL_CHUNK = 512
 _GRANTS_A_CHOICE = 8  # speeds change slowly, and to choose c takes as long as all else that follows a judgement
 
 
@@ -375,7 +376,7 @@ class Coordinator:
         assert self.request is not None
         seq = self.sequence
         if phase is Phase.PREFILL:
-            count = min(len(seq.unfed), PREFILL_CHUNK)
+            count = min(len(seq.unfed), PREFILL_CHUNK - seq.fed % PREFILL_CHUNK)
         else:
             count = min(len(seq.unfed), self.request.limit - seq.committed)
             phase = Phase.POST_VERIFY if count > 1 else Phase.PRE_VERIFY

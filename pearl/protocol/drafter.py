@@ -155,7 +155,7 @@ class Drafter:
         if seq.cached > seq.fed:
             do(Rollback(seq.fed))
         start = seq.fed
-        tokens = tuple(seq.feed(PREFILL_CHUNK))
+        tokens = tuple(seq.feed(PREFILL_CHUNK - seq.fed % PREFILL_CHUNK))
         self._in_flight = len(tokens)
         self._overtaken = False
         self.state = State.DRAFTING

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from pearl.errors import ProtocolError, TraceError
-from pearl.models.runner import ModelRunner, Tokens
+from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
@@ -342,22 +342,17 @@ class _TracedChannel:
         return rows
 
 
-class _TimedOnGpu:
+class _TimedOnGpu(WrappedRunner):
     """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway.
 
     It does not wait for forwards that are chained: of those the track of the thread beside the loop tells.
     """
 
     def __init__(self, runner: ModelRunner, tracer: Tracer, event: Callable[[], Any] | None = None) -> None:
-        self._runner, self._tracer = runner, tracer
+        super().__init__(runner)
+        self._tracer = tracer
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._running: tuple[Any, Any] | None = None
-        self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
-        self.launches = getattr(runner, "launches", False)
-
-    @property
-    def length(self) -> int:
-        return self._runner.length
 
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         if self._tracer.recorder is None:
@@ -369,11 +364,8 @@ class _TimedOnGpu:
         self._running = (began, ended)
         return logits
 
-    def rollback(self, length: int) -> None:
-        self._runner.rollback(length)
-
     def synchronize(self) -> None:
-        self._runner.synchronize()
+        super().synchronize()
         if self._running is not None:
             (began, ended), self._running = self._running, None
             now = self._tracer.clock()

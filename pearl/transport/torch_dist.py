@@ -212,6 +212,9 @@ class _Nccl:
 _BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
 
 
+_GATHERED_ROWS = 16
+
+
 class RankGroup:
     """The ranks that share a model: their sums, and what the first one, the leader, tells the others to do.
 
@@ -249,10 +252,22 @@ class RankGroup:
             raise TransportError(f"the {size} ranks of the {name} have not found each other: {error}") from error
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors added up, in place of `part`; the same bits on every rank."""
+        """The ranks' tensors added up; the same bits on every rank.
+
+        Few rows are gathered and added in the order of the ranks, so that a row's sum does not depend on how many rows
+        there are: an all-reduce cuts the tensor into one part a rank and adds each part in another order. Over NCCL
+        many rows (a prompt's, always as many: `graphs.PREFILL`) are all-reduced, which sends less.
+        """
         part = part.contiguous()
-        self._wait(lambda: self._sums.allreduce([part]))
-        return part
+        if len(part) > _GATHERED_ROWS and self._sums is not self._told:
+            self._wait(lambda: self._sums.allreduce([part]))
+            return part
+        parts = part.new_empty(self.size, *part.shape)
+        self._wait(lambda: self._sums._allgather_base(parts.view(-1), part.view(-1)))
+        total = parts[0]
+        for other in parts[1:]:
+            total += other
+        return total
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors [rows, columns] side by side: [rows, size * columns]."""

@@ -46,7 +46,7 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
     endpoint = ZmqListener(settings["address"], _keys(config, settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
-        device = _place(config, "target")
+        device = place(config, "target")
         make_channel = _channel(config, settings, 0, device, tracer)
         _pin(config, "target")  # from here on the draft's cores are none that we may use
         with _leading(config, settings, device, lifeline) as group:
@@ -73,11 +73,11 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
 def run_follower(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
     """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
     role, rank = settings["role"], settings["rank"]
-    device = _place(config, role, rank)
+    device = place(config, role, rank)
     _pin(config, role, rank)
     group = _group(config, settings, device)
     assert group is not None
-    runner = _runner(config, role, device, lambda _: None, group)
+    runner = make_runner(config, role, device, lambda _: None, group)
     with torch.inference_mode():
         follow(runner, group)
 
@@ -87,7 +87,7 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
     tracer = _tracer(config, settings)
     endpoint = ZmqConnection(settings["address"], _keys(config, settings))
     try:
-        device = _place(config, "draft")
+        device = place(config, "draft")
         make_channel = _channel(config, settings, 1, device, tracer)
         _pin(config, "draft")
         with _leading(config, settings, device, lifeline) as group:
@@ -181,7 +181,7 @@ def _loaded(
     group: RankGroup | None = None,
 ) -> ModelRunner:
     start = tracer.clock()
-    runner = _runner(config, role, device, progress, group)
+    runner = make_runner(config, role, device, progress, group)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
 
@@ -197,7 +197,7 @@ def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Callable[
     return vocabulary_digest(draft, draft.vocab_size)
 
 
-def _runner(
+def make_runner(
     config: EngineConfig,
     role: str,
     device: torch.device,
@@ -214,6 +214,7 @@ def _runner(
     else:
         runner = load_runner(
             spec,
+            exact=config.exact,
             device=device,
             dtype=config.target_dtype if is_target else config.draft_dtype,
             max_context=config.max_context,
@@ -231,7 +232,7 @@ def _runner(
     return PacedRunner(runner, pace) if pace else runner
 
 
-def _place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
+def place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
     device, gpus = settled(config, role, rank), torch.cuda.device_count()
     if device.kind == "cpu":

@@ -205,7 +205,7 @@ class DraftExecutor:
 
     def __init__(self, runner: ModelRunner, vocab_size: int, chains: bool | None = None) -> None:
         self.runner = runner
-        self.chains = getattr(runner, "launches", False) if chains is None else chains
+        self.chains = runner.launches if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
         self._rule: Rule | None = None
 

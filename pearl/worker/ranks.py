@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from pearl.errors import DraftLost, TargetLost, TransportError
-from pearl.models.runner import ModelRunner, Tokens, check_room
+from pearl.models.runner import ModelRunner, Tokens, WrappedRunner, check_room
 
 
 class Telling(Protocol):
@@ -21,19 +21,19 @@ class Telling(Protocol):
     def told(self) -> list[int]: ...
 
 
-class LeadingRunner:
+class LeadingRunner(WrappedRunner):
     """The leader's `ModelRunner`: wraps its part of the model, and has the followers do each forward too."""
 
     def __init__(
         self, runner: ModelRunner, group: Telling, lost: type[TargetLost] | type[DraftLost] = TargetLost
     ) -> None:
         """`lost`: what it means that the ranks are out of step."""
-        self._runner, self._group, self._lost = runner, group, lost
-        self.vocab_size, self.context, self.device = runner.vocab_size, runner.context, runner.device
+        super().__init__(runner)
+        self._group, self._lost = group, lost
 
     @property
-    def length(self) -> int:
-        return self._runner.length
+    def launches(self) -> bool:
+        return False  # the others have to be told which token it is
 
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
         """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `lost`."""
@@ -49,12 +49,6 @@ class LeadingRunner:
             raise self._lost(
                 f"a forward failed and its ranks are out of step: {type(error).__name__}: {cause}"
             ) from error
-
-    def rollback(self, length: int) -> None:
-        self._runner.rollback(length)
-
-    def synchronize(self) -> None:
-        self._runner.synchronize()
 
 
 def dismiss(group: Telling) -> None:

@@ -1,0 +1,76 @@
+"""`pearl check`: whether texts are equal bit for bit, on the user's own pair and machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from pearl.bench.calibrate import PROMPTS
+from pearl.bench.exactness import Finding, check_rows, check_texts
+from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
+from pearl.cli.options import settings_options
+from pearl.cli.terminal import SafeConsole
+from pearl.config import Settings
+from pearl.distill.prompts import read_prompts
+from pearl.engine import Engine
+from pearl.printable import log_to_stderr
+from pearl.request import Prompt
+
+_TOKENS = 48
+_ROWS = 300
+
+
+@click.command("check")
+@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: four of ours]")
+@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
+@click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
+@json_option
+@settings_options
+def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
+    """Compares logits and texts bit for bit; exit code 1 where any differ.
+
+    Logits: of one sequence, cut into forwards at random. Texts: of every method and window, with the draft killed too,
+    against the target's own with the same seed; under the ratio rule against each other. Texts have --max-tokens, 48.
+    """
+    log_to_stderr("error" if kill else settings.engine.log_level, "front")
+    params = settings.sampling.with_seed()
+    if not params.temperature:
+        params = params.model_copy(update={"temperature": 1.0})
+    params = params.model_copy(update={"max_tokens": params.max_tokens or _TOKENS})
+    asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else PROMPTS[:limit])]
+    findings: list[Finding] = []
+    console = SafeConsole(stderr=True)
+    with console.status("loading the models") as status:
+
+        def report(finding: Finding) -> None:
+            findings.append(finding)
+            status.update(f"{finding.what}: {finding.equal} of {finding.count}")
+
+        for role in ("target", "draft") if settings.engine.has_draft else ("target",):
+            report(check_rows(settings.engine, role, _ROWS))
+        config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
+        with Engine(config=config) as engine:
+            for finding in check_texts(engine, asked, params, kill=kill):
+                report(finding)
+    if to is not None:
+        write_json(to, {"seed": params.seed, "findings": [asdict(finding) for finding in findings]})
+    if to != STDOUT:
+        _print(findings)
+    if not all(finding.passed for finding in findings):
+        sys.exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    console = table_console()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("compared", "with", "equal", "first difference"):
+        table.add_column(column, justify="right" if column == "equal" else "left")
+    for finding in findings:
+        table.add_row(finding.what, finding.reference, f"{finding.equal} of {finding.count}", finding.first)
+    console.print(table)
+    wrong = sum(not finding.passed for finding in findings)
+    console.print("\nall equal, bit for bit" if not wrong else f"\n{wrong} of {len(findings)} comparisons differ")

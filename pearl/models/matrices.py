@@ -1,0 +1,144 @@
+"""Products of a forward pass whose bits do not depend on how many rows are computed together.
+
+A `Matrix` multiplies rows by weights in the layout that is fastest for them.  Most kernels choose their order of
+summation by the number of rows; the ones used here do not, or do not from some number of rows on.  `least_rows` finds
+that number for the CPU at hand: which kernel serves a shape differs between instruction sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+
+from pearl.errors import ModelError
+
+Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
+
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
+_TOGETHER = 48
+_CANDIDATES = (1, 2, 4, 8, 16)
+_INT8_COLUMNS = 32  # the int8 kernel reads beyond rows of weights that are no multiple of this
+_SERIAL = 32768  # elements: torch splits an elementwise operation of at least so many between threads
+
+
+def least_rows(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> int:
+    """Return the smallest number of rows from which `product` gives a row the same bits whatever stands beside it.
+
+    Args:
+        product: [n, in] -> [n, ...].
+        rows: at least `_TOGETHER` rows [_, in] of irregular numbers.
+
+    Returns 0 where no number of up to 16 rows will do.
+    """
+    together = product(rows[:_TOGETHER])
+
+    def agrees(count: int) -> bool:
+        return all(
+            torch.equal(product(rows[start : start + count].contiguous()), together[start : start + count])
+            for start in (0, 5)
+        )
+
+    differing = [size for size in _SIZES if not agrees(size)]
+    return next((least for least in _CANDIDATES if all(size < least for size in differing)), 0)
+
+
+def irregular(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count, width] of normal random numbers, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, width, generator=generator).to(dtype)
+
+
+def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows for `least_rows`."""
+    return irregular(_TOGETHER, width, dtype)
+
+
+def matrix(*linears: Any, int8: bool = False) -> Matrix:
+    """Return several linear layers of one input as one matrix, their outputs side by side.
+
+    Takes the weights away from the layers, so that a large model is never in memory twice.
+    """
+    weight = torch.cat([each.weight for each in linears]) if len(linears) > 1 else linears[0].weight.detach()
+    bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
+    for each in linears:
+        each.weight = None
+    if int8:
+        return _rounded(weight, bias)
+    if packs(weight):
+        packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
+        return lambda x, y: (
+            multiply(x, packed, bias, "none", [], "") if y is None else multiply.binary(x, y, packed, bias, "add")
+        )
+    return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
+
+
+def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    if weight.shape[1] % _INT8_COLUMNS:
+        raise ModelError(
+            f"int8 weights need matrices whose inputs are a multiple of {_INT8_COLUMNS}; one of this model takes "
+            f"{weight.shape[1]}. Choose another dtype."
+        )
+    scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
+    steps = torch.empty(weight.shape, dtype=torch.int8)
+    for some, into, scale in zip(weight.split(1024), steps.split(1024), scales.split(1024), strict=True):
+        into.copy_((some.float() / scale[:, None].float()).round_().clamp_(-127, 127))
+
+    def multiply(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        product = torch._weight_int8pack_mm(x, steps, scales)
+        for more in (bias, y):
+            product = product if more is None else product + more
+        return product
+
+    return multiply
+
+
+def packs(weight: torch.Tensor) -> bool:
+    """Whether oneDNN can lay this matrix out for the CPU once, instead of in every multiplication.
+
+    Its packed products of float32 are also the ones whose rows do not depend on one another; plain ones do.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bf16())
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16; without them these take several times as long."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
+
+    On a CPU in pieces that torch does not split between threads: where it cuts a row, the elements next to the cut go
+    through the scalar exponential, whose bits are not the vector one's.
+    """
+    n, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    if gate_up.device.type != "cpu" or n * inner < _SERIAL:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate).mul_(up)
+    result = gate_up.new_empty(n, inner)
+    some = max(1, (_SERIAL - 1) // inner)
+    for start in range(0, n, some):
+        gate, up = gate_up[start : start + some].chunk(2, -1)
+        torch.mul(silu(gate), up, out=result[start : start + some])
+    return result
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension, as transformers computes it: in float32, rounded before the weights.
+
+    On a CPU in operations of which each rounds once, so that vectorised and scalar code agree; the built-in one is
+    composed of more of them, and takes three times as long for a row.
+    """
+    if x.device.type != "cpu":
+        return rms_norm(x, weight.shape, weight, eps)
+    full = x.float()
+    inverse = torch.linalg.vector_norm(full, dim=-1, keepdim=True)
+    inverse.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (full * inverse).to(x.dtype).mul_(weight)

@@ -1,0 +1,276 @@
+"""Bit for bit: logits that do not depend on how a sequence was cut into forwards, and texts that follow from it."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from pearl import Engine, EngineConfig, SamplingParams
+from pearl.bench.exactness import check_rows, check_texts, compare_cuts
+from pearl.errors import ModelError
+from pearl.models import attention
+from pearl.models.graphs import FED
+from pearl.models.hf import HFRunner
+from pearl.models.llama import LlamaRunner
+from pearl.models.loading import load_runner
+from pearl.models.matrices import irregular, least_rows, matrix, normalise, probe_rows, swiglu
+from pearl.models.runner import ModelRunner
+from pearl.transport.torch_dist import RankGroup
+from tests.test_llama_runner import KINDS, replayed
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+TOKENS = 256  # two blocks of attention
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def load(kind: str, dtype: str, **options: object) -> ModelRunner:
+    return load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, **options)  # type: ignore[arg-type]
+
+
+kept = functools.cache(functools.partial(load, dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_same_bits_however_a_sequence_is_cut(kind: str, dtype: str, threads: int) -> None:
+    runner = load(kind, dtype)
+    assert runner.row_invariant
+    for seed in range(2):
+        found = compare_cuts(runner, kind, TOKENS, seed)
+        assert found.passed, found
+        assert found.count >= TOKENS
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=60), seed=st.integers(0, 9))
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_any_cut_will_do(kind: str, cuts: list[int], seed: int) -> None:
+    runner = kept(kind)
+    runner.rollback(0)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, runner.vocab_size, (min(TOKENS, sum(cuts)),), generator=generator).tolist()
+    whole, at = runner.forward(ids, len(ids)), 0
+    runner.rollback(0)
+    for count in cuts:
+        some = ids[at : at + count]
+        if some:
+            assert torch.equal(runner.forward(some, len(some)), whole[at : at + len(some)])
+        at += count
+
+
+def test_one_thread_and_two_give_the_same_bits() -> None:
+    found, before = [], torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        runner = load("qwen2", "float32")
+        found.append(runner.forward([7 * i % runner.vocab_size for i in range(TOKENS)], TOKENS))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_check_notices_a_forward_whose_rows_depend_on_one_another(kind: str) -> None:
+    """The general path, in float32: what our own forward did too, before its products were chosen for this."""
+    runner = load(kind, "float32", forwards="transformers")
+    assert isinstance(runner, HFRunner)
+    assert not runner.row_invariant
+    found = compare_cuts(runner, kind, TOKENS)
+    assert not found.passed
+    assert "position" in found.first
+
+
+def test_the_check_notices_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain products and fused attention, as of the version before, differ for few rows."""
+
+    def plain(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        n, heads, head_dim = queries.shape
+        kv_heads = len(keys)
+        stacked = queries.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
+        whole = torch.zeros(n, keys.shape[1])
+        whole[:, -mask.shape[1] :] = mask
+        mixed = scaled_dot_product_attention(
+            stacked, keys[None], values[None], whole.repeat(heads // kv_heads, 1), scale=1.0
+        )
+        return mixed.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
+
+    runner = load("llama", "float32")
+    assert compare_cuts(runner, "llama", TOKENS).passed
+    monkeypatch.setattr(attention, "attend", plain)
+    assert not compare_cuts(runner, "llama", TOKENS).passed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_recorded_gives_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
+    """In a GPU's fixed sizes, here carried out each time."""
+    runner = replayed(kind)
+    assert compare_cuts(runner, kind, runner.context, piece=FED).passed
+
+
+def test_an_earlier_turn_is_as_good_as_a_fresh_prefill() -> None:
+    """What was decoded token by token serves the next turn with the bits that a prefill of all of it gives."""
+    for dtype in DTYPES:
+        runner = load("llama", dtype)
+        text = [5 * i % runner.vocab_size for i in range(200)]
+        runner.forward(text[:90], 1)
+        for token in text[90:150]:
+            runner.forward([token], 1)
+        kept = runner.forward(text[150:], 50)
+        runner.rollback(0)
+        assert torch.equal(runner.forward(text, 50), kept)
+
+
+def test_what_a_nan_left_behind_is_not_seen() -> None:
+    """A forward looks at whole blocks of positions; 0 times NaN is not 0."""
+    runner = load("llama", "float32")
+    assert isinstance(runner, LlamaRunner)
+    wanted = runner.forward([3, 4, 5, 6], 4)
+    runner.forward(list(range(20)), 1)
+    with torch.inference_mode():
+        runner._keys[:, :, 2:24] = torch.nan
+        runner._values[:, :, 2:24] = torch.nan
+    runner.rollback(2)
+    assert torch.equal(runner.forward([5, 6], 2), wanted[2:])
+
+
+# ---- the parts ----
+
+
+@pytest.mark.parametrize(("least", "found"), [(1, 1), (2, 2), (3, 4), (4, 4), (9, 16), (40, 0)])
+def test_least_rows_are_found(least: int, found: int) -> None:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x * 3.0 if len(x) >= least else x * 3.0000002
+
+    assert least_rows(product, probe_rows(16, torch.float32)) == found
+
+
+@pytest.mark.parametrize("width", [32, 72, 96])
+def test_plain_float32_products_are_why_matrices_are_packed(width: int) -> None:
+    weight = irregular(64, width, torch.float32)
+    layer = torch.nn.Linear(width, 64, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        rows = probe_rows(width, torch.float32)
+        plain = least_rows(lambda x: linear(x, weight), rows)
+        with torch.inference_mode():
+            packed = matrix(layer)
+            assert least_rows(lambda x: packed(x, None), rows) == 1
+            assert least_rows(lambda x: packed(x, x[:, :1].expand(-1, 64).contiguous()), rows) == 1
+    assert plain != 1, "then packing proves nothing here"
+
+
+def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> None:
+    """Of so many elements that torch splits them, at widths that are no multiple of a vector."""
+    for inner in (72, 1531):
+        rows = irregular(40_000 // inner + 9, 2 * inner, torch.float32)
+        together = swiglu(rows)
+        assert torch.equal(together, torch.cat([swiglu(row[None]) for row in rows]))
+        weight = rows[0].abs()
+        assert torch.equal(normalise(rows, weight, 1e-6), torch.cat([normalise(r[None], weight, 1e-6) for r in rows]))
+
+
+def test_int8_refuses_widths_that_its_kernel_reads_beyond() -> None:
+    layer = torch.nn.Linear(36, 300, bias=False)
+    with pytest.raises(ModelError, match=r"multiple of 32; one of this model takes 36"):
+        matrix(layer, int8=True)
+
+
+def _sum_rows(rank: int, size: int, store: Path, found: object) -> None:
+    torch.set_num_threads(1)
+    group = RankGroup(store, rank, size, CPU, 60.0)
+    rows = irregular(size * 12, 33, torch.float32).view(size, 12, 33)[rank]
+    together = group.sum(rows.clone())
+    apart = torch.cat([group.sum(rows[i : i + 1].clone()) for i in range(12)])
+    group.close()
+    found.put(torch.equal(together, apart))  # type: ignore[attr-defined]
+
+
+def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:
+    """An all-reduce of three or more ranks adds each part of the tensor in another order."""
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    ranks = [context.Process(target=_sum_rows, args=(rank, 3, tmp_path / "store", found)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    assert [found.get(timeout=120) for _ in ranks] == [True] * 3
+    for process in ranks:
+        process.join(30)
+
+
+# ---- whole pairs ----
+
+
+@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
+def test_exact_refuses_the_general_path(kind: str, forwards: str) -> None:
+    with pytest.raises(ModelError, match=r"runs through transformers.*--exact"):
+        load(kind, "float32", forwards=forwards, exact=True)
+    assert load("llama", "float32", exact=True).row_invariant
+
+
+def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pearl.models.llama.least_rows", lambda product, rows: 0)
+    with pytest.raises(ModelError, match="on this machine"):
+        load("llama", "float32", exact=True)
+
+
+def test_rows_are_padded_where_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU whose kernels are independent from eight rows on."""
+    wanted = load("llama", "float32").forward([3, 4, 5], 3)
+    monkeypatch.setattr("pearl.models.llama.least_rows", lambda product, rows: 8)
+    runner = load("llama", "float32")
+    for rows in (3, 1, 0):
+        runner.rollback(0)
+        assert torch.equal(runner.forward([3, 4, 5], rows), wanted[3 - rows :])
+    assert compare_cuts(runner, "llama", runner.context).passed
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "qwen3"), ("float32", "llama")])
+def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> None:
+    """Greedy, coupled and ratio; with the draft killed in the middle of texts, too."""
+    config = EngineConfig(
+        target=str(tiny_model(kind, chat=True)),
+        draft=str(tiny_model(kind, noise=0.05, chat=True)),
+        target_dtype=dtype,  # type: ignore[arg-type]
+        draft_dtype=dtype,  # type: ignore[arg-type]
+        exact=True,
+        draft_restarts=1000,
+        log_level="error",
+    )
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
+    prompts = ["The hat and the tin", "an inner thing, then another one"]
+    assert all(check_rows(config, role, 100).passed for role in ("target", "draft"))
+    with Engine(config=config) as engine:
+        findings = list(check_texts(engine, prompts, params, kill=True))
+    assert len(findings) == 2 * 7 + 3
+    assert [finding for finding in findings if not finding.passed] == []
+
+
+def test_many_threads_at_once_do_not_disturb_each_other() -> None:
+    """Two runners of one process, as in a benchmark, compute the same bits side by side."""
+    runners = [load("llama", "float32") for _ in range(2)]
+    barrier = threading.Barrier(2)
+
+    def run(runner: ModelRunner) -> torch.Tensor:
+        barrier.wait()
+        return runner.forward([3 * i % runner.vocab_size for i in range(100)], 100)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert torch.equal(*pool.map(run, runners))
