@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Sampling
 from pearl.worker.ahead import Ahead
@@ -140,13 +140,13 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
     tokens = [(7 + 5 * i + i * i) % runners["auto"].vocab_size for i in range(most)]
     taken: dict[tuple[str, int], list[float]] = {}
     for runner in runners.values():
-        runner.forward(tokens[:context], 1)
+        feed_chain(runner, tokens[:context], 1)
     for round_ in range(repeats + 1):  # the first is for warming up
         for n in SIZES:
             for name, runner in runners.items():
                 for _ in range(3):
                     runner.rollback(context)
-                    spent = seconds(lambda: runner.forward(tokens[:n], n), device)  # noqa: B023
+                    spent = seconds(lambda: feed_chain(runner, tokens[:n], n), device)  # noqa: B023
                     if round_:
                         taken.setdefault((name, n), []).append(spent)
     ways = (False, True) if device.type == "cuda" else (False,)

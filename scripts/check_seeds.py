@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from pearl import DecodingConfig, Engine, SamplingParams
 from pearl.models.loading import load_runner
-from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Committed,
@@ -55,9 +56,9 @@ class DelayedRunner(WrappedRunner):
         super().__init__(runner)
         self._noise, self._seconds = noise, seconds
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         time.sleep(self._noise.random() * self._seconds)
-        return self._runner.forward(tokens, rows)
+        return self._runner.forward(feeds)
 
 
 class DelayedEndpoint:

@@ -30,7 +30,7 @@ from pearl.distill.draft import head, hidden_states
 from pearl.distill.shards import Shards
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.simulate import CoinDraft, CoinTarget, Timing, simulate
 
@@ -70,12 +70,12 @@ def forward_times(runners: dict[str, ModelRunner], fed: dict[str, int], repeats:
     """CPU seconds of a forward at a cache of 128 tokens; in turns, the median."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for runner in runners.values():
-        if runner.length == 0:
-            runner.forward([1] * 128, 0)
+        if runner.length() == 0:
+            feed_chain(runner, [1] * 128, 0)
     for _ in range(repeats):
         for name, runner in runners.items():
             began = time.thread_time()
-            runner.forward([1] * fed.get(name, 1), fed.get(name, 1))
+            feed_chain(runner, [1] * fed.get(name, 1), fed.get(name, 1))
             times[name].append(time.thread_time() - began)
             runner.rollback(128)
     return {name: median(of) for name, of in times.items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pearl.errors import RequestError
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import Feed, ModelRunner, feed_chain
 
 
 def some_tokens(runner: ModelRunner, count: int, start: int = 0) -> list[int]:
@@ -32,12 +32,12 @@ class RunnerContract:
     @pytest.fixture
     def whole(self, runner: ModelRunner) -> torch.Tensor:
         """Logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
-        logits = runner.forward(some_tokens(runner, 12), 12).clone()
+        logits = feed_chain(runner, some_tokens(runner, 12), 12).clone()
         runner.rollback(0)
         return logits
 
     def test_starts_empty(self, runner: ModelRunner) -> None:
-        assert runner.length == 0
+        assert runner.length() == 0
         assert runner.context >= 24
         assert isinstance(runner.device, torch.device)
 
@@ -46,46 +46,46 @@ class RunnerContract:
         """A causal mask aligned to the upper left shows in pieces of two or more after a filled cache."""
         fed, found = 0, []
         for piece in pieces:
-            found.append(runner.forward(some_tokens(runner, piece, fed), piece))
+            found.append(feed_chain(runner, some_tokens(runner, piece, fed), piece))
             fed += piece
-            assert runner.length == fed
+            assert runner.length() == fed
         close(torch.cat(found), whole)
 
     @pytest.mark.parametrize("keep", [0, 1, 5, 11, 12])
     def test_after_a_rollback_as_from_scratch(self, runner: ModelRunner, whole: torch.Tensor, keep: int) -> None:
         """Other tokens stood after `keep`; none of them may be seen any more."""
-        runner.forward(some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
+        feed_chain(runner, some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
         runner.rollback(keep)
-        assert runner.length == keep
+        assert runner.length() == keep
         if keep < 12:
-            close(runner.forward(some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
+            close(feed_chain(runner, some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
 
     def test_an_id_may_stand_on_the_device(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """As one does that was drawn there a moment ago; its buffer may be written to after the call."""
-        runner.forward(some_tokens(runner, 5), 0)
+        feed_chain(runner, some_tokens(runner, 5), 0)
         found = []
         for token in some_tokens(runner, 7, 5):
             there = torch.tensor([token], device=runner.device)
-            found.append(runner.forward(there, 1))
+            found.append(feed_chain(runner, there, 1))
             there.fill_(0)
-        assert runner.length == 12
+        assert runner.length() == 12
         close(torch.cat(found), whole[5:])
         with pytest.raises(RequestError):
-            runner.forward(torch.zeros(runner.context, dtype=torch.long, device=runner.device), 1)
+            feed_chain(runner, torch.zeros(runner.context, dtype=torch.long, device=runner.device), 1)
 
     def test_many_rollbacks(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """A decoding loop in small: guess wrong, roll back, correct."""
         for position in range(12):
-            runner.forward(some_tokens(runner, 1, position) + some_tokens(runner, 3, start=50), 4)
+            feed_chain(runner, some_tokens(runner, 1, position) + some_tokens(runner, 3, start=50), 4)
             runner.rollback(position)
-            close(runner.forward(some_tokens(runner, 1, position), 1), whole[position : position + 1])
+            close(feed_chain(runner, some_tokens(runner, 1, position), 1), whole[position : position + 1])
 
     def test_another_text_in_the_same_cache(self, runner: ModelRunner) -> None:
         """The logits do depend on what stands before: otherwise the tests above would prove nothing."""
         last = some_tokens(runner, 1)
-        one = runner.forward(some_tokens(runner, 8) + last, 1)
+        one = feed_chain(runner, some_tokens(runner, 8) + last, 1)
         runner.rollback(0)
-        other = runner.forward(some_tokens(runner, 8, start=30) + last, 1)
+        other = feed_chain(runner, some_tokens(runner, 8, start=30) + last, 1)
         assert (one - other).abs().max() > 1e-3
 
     @pytest.mark.parametrize("rows", [0, 1, 2, 5])
@@ -93,8 +93,8 @@ class RunnerContract:
     def test_rows(self, runner: ModelRunner, whole: torch.Tensor, cached: int, rows: int) -> None:
         """Rows are those of the last tokens; none may be asked for (a chunk of a long prefill)."""
         if cached:
-            runner.forward(some_tokens(runner, cached), 0)
-        found = runner.forward(some_tokens(runner, 5, cached), rows)
+            feed_chain(runner, some_tokens(runner, cached), 0)
+        found = feed_chain(runner, some_tokens(runner, 5, cached), rows)
         assert found.shape == (rows, runner.vocab_size)
         assert found.dtype == torch.float32
         assert found.device == runner.device
@@ -104,34 +104,103 @@ class RunnerContract:
     def test_overflow_changes_nothing(self, runner: ModelRunner, count: int) -> None:
         """Found beforehand: an error halfway would leave the layers at different lengths."""
         full = runner.context - count + 1
-        runner.forward(some_tokens(runner, full), 1)
+        feed_chain(runner, some_tokens(runner, full), 1)
         with pytest.raises(RequestError, match=str(runner.context)):
-            runner.forward(some_tokens(runner, count), 1)
-        assert runner.length == full
+            feed_chain(runner, some_tokens(runner, count), 1)
+        assert runner.length() == full
         runner.rollback(full - 1)
-        again = runner.forward(some_tokens(runner, 1, full - 1), 1).clone()
+        again = feed_chain(runner, some_tokens(runner, 1, full - 1), 1).clone()
         runner.rollback(0)
-        close(again, runner.forward(some_tokens(runner, full), 1))
+        close(again, feed_chain(runner, some_tokens(runner, full), 1))
 
     def test_the_whole_context_can_be_used(self, runner: ModelRunner) -> None:
-        runner.forward(some_tokens(runner, runner.context - 1), 1)
-        assert runner.forward(some_tokens(runner, 1), 1).isfinite().all()
-        assert runner.length == runner.context
+        feed_chain(runner, some_tokens(runner, runner.context - 1), 1)
+        assert feed_chain(runner, some_tokens(runner, 1), 1).isfinite().all()
+        assert runner.length() == runner.context
 
     def test_kept_logits_stay(self, runner: ModelRunner) -> None:
         """A runner that reuses its output buffer changes held rows behind the verifier's back."""
-        kept = runner.forward(some_tokens(runner, 3), 2)
+        kept = feed_chain(runner, some_tokens(runner, 3), 2)
         copy = kept.clone()
-        runner.forward(some_tokens(runner, 3, start=20), 2)
+        feed_chain(runner, some_tokens(runner, 3, start=20), 2)
         runner.rollback(1)
-        runner.forward(some_tokens(runner, 2, start=30), 2)
+        feed_chain(runner, some_tokens(runner, 2, start=30), 2)
         assert torch.equal(kept, copy)
 
     def test_rows_are_nobody_elses_input(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """The caller may write into its rows (temperature in place, say) without hurting later forwards."""
-        runner.forward(some_tokens(runner, 5), 2).fill_(0.0)
-        close(runner.forward(some_tokens(runner, 7, 5), 7), whole[5:])
+        feed_chain(runner, some_tokens(runner, 5), 2).fill_(0.0)
+        close(feed_chain(runner, some_tokens(runner, 7, 5), 7), whole[5:])
 
     def test_synchronize_returns(self, runner: ModelRunner) -> None:
-        runner.forward(some_tokens(runner, 2), 1)
+        feed_chain(runner, some_tokens(runner, 2), 1)
         runner.synchronize()
+
+    # ---- trees and slots, where the runner has them ----
+
+    def test_what_it_cannot_do_is_refused_by_name(self, runner: ModelRunner) -> None:
+        can = runner.capabilities
+        feed_chain(runner, some_tokens(runner, 3), 1)
+        for feed in (
+            Feed([1], 1, slot=can.slots),
+            Feed([1] * (can.tree_nodes + 1), 1, parents=(-1,) * (can.tree_nodes + 1)),
+        ):
+            with pytest.raises(RequestError, match=r"slot|tree"):
+                runner.forward([feed])
+        assert runner.length() == 3
+
+    def test_a_tree_equals_its_paths(self, runner: ModelRunner) -> None:
+        if not runner.capabilities.tree_nodes:
+            pytest.skip("takes no trees")
+        held, tokens = some_tokens(runner, 6), some_tokens(runner, 7, start=50)
+        parents = (-1, 0, 0, 1, -1, 2, 3)
+        alone = {3: [0, 1, 3], 6: [0, 1, 3, 6], 5: [0, 2, 5], 4: [4], 2: [0, 2]}
+        feed_chain(runner, held, 0)
+        (found,) = runner.forward([Feed(tokens, 7, parents=parents)])
+        for node, path in alone.items():
+            runner.rollback(6)
+            close(feed_chain(runner, [tokens[i] for i in path], 1), found[node : node + 1])
+
+    @pytest.mark.parametrize("path", [[], [0], [4], [0, 2], [0, 2, 5], [0, 1, 3, 6]])
+    def test_keeping_a_path_is_having_fed_it_alone(self, runner: ModelRunner, path: list[int]) -> None:
+        if not runner.capabilities.tree_nodes:
+            pytest.skip("takes no trees")
+        held, tokens = some_tokens(runner, 6), some_tokens(runner, 7, start=50)
+        feed_chain(runner, held, 0)
+        runner.forward([Feed(tokens, 2, parents=(-1, 0, 0, 1, -1, 2, 3))])
+        runner.keep(path)
+        assert runner.length() == 6 + len(path)
+        after = feed_chain(runner, some_tokens(runner, 4, start=20), 4)
+        runner.rollback(0)
+        feed_chain(runner, held + [tokens[i] for i in path], 0)
+        close(feed_chain(runner, some_tokens(runner, 4, start=20), 4), after)
+
+    def test_a_tree_that_is_not_kept_is_forgotten(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        if not runner.capabilities.tree_nodes:
+            pytest.skip("takes no trees")
+        feed_chain(runner, some_tokens(runner, 5), 0)
+        runner.forward([Feed(some_tokens(runner, 4, start=60), 1, parents=(-1, 0, -1, 2))])
+        runner.rollback(5)
+        close(feed_chain(runner, some_tokens(runner, 7, 5), 7), whole[5:])
+
+    def test_a_tree_that_overflows_changes_nothing(self, runner: ModelRunner) -> None:
+        if not runner.capabilities.tree_nodes:
+            pytest.skip("takes no trees")
+        feed_chain(runner, some_tokens(runner, runner.context - 1), 0)
+        with pytest.raises(RequestError, match=str(runner.context)):
+            runner.forward([Feed([1, 2], 1, parents=(-1, 0))])
+        assert runner.forward([Feed([1, 2], 1, parents=(-1, -1))])[0].isfinite().all()
+        runner.keep([1])
+        assert runner.length() == runner.context
+
+    def test_slots_are_sequences_of_their_own(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        if runner.capabilities.slots < 2:
+            pytest.skip("holds one sequence")
+        feed_chain(runner, some_tokens(runner, 5), 0, slot=1)
+        feed_chain(runner, some_tokens(runner, 9, start=30), 1)
+        runner.fork(1, 0)
+        found = runner.forward([Feed(some_tokens(runner, 7, 5), 7), Feed(some_tokens(runner, 3, start=60), 1, slot=1)])
+        close(found[0], whole[5:])
+        runner.rollback(5, 1)
+        close(feed_chain(runner, some_tokens(runner, 7, 5), 7, slot=1), whole[5:])
+        assert [runner.length(slot) for slot in (0, 1)] == [12, 12]

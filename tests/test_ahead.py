@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pearl.errors import DraftLost, NumericalError, TransportError
 from pearl.models.loading import load_runner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.messages import Sampling
@@ -36,15 +36,15 @@ class Watched(ToyRunner):
         self.hangs: threading.Event | None = None
         self.moved = threading.Condition()
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         with self.moved:
-            self.began.append(self.length)
+            self.began.append(self.length())
             self.moved.notify_all()
-        if self.hangs is not None and self.length == len(PROMPT):
+        if self.hangs is not None and self.length() == len(PROMPT):
             self.hangs.wait()
-        if self.length == self.breaks:
+        if self.length() == self.breaks:
             raise self.error
-        return super().forward(tokens, rows)
+        return super().forward(feeds)
 
     def wait_for(self, length: int) -> None:
         with self.moved:
@@ -113,7 +113,7 @@ def test_a_guess_that_did_not_is_forgotten(ahead: Ahead, runner: Watched) -> Non
     after = drafted(ahead, 3, (other,), more=False)
     assert plainly([OPEN, Draft(0, (*PROMPT, other), True)])[1].token == after  # type: ignore[union-attr]
     ahead.close()
-    assert runner.length == 4
+    assert runner.length() == 4
 
 
 def test_a_guess_is_forgotten_by_the_request_after_it_too(ahead: Ahead, runner: Watched) -> None:
@@ -205,8 +205,8 @@ def test_any_course_of_commands_gives_what_it_gives_plainly(chains: bool, turns:
         if opens:
             commands.append(OPEN)
             events.append(own.execute(OPEN))
-        start = min(own.runner.length, len(text) - 1)
-        if start < own.runner.length:
+        start = min(own.runner.length(), len(text) - 1)
+        if start < own.runner.length():
             commands.append(Rollback(start))
             events.append(own.execute(commands[-1]))
         commands.append(Draft(start, tuple(text[start:]), True, more))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from pearl.errors import ModelError
 from pearl.models.loading import load_runner
+from pearl.models.runner import feed_chain
 from tests.test_imports import modules
 from tests.tiny import tiny_model
 
@@ -142,7 +143,7 @@ def test_the_bomb_is_one(bomb: Path, checkpoint: Path) -> None:
 
 def test_safetensors_are_taken_where_there_are_both(bomb: Path, checkpoint: Path) -> None:
     runner = load(checkpoint)
-    logits = runner.forward([5, 6, 7], 1)  # type: ignore[attr-defined]
+    logits = feed_chain(runner, [5, 6, 7], 1)  # type: ignore[attr-defined]
     assert torch.isfinite(logits).all()
     assert not bomb.exists()
 
@@ -166,10 +167,10 @@ def test_a_bare_pickle_is_refused_and_does_not_run(bomb: Path, checkpoint: Path)
 def test_weights_in_a_pickle_are_still_loaded(checkpoint: Path) -> None:
     """By the unpickler that makes tensors and nothing else."""
     weights = load_file(checkpoint / "model.safetensors")
-    expected = load(checkpoint).forward([5, 6, 7], 1)  # type: ignore[attr-defined]
+    expected = feed_chain(load(checkpoint), [5, 6, 7], 1)  # type: ignore[attr-defined]
     (checkpoint / "model.safetensors").unlink()
     torch.save(weights, checkpoint / "pytorch_model.bin")
-    assert torch.equal(load(checkpoint).forward([5, 6, 7], 1), expected)  # type: ignore[attr-defined]
+    assert torch.equal(feed_chain(load(checkpoint), [5, 6, 7], 1), expected)  # type: ignore[attr-defined]
 
 
 def test_code_in_a_checkpoint_does_not_run_unless_asked(checkpoint: Path, tmp_path: Path) -> None:

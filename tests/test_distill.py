@@ -29,6 +29,7 @@ from pearl.distill.shards import Shards, written_whole
 from pearl.engine import Engine
 from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.models.loading import load_runner
+from pearl.models.runner import feed_chain
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
@@ -120,7 +121,7 @@ def interrupted(whole: Path, out: Path, share: float) -> None:
 def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
     runner = load_runner(str(whole / "draft"), device=CPU)
     assert runner.vocab_size == VOCAB_SIZE
-    assert runner.forward([5, 6, 7], rows=1).isfinite().all()
+    assert feed_chain(runner, [5, 6, 7], rows=1).isfinite().all()
     assert (whole / "draft" / "tokenizer.json").is_file()
     told = json.loads((whole / "draft" / "distillation.json").read_text())
     assert told["tokens_seen"] > 0
@@ -164,7 +165,7 @@ def test_shared_embeddings_stay_as_they_are(whole: Path) -> None:
 def test_a_narrower_draft_learns_its_embeddings(tmp_path: Path) -> None:
     run(settings(tmp_path, width=16, layers=(0,)))
     runner = load_runner(str(tmp_path / "draft"), device=CPU)
-    assert runner.forward([5], rows=1).shape == (1, VOCAB_SIZE)
+    assert feed_chain(runner, [5], rows=1).shape == (1, VOCAB_SIZE)
     assert json.loads((tmp_path / "draft" / "config.json").read_text())["hidden_size"] == 16
 
 
@@ -446,6 +447,6 @@ def test_every_device_takes_the_same_path(tmp_path: Path, device: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         Distillation(config, Silent(20)).run()
     runner = load_runner(str(run(config, resume=True)), device=torch.device(device))
-    assert runner.forward([5, 6, 7], rows=1).isfinite().all()
+    assert feed_chain(runner, [5, 6, 7], rows=1).isfinite().all()
     assert agreements(tmp_path)[-1] > 0
     assert json.loads((tmp_path / "run.json").read_text())["answer_batch"] >= 1

@@ -17,6 +17,7 @@ from pearl.errors import ModelError
 from pearl.models import embedded
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
+from pearl.models.runner import feed_chain
 
 CPU = torch.device("cpu")
 
@@ -163,7 +164,7 @@ def test_greedy_text_of_the_target_equals_generate(target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target)
     text = prompt = tokenizer("The capital of France is").input_ids
     for _ in range(16):
-        text = [*text, int(runner.forward(text[runner.length :], 1).argmax())]
+        text = [*text, int(feed_chain(runner, text[runner.length() :], 1).argmax())]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     ids = torch.tensor([prompt])
     greedy = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": -1}
@@ -187,7 +188,7 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
     text = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids)
     start = len(text)
     while len(text) < start + 40:
-        text.append(int(runners[0].forward(text[runners[0].length :], 1).argmax()))
-    guesses = runners[1].forward(text[:-1], 40).argmax(-1).tolist()
+        text.append(int(feed_chain(runners[0], text[runners[0].length() :], 1).argmax()))
+    guesses = feed_chain(runners[1], text[:-1], 40).argmax(-1).tolist()
     agreement = sum(a == b for a, b in zip(guesses, text[start:], strict=True)) / 40
     assert agreement > 0.2

@@ -19,6 +19,7 @@ from pearl.distill.plan import generator
 from pearl.distill.teacher import load_teacher
 from pearl.errors import ModelError
 from pearl.models.loading import load_model, load_runner
+from pearl.models.runner import feed_chain
 from tests.tiny import EOS_ID, tiny_model
 
 CPU = torch.device("cpu")
@@ -32,10 +33,10 @@ def model(**options):
 def by_hand(kind: Path, prompt: list[int], limit: int) -> list[int]:
     """Greedy text, a token at a time."""
     runner = load_runner(str(kind), device=CPU, forwards="transformers")
-    tokens, logits = [], runner.forward(prompt, 1)
+    tokens, logits = [], feed_chain(runner, prompt, 1)
     while len(tokens) < limit and EOS_ID not in tokens:
         tokens.append(int(logits[0].argmax()))
-        logits = runner.forward(tokens[-1:], 1)
+        logits = feed_chain(runner, tokens[-1:], 1)
     return tokens
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.bench.exactness import check_rows, check_texts, compare_cuts
@@ -24,7 +26,7 @@ from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import irregular, least_rows, matrix, normalise, probe_rows, swiglu
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
 from tests.test_llama_runner import KINDS, replayed
 from tests.tiny import tiny_model
@@ -53,11 +55,75 @@ kept = functools.cache(functools.partial(load, dtype="float32"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_same_bits_however_a_sequence_is_cut(kind: str, dtype: str, threads: int) -> None:
     runner = load(kind, dtype)
-    assert runner.row_invariant
+    assert runner.capabilities.row_invariant
     for seed in range(2):
         found = compare_cuts(runner, kind, TOKENS, seed)
         assert found.passed, found
         assert found.count >= TOKENS
+
+
+def random_tree(rng: random.Random, nodes: int) -> tuple[int, ...]:
+    """Of one root's children or several; often deep, for a new node mostly follows one of the last."""
+    return tuple(max(-1, node - 1 - int(rng.random() ** 3 * (node + 1))) for node in range(nodes))
+
+
+def paths(parents: Sequence[int]) -> list[list[int]]:
+    """From the slot's end to each node."""
+    found: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        found.append([*(found[parent] if parent >= 0 else []), node])
+    return found
+
+
+@pytest.mark.parametrize("held", [1, 126, 130])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str, held: int) -> None:
+    """Behind a cache that ends before, at and after a block of attention; and keeping a path is having fed it."""
+    runner, rng = load(kind, dtype), random.Random(held)
+    assert runner.capabilities.trees_row_invariant
+    start = [rng.randrange(runner.vocab_size) for _ in range(held)]
+    if start:
+        feed_chain(runner, start, 0)
+    for nodes in (1, 5, 14):
+        parents = random_tree(rng, nodes)
+        tokens = [rng.randrange(runner.vocab_size) for _ in range(nodes)]
+        (found,) = runner.forward([Feed(tokens, nodes, parents=parents)])
+        assert runner.length() == held, "a tree waits to be kept"
+        kept = rng.choice(paths(parents))
+        runner.keep(kept)
+        assert runner.length() == held + len(kept)
+        after = feed_chain(runner, [9], 1)
+        for path in paths(parents):
+            runner.rollback(held)
+            assert torch.equal(feed_chain(runner, [tokens[node] for node in path], 1)[0], found[path[-1]])
+            if path == kept:
+                assert torch.equal(feed_chain(runner, [9], 1), after)
+        runner.rollback(held)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_is_fed_beside_a_slot_does_not_change_its_bits(kind: str) -> None:
+    """Chains and trees of several slots in one forward; one slot forked from another."""
+    runner = LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind)), 256, slots=3)
+    tokens = [11 * i % runner.vocab_size for i in range(200)]
+    wanted = feed_chain(runner, tokens, 200)
+    runner.rollback(0)
+    feed_chain(runner, tokens[:130], 0, slot=1)
+    runner.fork(1, 2)
+    feed_chain(runner, tokens[:40], 0)
+    parents = (-1, 0, 1, 0, -1)
+    found = runner.forward(
+        [Feed(tokens[40:45], 5), Feed(tokens[130:133], 2, 2), Feed([*tokens[130:133], 5, 6], 5, 1, parents)]
+    )
+    assert [torch.equal(*pair) for pair in zip(found, (wanted[40:45], wanted[131:133], found[2]), strict=True)]
+    assert torch.equal(found[2][:3], wanted[130:133])
+    assert torch.equal(found[0], wanted[40:45])
+    assert torch.equal(found[1], wanted[131:133])
+    runner.keep([0, 1, 2], 1)
+    assert [runner.length(slot) for slot in range(3)] == [45, 133, 133]
+    assert torch.equal(feed_chain(runner, tokens[133:], 67, 1), wanted[133:])
+    assert torch.equal(feed_chain(runner, tokens[133:], 67, 2), wanted[133:])
 
 
 @settings(max_examples=25, deadline=None)
@@ -68,12 +134,12 @@ def test_any_cut_will_do(kind: str, cuts: list[int], seed: int) -> None:
     runner.rollback(0)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, runner.vocab_size, (min(TOKENS, sum(cuts)),), generator=generator).tolist()
-    whole, at = runner.forward(ids, len(ids)), 0
+    whole, at = feed_chain(runner, ids, len(ids)), 0
     runner.rollback(0)
     for count in cuts:
         some = ids[at : at + count]
         if some:
-            assert torch.equal(runner.forward(some, len(some)), whole[at : at + len(some)])
+            assert torch.equal(feed_chain(runner, some, len(some)), whole[at : at + len(some)])
         at += count
 
 
@@ -82,7 +148,7 @@ def test_one_thread_and_two_give_the_same_bits() -> None:
     for count in (1, 2):
         torch.set_num_threads(count)
         runner = load("qwen2", "float32")
-        found.append(runner.forward([7 * i % runner.vocab_size for i in range(TOKENS)], TOKENS))
+        found.append(feed_chain(runner, [7 * i % runner.vocab_size for i in range(TOKENS)], TOKENS))
     torch.set_num_threads(before)
     assert torch.equal(*found)
 
@@ -92,7 +158,7 @@ def test_the_check_notices_a_forward_whose_rows_depend_on_one_another(kind: str)
     """The general path, in float32: what our own forward did too, before its products were chosen for this."""
     runner = load(kind, "float32", forwards="transformers")
     assert isinstance(runner, HFRunner)
-    assert not runner.row_invariant
+    assert not runner.capabilities.row_invariant
     found = compare_cuts(runner, kind, TOKENS)
     assert not found.passed
     assert "position" in found.first
@@ -130,25 +196,25 @@ def test_an_earlier_turn_is_as_good_as_a_fresh_prefill() -> None:
     for dtype in DTYPES:
         runner = load("llama", dtype)
         text = [5 * i % runner.vocab_size for i in range(200)]
-        runner.forward(text[:90], 1)
+        feed_chain(runner, text[:90], 1)
         for token in text[90:150]:
-            runner.forward([token], 1)
-        kept = runner.forward(text[150:], 50)
+            feed_chain(runner, [token], 1)
+        kept = feed_chain(runner, text[150:], 50)
         runner.rollback(0)
-        assert torch.equal(runner.forward(text, 50), kept)
+        assert torch.equal(feed_chain(runner, text, 50), kept)
 
 
 def test_what_a_nan_left_behind_is_not_seen() -> None:
     """A forward looks at whole blocks of positions; 0 times NaN is not 0."""
     runner = load("llama", "float32")
     assert isinstance(runner, LlamaRunner)
-    wanted = runner.forward([3, 4, 5, 6], 4)
-    runner.forward(list(range(20)), 1)
+    wanted = feed_chain(runner, [3, 4, 5, 6], 4)
+    feed_chain(runner, list(range(20)), 1)
     with torch.inference_mode():
-        runner._keys[:, :, 2:24] = torch.nan
-        runner._values[:, :, 2:24] = torch.nan
+        runner._slots.keys[..., 2:24, :] = torch.nan
+        runner._slots.values[..., 2:24, :] = torch.nan
     runner.rollback(2)
-    assert torch.equal(runner.forward([5, 6], 2), wanted[2:])
+    assert torch.equal(feed_chain(runner, [5, 6], 2), wanted[2:])
 
 
 # ---- the parts ----
@@ -222,7 +288,7 @@ def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> 
 def test_exact_refuses_the_general_path(kind: str, forwards: str) -> None:
     with pytest.raises(ModelError, match=r"runs through transformers.*--exact"):
         load(kind, "float32", forwards=forwards, exact=True)
-    assert load("llama", "float32", exact=True).row_invariant
+    assert load("llama", "float32", exact=True).capabilities.row_invariant
 
 
 def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +297,15 @@ def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: p
         load("llama", "float32", exact=True)
 
 
-def test_rows_are_padded_where_the_cpu_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_where_the_cpu_needs_it() -> None:
     """As on a CPU whose kernels are independent from eight rows on."""
-    wanted = load("llama", "float32").forward([3, 4, 5], 3)
-    monkeypatch.setattr("pearl.models.llama.least_rows", lambda product, rows: 8)
+    wanted = feed_chain(load("llama", "float32"), [3, 4, 5], 3)
     runner = load("llama", "float32")
+    assert isinstance(runner, LlamaRunner)
+    runner._least_rows = 8
     for rows in (3, 1, 0):
         runner.rollback(0)
-        assert torch.equal(runner.forward([3, 4, 5], rows), wanted[3 - rows :])
+        assert torch.equal(feed_chain(runner, [3, 4, 5], rows), wanted[3 - rows :])
     assert compare_cuts(runner, "llama", runner.context).passed
 
 
@@ -270,7 +337,7 @@ def test_many_threads_at_once_do_not_disturb_each_other() -> None:
 
     def run(runner: ModelRunner) -> torch.Tensor:
         barrier.wait()
-        return runner.forward([3 * i % runner.vocab_size for i in range(100)], 100)
+        return feed_chain(runner, [3 * i % runner.vocab_size for i in range(100)], 100)
 
     with ThreadPoolExecutor(2) as pool:
         assert torch.equal(*pool.map(run, runners))

@@ -18,6 +18,7 @@ from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
+from pearl.models.runner import feed_chain
 from tests.runner_contract import RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
 
@@ -61,7 +62,7 @@ def test_greedy_text_equals_generate(kind: str) -> None:
     runner, prompt = load(kind), [20, 30, 40, 50]
     text = list(prompt)
     for _ in range(24):
-        text.append(int(runner.forward(text[runner.length :], 1).argmax()))
+        text.append(int(feed_chain(runner, text[runner.length() :], 1).argmax()))
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
     ids = torch.tensor([prompt])
     reference = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
@@ -88,14 +89,14 @@ def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) ->
 def test_an_exception_inside_a_forward_leaves_the_state() -> None:
     """The first layer has written by then, the second has not: lengths must not drift apart."""
     runner = load()
-    expected = runner.forward(some_tokens(runner, 9), 4).clone()
+    expected = feed_chain(runner, some_tokens(runner, 9), 4).clone()
     runner.rollback(5)
     handle = runner._model.model.layers[1].register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        runner.forward(some_tokens(runner, 2, start=40), 1)
+        feed_chain(runner, some_tokens(runner, 2, start=40), 1)
     handle.remove()
-    assert runner.length == 5
-    close(runner.forward(some_tokens(runner, 4, 5), 4), expected)
+    assert runner.length() == 5
+    close(feed_chain(runner, some_tokens(runner, 4, 5), 4), expected)
 
 
 def _interrupt(*_arguments: object) -> None:
@@ -107,7 +108,7 @@ def test_the_cache_is_allocated_once() -> None:
     runner = load()
     places = set()
     for count in (3, 1, 20):
-        runner.forward(some_tokens(runner, count), 1)
+        feed_chain(runner, some_tokens(runner, count), 1)
         places.add(tuple(layer.keys.data_ptr() for layer in runner._layers))
         runner.rollback(2)
     assert len(places) == 1
@@ -119,7 +120,7 @@ def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPat
     forward = runner._model.forward
     monkeypatch.setattr(runner._model, "forward", lambda **given: forward(**given | {"past_key_values": None}))
     with pytest.raises(ModelError, match="LlamaForCausalLM"):
-        runner.forward([3, 4], 1)
+        feed_chain(runner, [3, 4], 1)
 
 
 @pytest.mark.parametrize("token", [-1, 10_000])
@@ -127,8 +128,8 @@ def test_a_token_outside_the_vocabulary(token: int) -> None:
     """On a GPU the embedding lookup would kill the process."""
     runner = load()
     with pytest.raises(RequestError, match="vocabulary"):
-        runner.forward([3, token], 1)
-    assert runner.length == 0
+        feed_chain(runner, [3, token], 1)
+    assert runner.length() == 0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
     runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted, forwards="transformers")
     assert isinstance(runner, HFRunner)
     assert runner._model.dtype == found
-    assert runner.forward([3, 4], 1).dtype == torch.float32
+    assert feed_chain(runner, [3, 4], 1).dtype == torch.float32
 
 
 def test_context() -> None:
@@ -161,7 +162,7 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(monkeypat
     """The tiny model's cache takes 2 x layers x kv heads x head width x tokens x 4 bytes; a byte less is too little."""
     runner = load_runner(str(tiny_model()), device=CPU, max_context=64)
     assert isinstance(runner, LlamaRunner)
-    needed = runner._keys.nbytes + runner._values.nbytes
+    needed = runner._slots.keys.nbytes + runner._slots.values.nbytes
     monkeypatch.setattr(loading, "_fits_in_float32", lambda checkpoint: True)  # not what this is about
     monkeypatch.setattr(loading, "available_memory", lambda: needed)
     load_runner(str(tiny_model()), device=CPU, max_context=64)
@@ -245,7 +246,7 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
     _write_gguf(file)
     runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
     tokens = some_tokens(runner, 9)
-    close(runner.forward(tokens, 9), load().forward(tokens, 9))
+    close(feed_chain(runner, tokens, 9), feed_chain(load(), tokens, 9))
     automatic = load_runner(str(file), device=CPU, max_context=64)
     assert isinstance(automatic, LlamaRunner)
     assert automatic.dtype == AUTOMATIC

@@ -14,6 +14,8 @@ from pearl.models.graphs import FED, PREFILL, pieces, visible
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
+from pearl.models.runner import feed_chain
+from pearl.models.toy import ToyRunner
 from tests.runner_contract import RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
 
@@ -38,10 +40,10 @@ def logits(runner: LlamaRunner | HFRunner) -> torch.Tensor:
     """Of all tokens, fed in chunks, with a rollback between any two."""
     found = []
     for count in CHUNKS:
-        start = runner.length
-        runner.forward(some_tokens(runner, 5, start=60), 5)
+        start = runner.length()
+        feed_chain(runner, some_tokens(runner, 5, start=60), 5)
         runner.rollback(start)
-        found.append(runner.forward(some_tokens(runner, count, start), count))
+        found.append(feed_chain(runner, some_tokens(runner, count, start), count))
     return torch.cat(found)
 
 
@@ -49,6 +51,12 @@ class TestContract(RunnerContract):
     @pytest.fixture(params=KINDS)
     def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
         return load(request.param)
+
+
+def toy_distribution(tokens: tuple[int, ...]) -> torch.Tensor:
+    """Of 64 tokens, another one in every context."""
+    generator = torch.Generator().manual_seed(hash(tokens) % (1 << 62))
+    return torch.rand(64, generator=generator).softmax(-1)
 
 
 def into_one_buffer(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -67,6 +75,18 @@ class TestContractOfWhatIsRecorded(RunnerContract):
     @pytest.fixture(params=KINDS)
     def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
         return replayed(request.param)
+
+
+class TestContractOfToys(RunnerContract):
+    @pytest.fixture
+    def runner(self) -> ToyRunner:
+        return ToyRunner(64, lambda tokens: toy_distribution(tuple(tokens)), 64)
+
+
+class TestContractOfSeveralSlots(RunnerContract):
+    @pytest.fixture(params=[None, into_one_buffer])
+    def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
+        return LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=request.param)
 
 
 @pytest.mark.gpu
@@ -130,14 +150,14 @@ def test_weights_are_there_once() -> None:
         "post_attention_layernorm",
         "norm",
     }
-    assert runner.forward([3, 4], 1).isfinite().all()
+    assert feed_chain(runner, [3, 4], 1).isfinite().all()
 
 
 def test_greedy_text_equals_generate() -> None:
     runner, prompt = load(), [20, 30, 40, 50]
     text = list(prompt)
     for _ in range(24):
-        text.append(int(runner.forward(text[runner.length :], 1).argmax()))
+        text.append(int(feed_chain(runner, text[runner.length() :], 1).argmax()))
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     ids = torch.tensor([prompt])
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
@@ -149,8 +169,8 @@ def test_the_last_tokens_of_a_context_may_be_fewer_than_are_recorded() -> None:
     """5 rows are computed as 8, three of them beyond the end."""
     ours, theirs = replayed("llama"), reference("llama", "float32")
     for runner in (ours, theirs):
-        runner.forward(some_tokens(runner, 59), 1)
-    close(*(runner.forward(some_tokens(runner, 5, 59), 5) for runner in (ours, theirs)))
+        feed_chain(runner, some_tokens(runner, 59), 1)
+    close(*(feed_chain(runner, some_tokens(runner, 5, 59), 5) for runner in (ours, theirs)))
 
 
 def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,24 +180,24 @@ def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) 
         for record in (None, into_one_buffer)
     ]
     tokens = some_tokens(runners[0], 200)
-    whole, found = runners[0].forward(tokens, 200), [runners[1].forward(tokens[:50], 50)]
-    found += [runners[1].forward(tokens[i : i + 3], 3) for i in range(50, 200, 3)]
+    whole, found = feed_chain(runners[0], tokens, 200), [feed_chain(runners[1], tokens[:50], 50)]
+    found += [feed_chain(runners[1], tokens[i : i + 3], 3) for i in range(50, 200, 3)]
     close(torch.cat(found), whole)
     assert runners[1]._graphs is not None
-    assert set(runners[1]._graphs._known) == {64, 128, 256}
+    assert set(runners[1]._graphs._known) == {(0, 64), (0, 128), (0, 256)}
 
 
 @pytest.mark.parametrize("kept", [0, 1, 5])
 def test_what_a_rejected_forward_left_is_not_seen_by_what_is_recorded(kept: int) -> None:
     """Nor a NaN: a recorded forward looks beyond the text, and 0 times NaN is not 0."""
     runner = replayed("llama")
-    wanted = runner.forward(some_tokens(runner, kept + 4), 4)
-    runner.forward(some_tokens(runner, 36 - kept), 1)
+    wanted = feed_chain(runner, some_tokens(runner, kept + 4), 4)
+    feed_chain(runner, some_tokens(runner, 36 - kept), 1)
     with torch.inference_mode():
-        runner._keys[:, :, kept:40] = torch.nan
-        runner._values[:, :, kept:40] = torch.nan
+        runner._slots.keys[..., kept:40, :] = torch.nan
+        runner._slots.values[..., kept:40, :] = torch.nan
     runner.rollback(kept)
-    assert torch.equal(runner.forward(some_tokens(runner, 4, kept), 4), wanted)
+    assert torch.equal(feed_chain(runner, some_tokens(runner, 4, kept), 4), wanted)
 
 
 def test_few_recordings_serve_a_whole_text() -> None:
@@ -190,7 +210,7 @@ def test_few_recordings_serve_a_whole_text() -> None:
 
     runner = LlamaRunner(model, 200, record=record)
     for fed in (20, 1, 3, 1, 8, 5, 1, 16, 12, 1):
-        runner.forward(some_tokens(runner, fed), 1)
+        feed_chain(runner, some_tokens(runner, fed), 1)
     assert len(made) == 1, "of one size: which rows stand beside a row must not matter"
 
 
@@ -223,8 +243,8 @@ def test_int8_is_off_by_no_more_than_its_steps_explain(kind: str, fed: int) -> N
             linear.weight.copy_((linear.weight.bfloat16().float() / scale).round() * scale)
         model.get_input_embeddings().weight.copy_(embedding)
     tokens = some_tokens(plain, fed)
-    wanted, exact = HFRunner(model, 64).forward(tokens, fed), plain.forward(tokens, fed)
-    found = load(kind, "int8").forward(tokens, fed)
+    wanted, exact = feed_chain(HFRunner(model, 64), tokens, fed), feed_chain(plain, tokens, fed)
+    found = feed_chain(load(kind, "int8"), tokens, fed)
     assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
     assert (found - exact).abs().mean() > (found - wanted).abs().mean(), "nothing was rounded, so nothing was tested"
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +25,7 @@ from pearl.engine import Engine
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.processes import Ranks, Worker
@@ -256,17 +256,36 @@ def test_a_follower_does_what_its_leader_does() -> None:
     """Rollbacks travel with the next forward; a request that does not fit is refused before anybody is told."""
     wire, mine, theirs = Wire(), toy(), toy()
     leader = LeadingRunner(mine, wire)
-    leader.forward([1, 2, 3, 4], 1)
+    feed_chain(leader, [1, 2, 3, 4], 1)
     leader.rollback(2)
     leader.rollback(1)
     with pytest.raises(RequestError):
-        leader.forward([0] * 64, 1)
-    leader.forward([7, 8], 2)
+        feed_chain(leader, [0] * 64, 1)
+    feed_chain(leader, [7, 8], 2)
     leader.rollback(0)
-    leader.forward([5], 0)
+    feed_chain(leader, [5], 0)
     dismiss(wire)
     follow(theirs, wire)
-    assert theirs._tokens == mine._tokens == [5]
+    assert theirs._tokens == mine._tokens
+    assert mine._tokens[0] == [5]
+
+
+def test_a_follower_keeps_trees_and_forks_as_its_leader_does() -> None:
+    wire, mine, theirs = Wire(), toy(), toy()
+    leader = LeadingRunner(mine, wire)
+    feed_chain(leader, [1, 2, 3], 0)
+    leader.rollback(2)
+    leader.fork(0, 3)
+    leader.forward([Feed([4, 5, 6], 3, 0, (-1, 0, -1)), Feed([7, 8], 1, 3)])
+    leader.keep([0, 1])
+    leader.forward([Feed([9], 1, 0), Feed([10, 11], 2, 3, (-1, -1))])
+    leader.keep([1], 3)
+    feed_chain(leader, [12], 1, 3)
+    dismiss(wire)
+    follow(theirs, wire)
+    assert theirs._tokens == mine._tokens
+    assert mine._tokens[0] == [1, 2, 4, 5, 9]
+    assert mine._tokens[3] == [1, 2, 7, 8, 11, 12]
 
 
 class Failing(ToyRunner):
@@ -274,7 +293,7 @@ class Failing(ToyRunner):
         super().__init__(32, alpha_pair(32, 0.5)[0], 64)
         self._error = error
 
-    def forward(self, tokens: Any, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         raise self._error
 
 
@@ -287,12 +306,12 @@ def test_a_forward_that_fails_on_one_rank_ends_them_all(
 ) -> None:
     """The others are in the midst of it: out of memory, which a target of one survives, is here the end."""
     with pytest.raises(lost, match=f"{type(error).__name__}: no memory"):
-        LeadingRunner(Failing(error), Wire(), lost).forward([1], 1)
+        feed_chain(LeadingRunner(Failing(error), Wire(), lost), [1], 1)
 
 
 def test_another_ranks_end_is_told_as_it_is() -> None:
     with pytest.raises(TransportError, match="rank 1"):
-        LeadingRunner(Failing(TransportError("rank 1 is gone")), Wire()).forward([1], 1)
+        feed_chain(LeadingRunner(Failing(TransportError("rank 1 is gone")), Wire()), [1], 1)
 
 
 # ---- two processes ----
@@ -444,7 +463,7 @@ def alone(pair: tuple[str, str], sampling: Sampling, tokens: int) -> list[int]:
 
 def fed(runner: ModelRunner, text: list[int]) -> torch.Tensor:
     """The logits behind the whole of `text`."""
-    return runner.forward(text[runner.length :], 1)[0]
+    return feed_chain(runner, text[runner.length() :], 1)[0]
 
 
 def workers(engine: Engine) -> list[psutil.Process]:

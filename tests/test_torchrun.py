@@ -22,6 +22,7 @@ from pearl import torchrun
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError, StartError
 from pearl.models.loading import load_runner
+from pearl.models.runner import feed_chain
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
@@ -208,7 +209,7 @@ def test_two_ranks_of_a_model_write_what_one_would(
 def greedy_alone(path: str, prompt: list[int], tokens: int) -> list[int]:
     runner, text = load_runner(path, device=torch.device("cpu"), max_context=128), list(prompt)
     for _ in range(tokens):
-        text.append(int(runner.forward(text[runner.length :], 1).argmax()))
+        text.append(int(feed_chain(runner, text[runner.length() :], 1).argmax()))
     return text[len(prompt) :]
 
 

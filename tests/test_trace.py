@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.errors import ConfigError, TargetLost, TraceError
+from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -502,21 +503,21 @@ class FakeEvent:
 
 
 class FakeGpuRunner(ToyRunner):
-    def forward(self, tokens: Any, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         FakeEvent.device += 7.0  # milliseconds
-        return super().forward(tokens, rows)
+        return super().forward(feeds)
 
 
 def test_gpu_time_is_read_where_the_loop_synchronises_anyway(tmp_path: Path) -> None:
     r = recorder(tmp_path / "p")
     runner = _TimedOnGpu(FakeGpuRunner(VOCAB, alpha_pair(VOCAB, 0.5)[0]), Tracer(r), FakeEvent)
-    runner.forward([1, 2], 1)
+    feed_chain(runner, [1, 2], 1)
     runner.synchronize()
     runner.synchronize()
-    runner.forward([3], 1)
+    feed_chain(runner, [3], 1)
     runner.rollback(2)
     runner.synchronize()
-    assert runner.length == 2
+    assert runner.length() == 2
     r.close()
     records = list(Part(tmp_path / "p").records())
     assert [(record.track, record.end - record.start) for record in records] == [(GPU, 7_000_000)] * 2

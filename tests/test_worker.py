@@ -19,6 +19,7 @@ import torch
 from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
 from pearl.metrics import Statistics
 from pearl.models.loading import load_runner
+from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.messages import (
@@ -76,11 +77,11 @@ class Hanging(ToyRunner):
         self.fed: list[int] = []  # tokens, by forward
         self.release = threading.Event()
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         if len(self.fed) >= self.after:
             assert self.release.wait(2 * BOUND)
-        self.fed.append(len(tokens))
-        return super().forward(tokens, rows)
+        self.fed.append(len(feeds[0].tokens))
+        return super().forward(feeds)
 
 
 @dataclass
@@ -792,11 +793,11 @@ class Ailing(Hanging):
 
     pause = 0.0
 
-    def forward(self, tokens: Sequence[int], rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         if len(self.fed) >= self.after:
             time.sleep(self.pause)
-        self.fed.append(len(tokens))
-        return ToyRunner.forward(self, tokens, rows)
+        self.fed.append(len(feeds[0].tokens))
+        return ToyRunner.forward(self, feeds)
 
 
 @pytest.mark.parametrize("method", ["sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"])

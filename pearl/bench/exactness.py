@@ -19,7 +19,7 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.models.graphs import FED
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.request import Prompt
 from pearl.worker.build import make_runner, place
 
@@ -70,13 +70,15 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     rng = random.Random(seed)
     ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
     runner.rollback(0)
-    whole = torch.cat([runner.forward(ids[i : i + piece], len(ids[i : i + piece])) for i in range(0, tokens, piece)])
+    whole = torch.cat(
+        [feed_chain(runner, ids[i : i + piece], len(ids[i : i + piece])) for i in range(0, tokens, piece)]
+    )
     runner.rollback(0)
     differing: list[str] = []
     position = fed = 0
     while position < tokens:
         count = min(rng.choice([cut for cut in _CUTS if cut <= piece]), tokens - position)
-        rows = runner.forward(ids[position : position + count], count)
+        rows = feed_chain(runner, ids[position : position + count], count)
         for i in torch.nonzero((rows != whole[position : position + count]).any(-1)).flatten().tolist():
             off = float((rows[i] - whole[position + i]).abs().max())
             differing.append(f"position {position + i} in a forward of {count} tokens, by up to {off:.2g}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 
 FAULTS = ("kill", "stop", "hang", "raise", "nan", "slow")
 PHASES = ("start", "prefill", "drafting", "verifying")
@@ -41,16 +42,19 @@ class FaultyRunner(WrappedRunner):
         self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
         self._struck = False
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
-        if self._since_prompt or len(tokens) >= PROMPT:
-            self._since_prompt.append(len(tokens))
-        if not self._struck and self._is_time(len(tokens)) and self._is_first():
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        fed = sum(len(feed.tokens) for feed in feeds)
+        if self._since_prompt or fed >= PROMPT:
+            self._since_prompt.append(fed)
+        if not self._struck and self._is_time(fed) and self._is_first():
             self._struck = True
             self._strike()
         if self._struck and self._fault == "slow":
             time.sleep(_SLOW_SECONDS)
-        logits = self._runner.forward(tokens, rows)
-        return torch.full_like(logits, torch.nan) if self._struck and self._fault == "nan" else logits
+        found = self._runner.forward(feeds)
+        if self._struck and self._fault == "nan":
+            return [torch.full_like(logits, torch.nan) for logits in found]
+        return found
 
     def _is_time(self, fed: int) -> bool:
         after = len(self._since_prompt) - 1

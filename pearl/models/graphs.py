@@ -2,8 +2,8 @@
 
 A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, and looks at one of a
 few numbers of positions, which the position of its first token decides.  Rows beyond the tokens are padding, discarded;
-positions beyond a row's own are masked.  So whatever the forward that a token comes in, the same kernels compute its
-row, over the same shapes: its logits are the same bits.  A forward that crosses a limit is cut there.
+positions that a row does not see are masked.  So whatever the forward that a token comes in, the same kernels compute
+its row, over the same shapes: its logits are the same bits.  A forward that crosses a limit is cut there.
 
 What changes from replay to replay, where the tokens start and which they are, stands in a buffer that each forward
 fills.  Ranks that share a model record their exchanges with the rest, all of them at the same forward.
@@ -12,17 +12,35 @@ fills.  Ranks that share a model record their exchanges with the rest, all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from pearl.models.runner import Tokens
+from pearl.models.feeds import Feed, ancestors, depths
 
 FED = 16  # rows of a recorded forward; 16 cost what 1 costs where reading the weights takes longest
 PREFILL = 512  # rows of a piece of a longer forward; the coordinator cuts prompts at multiples of it too
 _LEAST_VISIBLE = 512  # positions
 
-# (start [1], ids [n], end, rows) -> logits [rows, vocab]
-Step = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+
+class Piece(NamedTuple):
+    """What a piece is fed, on the device.
+
+    Attributes:
+        start: [1], position of the first token.
+        ids: [n]
+        depths: [n], of a tree's nodes; a chain's are 0, 1, 2, ...
+        sees: [n], which nodes each one sees, as a mask of bits; None: all before it, and itself.
+    """
+
+    start: torch.Tensor
+    ids: torch.Tensor
+    depths: torch.Tensor
+    sees: torch.Tensor | None
+
+
+Step = Callable[[Piece, int, int, int], torch.Tensor]  # (piece, slot, end, rows) -> logits [rows, vocab]
 Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]  # work -> what does it again, same buffers
 
 
@@ -53,44 +71,60 @@ class Graphs:
 
     def __init__(self, step: Step, room: int, record: Record) -> None:
         self._step, self._room, self._record = step, room, record
-        self._known: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}  # by the positions looked at
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}  # by slot and end
 
-    def forward(self, tokens: Tokens, start: int, rows: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Logits [rows, vocab] of the last `rows` tokens, and up to which position the cache was written.
+    def forward(self, feed: Feed, start: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Logits [rows, vocab] of a feed, and up to which position the cache was written.
 
         The logits may stand in a buffer that the next forward overwrites.
         """
-        found, written, first = [], 0, start
-        wanted = start + len(tokens) - rows  # the first position whose logits are asked for
-        for size, begin, stop in pieces(start, len(tokens)):
-            piece = tokens[begin - first : stop - first]
-            asked = min(stop - begin, max(0, stop - wanted))
-            logits = self._piece(piece, begin, size, asked, device)
-            found.append(logits.clone() if stop < first + len(tokens) else logits)
+        end = start + len(feed.tokens)
+        if feed.parents is not None:
+            return self._few(feed, start, visible(end - 1), device)[-feed.rows :], start + FED
+        found, written = [], 0
+        for size, begin, stop in pieces(start, len(feed.tokens)):
+            rows = min(stop - begin, max(0, stop - (end - feed.rows)))
+            piece = replace(feed, tokens=feed.tokens[begin - start : stop - start], rows=rows)
+            compute = self._few if size == FED else self._many
+            logits = compute(piece, begin, visible(begin), device)[stop - begin - rows :]
+            found.append(logits.clone() if stop < end else logits)
             written = begin + size
         return (found[0] if len(found) == 1 else torch.cat(found)), written
 
-    def _piece(self, tokens: Tokens, start: int, size: int, rows: int, device: torch.device) -> torch.Tensor:
-        count, end = len(tokens), min(visible(start), self._room)
-        ids = [0] * size if isinstance(tokens, torch.Tensor) else [*tokens, *[0] * (size - count)]
-        given = torch.tensor([start, *ids], pin_memory=device.type == "cuda")
-        if size == FED:
-            if end not in self._known:
-                self._known[end] = self._recorded(given.to(device), end)
-            buffer, work = self._known[end]
-            buffer.copy_(given, non_blocking=True)
-        else:
-            buffer = given.to(device, non_blocking=True)
-        if isinstance(tokens, torch.Tensor):
-            buffer[1 : 1 + count] = tokens
-        if size == FED:
-            return work()[count - rows : count]
-        # The rows of one piece are asked for from its end; the step gives those from its start.
-        return self._step(buffer[:1], buffer[1:], end, count if rows else 0)[count - rows :]
+    def _few(self, feed: Feed, start: int, end: int, device: torch.device) -> torch.Tensor:
+        """Logits of every token of a chain or tree of at most `FED`, recorded."""
+        count, end = len(feed.tokens), min(end, self._room)
+        known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
+        depth = list(range(FED)) if feed.parents is None else depths(feed.parents)
+        sees = [(2 << node) - 1 for node in range(FED)] if feed.parents is None else ancestors(feed.parents)
+        columns = [[*column, *[0] * (FED - len(column))] for column in (known, depth, sees)]
+        given = torch.tensor([start, *columns[0], *columns[1], *columns[2]], pin_memory=device.type == "cuda")
+        if (feed.slot, end) not in self._known:
+            self._known[feed.slot, end] = self._recorded(given.to(device), feed.slot, end)
+        buffer, replay = self._known[feed.slot, end]
+        buffer.copy_(given, non_blocking=True)
+        if isinstance(feed.tokens, torch.Tensor):
+            buffer[1 : 1 + count] = feed.tokens
+        return replay()[:count]
 
-    def _recorded(self, buffer: torch.Tensor, end: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    def _many(self, feed: Feed, start: int, end: int, device: torch.device) -> torch.Tensor:
+        """Logits of every token of a chain of at most `PREFILL`; where none are asked for, of none."""
+        count = len(feed.tokens)
+        known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
+        given = torch.tensor([start, *known, *[0] * (PREFILL - count)], pin_memory=device.type == "cuda")
+        buffer = given.to(device, non_blocking=True)
+        if isinstance(feed.tokens, torch.Tensor):
+            buffer[1 : 1 + count] = feed.tokens
+        piece = Piece(buffer[:1], buffer[1:], buffer[1:], None)
+        rows = count if feed.rows else 0
+        logits = self._step(piece, feed.slot, min(end, self._room), rows)
+        return logits if rows else logits.new_empty(count, logits.shape[-1])[:count]
+
+    def _recorded(self, buffer: torch.Tensor, slot: int, end: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        piece = Piece(buffer[:1], *buffer[1:].split(FED))
+
         def work() -> torch.Tensor:
-            return self._step(buffer[:1], buffer[1:], end, FED)
+            return self._step(piece, slot, end, FED)
 
         return buffer, self._record(work)
 

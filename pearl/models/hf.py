@@ -7,6 +7,7 @@ what their logits are used for.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from pearl.errors import ModelError
-from pearl.models.runner import Tokens, check_room
+from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds
 
 
 class FixedLayer(DynamicLayer):
@@ -64,8 +65,7 @@ class HFRunner:
     sliding-window, chunked, linear-attention and hybrid layers forget or mix what a rollback would need.
     """
 
-    launches = False
-    row_invariant = False  # its kernels are chosen by the number of rows
+    capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
 
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self._model = model.eval()
@@ -82,14 +82,15 @@ class HFRunner:
         self._takes_positions = "position_ids" in accepted
         self._takes_rows = "logits_to_keep" in accepted
 
-    @property
-    def length(self) -> int:
+    def length(self, slot: int = 0) -> int:
+        """See `ModelRunner.length`."""
         return self._length
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """See `ModelRunner.forward`."""
-        end = self._length + len(tokens)
-        check_room(tokens, end, self.context, self.vocab_size)
+        check_feeds(feeds, self, "the general path through transformers")
+        (feed,) = feeds
+        tokens, rows, end = feed.tokens, feed.rows, self._length + len(feed.tokens)
         try:
             with torch.inference_mode():
                 logits = self._model(input_ids=self._ids(tokens), **self._arguments(end, rows)).logits
@@ -101,9 +102,17 @@ class HFRunner:
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
-        return logits[0, logits.shape[1] - rows :].to(self.device, torch.float32, copy=True)
+        return [logits[0, logits.shape[1] - rows :].to(self.device, torch.float32, copy=True)]
 
-    def rollback(self, length: int) -> None:
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        """Never called: no tree can be fed."""
+        raise AssertionError("the general path takes no trees")
+
+    def fork(self, slot: int, into: int) -> None:
+        """Never called: there is one slot."""
+        raise AssertionError("the general path holds one sequence")
+
+    def rollback(self, length: int, slot: int = 0) -> None:
         """See `ModelRunner.rollback`."""
         assert 0 <= length <= self._length
         self._length = length

@@ -1,4 +1,4 @@
-"""Our own forward pass for the Llama family, batch 1: Llama, Mistral (no sliding window), Qwen2, Qwen3.
+"""Our own forward pass for the Llama family, chains and trees: Llama, Mistral (no sliding window), Qwen2, Qwen3.
 
 The same weights as the `transformers` model it is made from, laid out anew: query, key and value in one matrix, gate
 and up in another, packed for the CPU.  Keys and values stand in buffers allocated once.  What `hf` does for every model
@@ -15,17 +15,17 @@ and partial logits.
 
 from __future__ import annotations
 
-import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from pearl.models import attention
-from pearl.models.graphs import FED, PREFILL, Graphs, Record, record_on_gpu
+from pearl.models.feeds import Feed, Layout, lay_out
+from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, record_on_gpu
 from pearl.models.matrices import (
     Matrix,
     irregular,
@@ -37,11 +37,13 @@ from pearl.models.matrices import (
     probe_rows,
     swiglu,
 )
-from pearl.models.runner import Tokens, check_room
+from pearl.models.runner import Capabilities, check_feeds
 from pearl.models.shard import ALONE, Group
+from pearl.models.slots import Slots, Tree
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on how long the text is
+_TREE_NODES = 256  # of a tree, on a CPU
 _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
 
 
@@ -79,12 +81,30 @@ class _Layer:
     down: Matrix
 
 
+class _Spans:
+    """Where the rows of a forward belong. `states`: takes keys and values of every layer where there are trees."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self.spans = layout.spans
+        self.masks = [attention.masks(span.start, span.size, dtype) for span in layout.spans]
+        self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
+
+
+class _Fixed(NamedTuple):
+    """Where the rows of a piece belong: `at` [n] in their slot; `mask` [n, positions looked at]."""
+
+    slot: int
+    at: torch.Tensor
+    mask: torch.Tensor
+
+
 class LlamaRunner:
     """`ModelRunner` over the weights of `model`, for which `is_llama` holds; they are taken from it.
 
     In a `group` of several the model is this rank's part of it, and all ranks make the same calls.
 
     Args:
+        slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: how else they are recorded; also makes a CPU compute in a GPU's fixed sizes (for tests).
         int8: rounds the matrices, each row to 255 steps. On a CPU one token is then fed faster, several are slower.
@@ -96,6 +116,7 @@ class LlamaRunner:
         context: int,
         group: Group = ALONE,
         *,
+        slots: int = 1,
         records: bool = True,
         record: Record | None = None,
         int8: bool = False,
@@ -104,12 +125,10 @@ class LlamaRunner:
         self._group = group
         self.context, self.vocab_size = context, int(config.vocab_size)
         self.device, self.dtype = model.device, model.dtype
-        self._length = 0
-        self._written = 0  # positions of the cache that may hold something
         self._eps = float(config.rms_norm_eps)
         self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
-        self.launches = record is not None or (records and self.device.type == "cuda")
+        launches = record is not None or (records and self.device.type == "cuda")
         self._graphs: Graphs | None = None
         room = attention.whole_blocks(context)
         if record is not None or self.device.type == "cuda":
@@ -125,39 +144,44 @@ class LlamaRunner:
             self._norm = inner.norm.weight
             self._head = matrix(model.lm_head, int8=int8)
             self._least_rows = _FAST_ROWS if is_bf16 and not int8 else 1
-            cache_dtype, self.row_invariant = self.dtype, True
+            cache_dtype, invariant = self.dtype, True
             if self._graphs is None:
-                cache_dtype = self._probe()
-            self._positions = torch.arange(room + _FAST_ROWS + attention.ROWS, device=self.device)
+                cache_dtype, invariant = self._probe()
+            self._positions = torch.arange(room + PREFILL, device=self.device)
             self._cos, self._sin = self._angles(inner.rotary_emb, cache_dtype)
-            # [layers, kv_heads, positions, head_dim]; zeros, for a forward looks beyond the text, and there must not
-            # be a NaN, which a mask would let through.
-            shape = (len(self._layers), self._kv_heads, room, self._head_dim)
-            self._keys, self._values = (_zeros(shape, cache_dtype, self.device) for _ in range(2))
+            shape = (slots, len(self._layers), self._kv_heads, room, self._head_dim)
+            self._slots = Slots(shape, cache_dtype, self.device)
+        self.capabilities = Capabilities(
+            slots=slots,
+            tree_nodes=FED if self._graphs else _TREE_NODES,
+            launches=launches,
+            row_invariant=invariant,
+            trees_row_invariant=invariant and self._graphs is None,
+        )
 
-    def _probe(self) -> torch.dtype:
-        """Find the least rows of a forward that make its rows independent on this CPU; return the cache's dtype.
+    def _probe(self) -> tuple[torch.dtype, bool]:
+        """Find how rows become independent of one another on this CPU.
 
-        Raises `self._least_rows` as needed; `self.row_invariant` says whether any number up to 16 will do.
+        Raises `self._least_rows`, to which forwards are padded, as needed.  Returns the cache's dtype, and whether
+        rows are independent then.
         """
         layer, hidden = self._layers[0], self._embedding.shape[1]
-        probed = [layer.qkv, layer.out, layer.gate_up, layer.down, self._head]
         inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
-        widths = [hidden, self._heads * self._head_dim, hidden, inner, hidden]
+        heads = self._heads * self._head_dim
+        products = [(layer.qkv, hidden), (layer.out, heads), (layer.gate_up, hidden), (layer.down, inner)]
         found = [
             least_rows(lambda x, by=by: by(x, None), probe_rows(width, self.dtype))  # type: ignore[misc]
-            for by, width in zip(probed, widths, strict=True)
+            for by, width in [*products, (self._head, hidden)]
         ]
-        dtype = torch.float32
-        if self.dtype == torch.bfloat16 and multiplies_bf16() and self._attention_rows(torch.bfloat16) == 1:
-            dtype = torch.bfloat16
-        found.append(self._attention_rows(dtype))
-        self.row_invariant = all(found)
         self._least_rows = max(self._least_rows, *found)
-        return dtype
+        dtypes = [torch.float32]
+        if self.dtype == torch.bfloat16 and multiplies_bf16():
+            dtypes.insert(0, torch.bfloat16)
+        invariant = [dtype for dtype in dtypes if self._attention_is_invariant(dtype)]
+        return (invariant or dtypes)[0], all(found) and bool(invariant)
 
-    def _attention_rows(self, dtype: torch.dtype) -> int:
-        """As `least_rows`, of attention to four blocks of keys."""
+    def _attention_is_invariant(self, dtype: torch.dtype) -> bool:
+        """Whether attention to four blocks of keys gives a query the same bits whatever stands beside it."""
         keys, values = irregular(2 * self._kv_heads, 4 * attention.BLOCK * self._head_dim, dtype).view(
             2, self._kv_heads, -1, self._head_dim
         )
@@ -166,7 +190,7 @@ class LlamaRunner:
             mask = torch.zeros(len(x), attention.BLOCK, dtype=dtype)
             return attention.attend(x.view(len(x), -1, self._head_dim), keys, values, mask)
 
-        return least_rows(product, probe_rows(self._heads * self._head_dim, dtype))
+        return least_rows(product, probe_rows(self._heads * self._head_dim, dtype)) == 1
 
     def _angles(self, rotary: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [positions, 1, head_dim].
@@ -177,61 +201,93 @@ class LlamaRunner:
         cos, sin = (table[0, :, None] for table in rotary(like, self._positions[None]))
         return cos.contiguous(), torch.cat((-sin[..., : self._head_dim // 2], sin[..., self._head_dim // 2 :]), -1)
 
-    @property
-    def length(self) -> int:
-        return self._length
+    def length(self, slot: int = 0) -> int:
+        """See `ModelRunner.length`."""
+        return self._slots.lengths[slot]
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
-        """See `ModelRunner.forward`."""
-        end = self._length + len(tokens)
-        check_room(tokens, end, self.context, self.vocab_size)
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """See `ModelRunner.forward`. On a GPU feeds are computed one after the other, elsewhere together."""
+        check_feeds(feeds, self, "our own forward")
         with torch.inference_mode():
-            if self._graphs is None:
-                self._written = max(self._written, end)
-                logits = self._forward(tokens, self._length, rows)
-            else:
-                logits, written = self._graphs.forward(tokens, self._length, rows, self.device)
-                self._written = max(self._written, written)
-        self._length = end
+            found = self._together(feeds) if self._graphs is None else [self._replayed(feed) for feed in feeds]
+        for feed in feeds:
+            if feed.parents is None:
+                self._slots.extend(feed.slot, len(feed.tokens))
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
-        return logits.to(torch.float32, copy=True)
+        return [rows.to(torch.float32, copy=True) for rows in found]
 
-    def _forward(self, tokens: Tokens, start: int, rows: int) -> torch.Tensor:
-        """Logits [rows, vocab] of a forward on a CPU."""
-        fed = len(tokens)
-        more = max(0, self._least_rows - fed)  # padding rows, discarded
-        ids = pad(tokens, (0, more)) if isinstance(tokens, torch.Tensor) else torch.tensor([*tokens, *[0] * more])
-        at = slice(start, start + len(ids))
-        mask = attention.masks(start, len(ids), self._keys.dtype)
-        hidden = self._decoder_layers(ids, (self._cos[at], self._sin[at]), slice(start, start + fed), mask)
-        if not rows:
-            return torch.empty(0, self.vocab_size)
-        asked = hidden[: len(ids) if more else fed][-max(rows, self._least_rows) :]
-        return self._logits(asked)[len(asked) - more - rows : len(asked) - more]
+    # ---- all feeds at once, each chain at its place: on a CPU ----
 
-    def _fixed(self, start: torch.Tensor, ids: torch.Tensor, end: int, rows: int) -> torch.Tensor:
-        """Logits [rows, vocab] of the first `rows` of `ids` [n], a piece that begins at position `start` [1].
+    def _together(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """Logits of each feed [rows, vocab]."""
+        layout = lay_out(feeds, self._slots.lengths, self._least_rows)
+        for feed in feeds:
+            self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
+        spans = _Spans(layout, self._slots.dtype)
+        hidden = self._decoder_layers(layout.ids, self._rope(layout), spans)
+        for feed, rows in layout.trees:
+            assert feed.parents is not None
+            self._slots.hold(feed.slot, Tree(feed.parents, rows, spans.states))
+        return self._asked(hidden, layout.asked)
 
-        Only the sizes and `end`, how many positions are looked at, decide what is computed: it can be recorded.
+    def _rope(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rows, those of padding rows included."""
+        padding = len(layout.ids) - layout.spans[-1].rows.stop
+        parts = [*(span.at for span in layout.spans), *([slice(0, padding)] if padding else [])]
+        if len(parts) == 1:
+            return self._cos[parts[0]], self._sin[parts[0]]
+        return torch.cat([self._cos[at] for at in parts]), torch.cat([self._sin[at] for at in parts])
+
+    def _asked(self, hidden: torch.Tensor, rows_of: list[list[int]]) -> list[torch.Tensor]:
+        """Logits of the rows that are asked for; with others beside them where there would be too few."""
+        asked = [row for rows in rows_of for row in rows]
+        if not asked:
+            return [torch.empty(0, self.vocab_size) for _ in rows_of]
+        every = asked + [row for row in range(len(hidden)) if row not in asked][: self._least_rows - len(asked)]
+        is_run = every == list(range(every[0], every[0] + len(every)))
+        chosen = hidden[every[0] : every[0] + len(every)] if is_run else hidden[every]
+        return list(self._logits(chosen)[: len(asked)].split([len(rows) for rows in rows_of]))
+
+    # ---- in fixed sizes: on a GPU ----
+
+    def _replayed(self, feed: Feed) -> torch.Tensor:
+        assert self._graphs is not None
+        start = self._slots.lengths[feed.slot]
+        logits, written = self._graphs.forward(feed, start, self.device)
+        self._slots.wrote(feed.slot, written)
+        if feed.parents is not None:
+            self._slots.hold(feed.slot, Tree(feed.parents))
+        return logits
+
+    def _fixed(self, piece: Piece, slot: int, end: int, rows: int) -> torch.Tensor:
+        """Logits [rows, vocab] of the first `rows` tokens of a piece; only the sizes decide what is computed.
+
+        Args:
+            end: how many positions are looked at.
         """
-        at = start + self._positions[: len(ids)]
-        after = self._positions[:end] > at[:, None]
-        mask = torch.zeros(after.shape, dtype=self.dtype, device=self.device).masked_fill_(after, -torch.inf)
-        hidden = self._decoder_layers(ids, (self._cos[at], self._sin[at]), at, mask)
-        return self._logits(hidden[:rows])
+        at = piece.start + self._positions[: len(piece.ids)]  # where keys and values are written
+        if piece.sees is None:
+            sees, standing = self._positions[:end] <= at[:, None], at
+        else:
+            standing = piece.start + piece.depths  # positions in the sequence
+            behind = self._positions[:end] - piece.start  # nodes, counted from the first
+            is_node = (behind >= 0) & (behind < len(piece.ids))
+            seen = (piece.sees[:, None] >> behind.clamp(0, len(piece.ids) - 1)) & 1
+            sees = (behind < 0) | (is_node & (seen == 1))
+        mask = torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
+        rope = self._cos[standing], self._sin[standing]
+        return self._logits(self._decoder_layers(piece.ids, rope, _Fixed(slot, at, mask))[:rows])
+
+    # ---- layers ----
 
     def _decoder_layers(
-        self,
-        ids: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        at: slice | torch.Tensor,
-        mask: torch.Tensor,
+        self, ids: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], place: _Spans | _Fixed
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden], on every rank. `at`: positions of the ids (a slice: of those fed)."""
+        """The last layer's states [n, hidden] of `ids` [n], on every rank. `rope`: cosines and sines of each."""
         hidden = self._embedding[ids]
         leads = self._group.rank == 0  # what the sums add to must be in them once
-        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
-            mixed = self._attend(layer, hidden, rope, keys, values, at, mask)
+        for number, layer in enumerate(self._layers):
+            mixed = self._attend(layer, number, hidden, rope, place)
             hidden = self._group.sum(layer.out(mixed, hidden if leads else None))
             inner = swiglu(layer.gate_up(self._normal(hidden, layer.mlp_norm), None))
             hidden = self._group.sum(layer.down(inner, hidden if leads else None))
@@ -243,17 +299,14 @@ class LlamaRunner:
     def _attend(
         self,
         layer: _Layer,
+        number: int,
         hidden: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        at: slice | torch.Tensor,
-        mask: torch.Tensor,
+        place: _Spans | _Fixed,
     ) -> torch.Tensor:
         """What each row takes from the tokens up to it: [n, heads * head_dim], of this rank's heads.
 
-        Args:
-            keys, values: [kv_heads, positions, head_dim]; those `at` which rows stand are written here.
+        Writes keys and values of the rows to the slots of layer `number`.
         """
         n, heads, both, head_dim = len(hidden), self._heads, self._heads + self._kv_heads, self._head_dim
         states = layer.qkv(self._normal(hidden, layer.attention_norm), None).view(n, -1, head_dim)
@@ -261,61 +314,71 @@ class LlamaRunner:
         if layer.q_norm is not None and layer.k_norm is not None:
             normal = self._normal(facing[:, :heads], layer.q_norm), self._normal(facing[:, heads:], layer.k_norm)
             facing = torch.cat(normal, 1)
-        facing = facing.to(keys.dtype)
+        facing = facing.to(self._slots.dtype)
         # Two products and a sum, each rounded by itself: a fused multiply-add would be one only where it is vectorised.
         rotated = (facing * rope[0]).add_(facing.roll(head_dim // 2, -1).mul_(rope[1]))
-        fed = at.stop - at.start if isinstance(at, slice) else n
-        keys[:, at] = rotated[:fed, heads:].transpose(0, 1)
-        values[:, at] = states[:fed, both:].transpose(0, 1)
-        queries = rotated[:, :heads]
-        if isinstance(at, slice):
-            seen = attention.whole_blocks(at.start + n)
-            keys, values = keys[:, :seen], values[:, :seen]
-            return attention.attend(queries * head_dim**-0.5, keys, values, mask).to(hidden.dtype)
-        return self._attend_fixed(queries, keys[:, : mask.shape[1]], values[:, : mask.shape[1]], mask)
+        queries, keys, values = rotated[:, :heads], rotated[:, heads:], states[:, both:]
+        if isinstance(place, _Fixed):
+            return self._attend_fixed(number, queries, keys, values, place)
+        return self._attend_spans(number, queries * head_dim**-0.5, keys, values, place).to(hidden.dtype)
+
+    def _attend_spans(
+        self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, place: _Spans
+    ) -> torch.Tensor:
+        """Attention of each span to its slot; a tree's chains one after the other, each where its ancestors are."""
+        if place.states is not None:
+            place.states.append((keys, values))
+        mixed = []
+        for span, mask in zip(place.spans, place.masks, strict=True):
+            seen = attention.whole_blocks(span.at.stop)
+            all_keys, all_values = self._slots.keys[span.slot, number], self._slots.values[span.slot, number]
+            all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
+            all_values[:, span.at] = values[span.rows].transpose(0, 1)
+            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask))
+        done = place.spans[-1].rows.stop
+        if done < len(queries):
+            mixed.append(queries.new_zeros(len(queries) - done, mixed[0].shape[1]))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _attend_fixed(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+        self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, place: _Fixed
     ) -> torch.Tensor:
-        """As `attention.attend`, in one product each; for sizes that do not vary. Scales the queries."""
+        """As `attention.attend`, in one product each; for sizes that do not vary."""
         n, _, head_dim = queries.shape
-        stacked = (
-            queries.view(n, self._kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(self._kv_heads, -1, head_dim)
-        )
-        mask = mask.repeat(self._heads // self._kv_heads, 1)
+        all_keys, all_values = self._slots.keys[place.slot, number], self._slots.values[place.slot, number]
+        all_keys[:, place.at] = keys.transpose(0, 1)
+        all_values[:, place.at] = values.transpose(0, 1)
+        all_keys, all_values = all_keys[:, : place.mask.shape[1]], all_values[:, : place.mask.shape[1]]
+        stacked = queries.view(n, self._kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        stacked = stacked.reshape(self._kv_heads, -1, head_dim)
+        mask = place.mask.repeat(self._heads // self._kv_heads, 1)
         if n <= FED:  # fused attention has few blocks to work with where there are few rows
-            scores = torch.baddbmm(mask, stacked, keys.transpose(1, 2), alpha=head_dim**-0.5)
-            mixed = torch.bmm(scores.softmax(-1), values)
+            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=head_dim**-0.5)
+            mixed = torch.bmm(scores.softmax(-1), all_values)
         else:
-            mixed = scaled_dot_product_attention(stacked[None], keys[None], values[None], mask)[0]
+            mixed = scaled_dot_product_attention(stacked[None], all_keys[None], all_values[None], mask)[0]
         return mixed.view(self._kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
 
     def _normal(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return normalise(hidden, weight, self._eps)
 
-    def rollback(self, length: int) -> None:
+    def rollback(self, length: int, slot: int = 0) -> None:
         """See `ModelRunner.rollback`."""
-        assert 0 <= length <= self._length
-        forgets, self._length = length < self._length or length == 0, length
-        if forgets:
-            # A forward looks beyond the text, and there must not be the NaN of what was fed there before.
-            with torch.inference_mode():
-                self._keys[:, :, length : self._written].zero_()
-                self._values[:, :, length : self._written].zero_()
-            self._written = length
+        self._slots.rollback(length, slot)
+
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        """See `ModelRunner.keep`."""
+        self._slots.keep(path, slot)
+
+    def fork(self, slot: int, into: int) -> None:
+        """See `ModelRunner.fork`."""
+        self._slots.fork(slot, into)
 
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""
         if self.device.type == "cuda":
             # This stream only: rows on their way to the other worker are not the forward's business.
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU pages of a fresh mapping, which take no memory until they are written to."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def _layer(layer: Any, int8: bool) -> _Layer:

@@ -81,7 +81,7 @@ def load_runner(
             runner = LlamaRunner(model, context, group, records=forwards == "auto", int8=int8)
         else:
             runner = HFRunner(model, context)
-        if exact and not runner.row_invariant:
+        if exact and not runner.capabilities.row_invariant:
             raise ModelError(
                 f"Model {spec!r} ({type(model).__name__}) runs through transformers, where logits depend on how many "
                 "tokens are fed together: texts may differ between methods at near ties, and --exact refuses that. "

@@ -9,11 +9,13 @@ of, small torch operations, so that torch's code is as near to the core as it is
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import linear, softmax
 
-from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
+from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 
 _NAP_SECONDS = 1e-5  # short ones: a core that slept through a forward would be slow after it, unlike one that works
 _SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is computed away
@@ -29,12 +31,12 @@ class PacedRunner(WrappedRunner):
         self._seconds = seconds
 
     @property
-    def launches(self) -> bool:
-        return False  # a paced forward is done when it returns
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, launches=False)  # a paced forward is done when it returns
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         end = time.perf_counter() + self._seconds
-        logits = self._runner.forward(tokens, rows)
+        logits = self._runner.forward(feeds)
         self._runner.synchronize()
         while (left := end - time.perf_counter()) > 0:
             if left > _SPIN_SECONDS:

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from pearl.errors import RequestError
+from pearl.models.feeds import Feed, Tokens
 
-Tokens = Sequence[int] | torch.Tensor  # [n]
+__all__ = ["Capabilities", "Feed", "ModelRunner", "Tokens", "WrappedRunner", "check_feeds", "feed_chain"]
 
 
-def check_room(tokens: Tokens, end: int, context: int, vocab_size: int) -> None:
-    """Raises `RequestError` where `tokens`, ending at position `end`, cannot be fed: before anything has changed."""
-    if end > context:
-        raise RequestError(
-            f"{end} tokens do not fit the context of {context}. Shorten the prompt, lower "
-            "max_tokens, or load the model with a larger context."
-        )
-    if isinstance(tokens, torch.Tensor):
-        return
-    # On a GPU an id outside the table would abort the whole process, not this request.
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise RequestError(
-            f"A token id lies outside the model's vocabulary of {vocab_size}: "
-            "the prompt was made with another model's tokenizer."
-        )
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a runner can do beyond one chain in one slot.
+
+    Attributes:
+        slots: sequences that it holds side by side.
+        tree_nodes: the most tokens of a tree; 0: it takes no trees.
+        launches: whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn.
+        row_invariant: whether the logits of a position are the same bits however its sequence was cut into chains, and
+            whatever else is fed in the same forward.
+        trees_row_invariant: whether a node's logits, too, are the bits that its path alone would give.
+    """
+
+    slots: int = 1
+    tree_nodes: int = 0
+    launches: bool = False
+    row_invariant: bool = False
+    trees_row_invariant: bool = False
 
 
 class ModelRunner(Protocol):
-    """A causal language model with a KV cache that can be rolled back; one sequence, batch size 1.
+    """A causal language model with a KV cache that can be rolled back, for one or several sequences ("slots").
 
     Attributes:
         vocab_size: number of token ids that the logits cover (the model's own count, padding ids included).
-        context: the most tokens the cache can hold.
-        length: tokens in the cache now.
+        context: the most tokens that a slot can hold.
         device: where the logits live.
-        launches: whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn.
-        row_invariant: whether the logits of a position are the same bits however its sequence was cut into forwards.
+        capabilities: what it can do; what it cannot raises `RequestError`.
     """
 
     @property
@@ -51,35 +54,75 @@ class ModelRunner(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def launches(self) -> bool: ...
+    def capabilities(self) -> Capabilities: ...
 
-    @property
-    def row_invariant(self) -> bool: ...
+    def length(self, slot: int = 0) -> int:
+        """Tokens that the slot holds; a tree that waits for `keep` does not count."""
+        ...
 
-    @property
-    def length(self) -> int: ...
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """Feed each slot its tokens; return for each feed its logits [rows, vocab_size], float32.
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
-        """Appends `tokens` to the cache; logits [rows, vocab_size], float32, of the last `rows` of them.
+        A row holds the logits for the position after its token.  A chain continues its slot's sequence at once.  A tree
+        waits: `keep` says which path continues the sequence, and any other feed or a rollback forgets it.
 
-        A tensor of ids stands on the device, perhaps not yet computed there: nobody looks whether they are sound.
-
-        Row j holds the logits for the position after fed token len(tokens) - rows + j. 0 <= rows <= len(tokens), and
-        tokens is not empty.  Raises `RequestError` where the context would overflow (the cache is then unchanged).
-        The tensor is the caller's to keep: a later forward does not overwrite it.
+        At most one feed a slot.  Raises `RequestError` where a context would overflow or a capability is missing (the
+        cache is then unchanged).  The tensors are the caller's to keep: a later forward does not overwrite them.
         """
         ...
 
-    def rollback(self, length: int) -> None:
-        """Forgets all but the first `length` tokens, in O(1). 0 <= length <= self.length.
+    def rollback(self, length: int, slot: int = 0) -> None:
+        """Forget all but the first `length` tokens, in O(1). 0 <= length <= self.length(slot).
 
         A forward after a rollback gives what it would have given on a cache filled from scratch.
         """
         ...
 
-    def synchronize(self) -> None:
-        """Waits until the device has done all that was asked of it; at once on a CPU."""
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        """Continue the slot's sequence by these nodes of the tree fed last, each the parent of the next.
+
+        The slot is then as if the path alone had been fed.
+        """
         ...
+
+    def fork(self, slot: int, into: int) -> None:
+        """Make slot `into` hold what `slot` holds, in place of what it held."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it; at once on a CPU."""
+        ...
+
+
+def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0) -> torch.Tensor:
+    """Feed one chain; return its logits [rows, vocab_size]."""
+    return runner.forward([Feed(tokens, rows, slot)])[0]
+
+
+def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
+    """Raise `RequestError` for feeds that `runner`, called `name`, cannot take: before anything has changed."""
+    can = runner.capabilities
+    for feed in feeds:
+        if not 0 <= feed.slot < can.slots:
+            raise RequestError(f"{name} holds {can.slots} sequences; there is no slot {feed.slot}")
+        if feed.parents is not None and len(feed.tokens) > can.tree_nodes:
+            most = f"trees of at most {can.tree_nodes} tokens" if can.tree_nodes else "chains of tokens, and no trees"
+            raise RequestError(f"{name} takes {most}")
+        end = runner.length(feed.slot) + feed.depth
+        if end > runner.context:
+            raise RequestError(
+                f"{end} tokens do not fit the context of {runner.context}. Shorten the prompt, lower "
+                "max_tokens, or load the model with a larger context."
+            )
+        # On a GPU an id outside the table would abort the whole process, not this request.
+        if not isinstance(feed.tokens, torch.Tensor) and not (
+            min(feed.tokens) >= 0 and max(feed.tokens) < runner.vocab_size
+        ):
+            raise RequestError(
+                f"A token id lies outside the model's vocabulary of {runner.vocab_size}: "
+                "the prompt was made with another model's tokenizer."
+            )
+    assert len({feed.slot for feed in feeds}) == len(feeds), "one feed a slot"
 
 
 class WrappedRunner:
@@ -101,22 +144,23 @@ class WrappedRunner:
         return self._runner.device
 
     @property
-    def launches(self) -> bool:
-        return self._runner.launches
+    def capabilities(self) -> Capabilities:
+        return self._runner.capabilities
 
-    @property
-    def row_invariant(self) -> bool:
-        return self._runner.row_invariant
+    def length(self, slot: int = 0) -> int:
+        return self._runner.length(slot)
 
-    @property
-    def length(self) -> int:
-        return self._runner.length
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        return self._runner.forward(feeds)
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
-        return self._runner.forward(tokens, rows)
+    def rollback(self, length: int, slot: int = 0) -> None:
+        self._runner.rollback(length, slot)
 
-    def rollback(self, length: int) -> None:
-        self._runner.rollback(length)
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        self._runner.keep(path, slot)
+
+    def fork(self, slot: int, into: int) -> None:
+        self._runner.fork(slot, into)
 
     def synchronize(self) -> None:
         self._runner.synchronize()

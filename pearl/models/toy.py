@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-from pearl.errors import ModelError, RequestError
+from pearl.errors import ModelError
 from pearl.models.faulty import FaultyRunner
-from pearl.models.runner import ModelRunner, Tokens
+from pearl.models.feeds import Feed, is_path
+from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 Distribution = Callable[[Sequence[int]], torch.Tensor]
+
+_SLOTS, _TREE_NODES = 8, 256
 
 
 class ToyRunner:
@@ -29,30 +32,57 @@ class ToyRunner:
     """
 
     device = torch.device("cpu")
-    launches = False
-    row_invariant = True
+    capabilities = Capabilities(
+        slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True, trees_row_invariant=True
+    )
 
     def __init__(self, vocab_size: int, distribution: Distribution, context: int = 1 << 20) -> None:
         self.vocab_size = vocab_size
         self.context = context
         self._distribution = distribution
-        self._tokens: list[int] = []
+        self._tokens: list[list[int]] = [[] for _ in range(_SLOTS)]
+        self._trees: list[Feed | None] = [None] * _SLOTS
 
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
+    def length(self, slot: int = 0) -> int:
+        return len(self._tokens[slot])
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
-        if self.length + len(tokens) > self.context:
-            raise RequestError(f"toy context of {self.context} tokens is full")
-        self._tokens.extend(map(int, tokens))
-        ends = range(self.length - rows + 1, self.length + 1)
-        probs = [self._distribution(self._tokens[:end]) for end in ends]
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        check_feeds(feeds, self, "the toy model")
+        return [self._chain(feed) if feed.parents is None else self._tree(feed) for feed in feeds]
+
+    def _chain(self, feed: Feed) -> torch.Tensor:
+        tokens = self._tokens[feed.slot]
+        tokens.extend(map(int, feed.tokens))
+        self._trees[feed.slot] = None
+        return self._logits([tokens[:end] for end in range(len(tokens) - feed.rows + 1, len(tokens) + 1)])
+
+    def _tree(self, feed: Feed) -> torch.Tensor:
+        assert feed.parents is not None
+        contexts: list[list[int]] = []
+        for token, parent in zip(feed.tokens, feed.parents, strict=True):
+            contexts.append([*(contexts[parent] if parent >= 0 else self._tokens[feed.slot]), int(token)])
+        self._trees[feed.slot] = feed
+        return self._logits(contexts[len(contexts) - feed.rows :])
+
+    def _logits(self, contexts: list[list[int]]) -> torch.Tensor:
+        probs = [self._distribution(context) for context in contexts]
         return torch.log(torch.stack(probs)) if probs else torch.empty(0, self.vocab_size)
 
-    def rollback(self, length: int) -> None:
-        assert 0 <= length <= self.length
-        del self._tokens[length:]
+    def rollback(self, length: int, slot: int = 0) -> None:
+        assert 0 <= length <= self.length(slot)
+        self._trees[slot] = None
+        del self._tokens[slot][length:]
+
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        tree, self._trees[slot] = self._trees[slot], None
+        assert tree is not None, "no tree was fed to this slot"
+        assert tree.parents is not None
+        assert is_path(tree.parents, path), (tree.parents, path)
+        self._tokens[slot].extend(int(tree.tokens[node]) for node in path)
+
+    def fork(self, slot: int, into: int) -> None:
+        self._trees[into] = None
+        self._tokens[into] = list(self._tokens[slot])
 
     def synchronize(self) -> None:
         pass

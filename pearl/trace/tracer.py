@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from pearl.errors import ProtocolError, TraceError
-from pearl.models.runner import ModelRunner, Tokens, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
@@ -354,12 +354,12 @@ class _TimedOnGpu(WrappedRunner):
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self._running: tuple[Any, Any] | None = None
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         if self._tracer.recorder is None:
-            return self._runner.forward(tokens, rows)
+            return self._runner.forward(feeds)
         began, ended = self._event(), self._event()
         began.record()
-        logits = self._runner.forward(tokens, rows)
+        logits = self._runner.forward(feeds)
         ended.record()
         self._running = (began, ended)
         return logits

@@ -9,7 +9,7 @@ import time
 from statistics import median
 
 from pearl.errors import ModelError
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.window import Speeds
 
 FED = (1, 2, 4, 8)  # tokens fed to the target: the sizes of windows that matter; others are interpolated
@@ -51,7 +51,7 @@ def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, fl
 def _fill(runner: ModelRunner) -> int:
     runner.rollback(0)
     count = max(1, min(_CONTEXT, runner.context - max(FED)))
-    runner.forward([i % runner.vocab_size for i in range(count)], 0)
+    feed_chain(runner, [i % runner.vocab_size for i in range(count)], 0)
     return count
 
 
@@ -60,7 +60,7 @@ def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
     runner.rollback(base)
     runner.synchronize()
     began = time.perf_counter()
-    logits = runner.forward([i % runner.vocab_size for i in range(fed)], fed)
+    logits = feed_chain(runner, [i % runner.vocab_size for i in range(fed)], fed)
     runner.synchronize()
     seconds = time.perf_counter() - began
     if not logits.amax(-1).isfinite().all():  # NaN spreads to the maximum: refused at start, not in a text

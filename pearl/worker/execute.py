@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pearl.errors import OutOfMemory
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import (
     Draft,
     Drafted,
@@ -118,9 +118,9 @@ class TargetExecutor:
             self._text = self._text_stream(command.prompt, command.stops)
 
     def _forward(self, command: Forward) -> Forwarded:
-        assert self.runner.length == command.start, (self.runner.length, command)
+        assert self.runner.length() == command.start, (self.runner.length(), command)
         began = time.perf_counter()
-        self._logits = self.runner.forward(command.tokens, command.rows)
+        self._logits = feed_chain(self.runner, command.tokens, command.rows)
         self.runner.synchronize()
         self._first = command.start + len(command.tokens) - command.rows + 1
         return Forwarded(time.perf_counter() - began)
@@ -205,7 +205,7 @@ class DraftExecutor:
 
     def __init__(self, runner: ModelRunner, vocab_size: int, chains: bool | None = None) -> None:
         self.runner = runner
-        self.chains = runner.launches if chains is None else chains
+        self.chains = runner.capabilities.launches if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
         self._rule: Rule | None = None
 
@@ -223,10 +223,10 @@ class DraftExecutor:
         return None
 
     def _draft(self, command: Draft) -> Drafted:
-        assert self.runner.length == command.start, (self.runner.length, command)
+        assert self.runner.length() == command.start, (self.runner.length(), command)
         assert self._rule is not None
         began = time.perf_counter()
-        logits = self.runner.forward(self._known(command.tokens), int(command.sample))
+        logits = feed_chain(self.runner, self._known(command.tokens), int(command.sample))
         self.runner.synchronize()
         done = time.perf_counter()
         if not command.sample:
@@ -242,12 +242,12 @@ class DraftExecutor:
 
         Unproven: no GPU was at hand. The tests run it on a CPU, where all is done when it returns.
         """
-        assert self.runner.length == command.start, (self.runner.length, command)
+        assert self.runner.length() == command.start, (self.runner.length(), command)
         assert self._rule is not None
         assert command.sample
         began, forwarded, done = marks = _marks(self.runner.device)
         began.record()
-        logits = self.runner.forward(self._known(command.tokens) if token is None else token, 1)
+        logits = feed_chain(self.runner, self._known(command.tokens) if token is None else token, 1)
         forwarded.record()
         said, probs = self._rule.draft_there(self._fit(logits[0]), command.start + len(command.tokens))
         # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.

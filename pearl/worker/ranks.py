@@ -5,13 +5,16 @@ Followers never judge and never draw.  What they are told of a forward says wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from pearl.errors import DraftLost, TargetLost, TransportError
-from pearl.models.runner import ModelRunner, Tokens, WrappedRunner, check_room
+from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, check_feeds
+
+_FORWARD, _KEEP, _FORK = range(3)
 
 
 class Telling(Protocol):
@@ -32,16 +35,16 @@ class LeadingRunner(WrappedRunner):
         self._group, self._lost = group, lost
 
     @property
-    def launches(self) -> bool:
-        return False  # the others have to be told which token it is
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, launches=False)  # the others have to be told which token it is
 
-    def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `lost`."""
-        ids = [int(token) for token in tokens]  # the others have to be told which
-        check_room(ids, self.length + len(ids), self.context, self.vocab_size)
-        self._group.tell([self.length, rows, *ids])
+        feeds = [replace(feed, tokens=[int(token) for token in feed.tokens]) for feed in feeds]
+        check_feeds(feeds, self, "a shared model")
+        self._group.tell([_FORWARD, *(word for feed in feeds for word in _told(feed, self.length(feed.slot)))])
         try:
-            return self._runner.forward(ids, rows)
+            return self._runner.forward(feeds)
         except TransportError:
             raise  # another rank's fault
         except Exception as error:
@@ -49,6 +52,29 @@ class LeadingRunner(WrappedRunner):
             raise self._lost(
                 f"a forward failed and its ranks are out of step: {type(error).__name__}: {cause}"
             ) from error
+
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        self._group.tell([_KEEP, slot, *path])
+        self._runner.keep(path, slot)
+
+    def fork(self, slot: int, into: int) -> None:
+        self._group.tell([_FORK, slot, into, self.length(slot)])
+        self._runner.fork(slot, into)
+
+
+def _told(feed: Feed, start: int) -> list[int]:
+    """A feed in numbers: slot, where it starts, rows, how many tokens, which, and their parents (a chain has none)."""
+    parents = [] if feed.parents is None else [1, *feed.parents]
+    return [feed.slot, start, feed.rows, len(feed.tokens), *map(int, feed.tokens), *(parents or [0])]
+
+
+def _feeds(words: list[int]) -> Iterator[tuple[Feed, int]]:
+    """Of `_told`: each feed, and where it starts."""
+    while words:
+        slot, start, rows, count = words[:4]
+        tokens, is_tree, words = words[4 : 4 + count], words[4 + count], words[5 + count :]
+        parents, words = (tuple(words[:count]), words[count:]) if is_tree else (None, words)
+        yield Feed(tokens, rows, slot, parents), start
 
 
 def dismiss(group: Telling) -> None:
@@ -59,6 +85,14 @@ def dismiss(group: Telling) -> None:
 def follow(runner: ModelRunner, group: Telling) -> None:
     """A follower's loop: returns when the leader dismisses it, raises `TransportError` when it is gone."""
     while words := group.told():
-        start, rows, *tokens = words
-        runner.rollback(start)
-        runner.forward(tokens, rows)
+        match words:
+            case [kind, slot, *path] if kind == _KEEP:
+                runner.keep(path, slot)
+            case [kind, slot, into, length] if kind == _FORK:
+                runner.rollback(length, slot)
+                runner.fork(slot, into)
+            case [_, *told]:
+                feeds = list(_feeds(told))
+                for feed, start in feeds:
+                    runner.rollback(start, feed.slot)
+                runner.forward([feed for feed, _ in feeds])

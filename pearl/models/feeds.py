@@ -1,0 +1,149 @@
+"""What a forward is fed: chains and trees of tokens, each behind what one slot holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Tokens = Sequence[int] | torch.Tensor  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens for one slot of a runner.
+
+    Attributes:
+        tokens: [n], not empty. A tensor of ids stands on the device, perhaps not yet computed there: nobody looks
+            whether they are sound.
+        rows: the logits of the last so many tokens are returned; 0 <= rows <= n.
+        slot: which sequence the tokens continue.
+        parents: None for a chain, each token following the one before. For a tree: for each token the index in `tokens`
+            of the one that it follows, smaller than its own, or -1 where it follows what the slot holds.
+    """
+
+    tokens: Tokens
+    rows: int
+    slot: int = 0
+    parents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) > 0
+        assert 0 <= self.rows <= len(self.tokens)
+        if self.parents is not None:
+            assert len(self.parents) == len(self.tokens)
+            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), self.parents
+
+    @property
+    def depth(self) -> int:
+        """How many positions the feed reaches beyond what the slot holds."""
+        return len(self.tokens) if self.parents is None else 1 + max(depths(self.parents))
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Of each node of a tree; 0 for one that follows what the slot holds."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def ancestors(parents: Sequence[int]) -> list[int]:
+    """Of each node of a tree the nodes that it sees, itself included, as a mask: bit j is node j."""
+    found: list[int] = []
+    for node, parent in enumerate(parents):
+        found.append((1 << node) | (0 if parent < 0 else found[parent]))
+    return found
+
+
+def branches(parents: Sequence[int]) -> list[list[int]]:
+    """A tree cut into chains, depth first: [nodes], each the parent of the next.
+
+    A chain begins below a node of the chains before it (or below what the slot holds), and where it does, the last
+    chain that reached its depth holds its ancestors: so the chains can be computed one after the other in one cache.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    chains: list[list[int]] = []
+    waiting = [[node] for node in reversed(children.get(-1, []))]
+    while waiting:
+        chain = waiting.pop()
+        while below := children.get(chain[-1]):
+            waiting += [[node] for node in reversed(below[1:])]
+            chain.append(below[0])
+        chains.append(chain)
+    return chains
+
+
+def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
+    """Whether `path` leads from what the slot holds down the tree, node by node."""
+    return all(0 <= node < len(parents) for node in path) and all(
+        parents[node] == above for above, node in zip([-1, *path], path, strict=False)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of a forward that continue a slot as one chain: `size` rows from `row` on, at positions from `start` on."""
+
+    slot: int
+    start: int
+    row: int
+    size: int
+
+    @property
+    def at(self) -> slice:
+        """Its positions."""
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.size)
+
+
+@dataclass
+class Layout:
+    """Several feeds as the rows of one forward.
+
+    Attributes:
+        ids: [rows], token ids.
+        spans: in the order in which they must be computed; of a tree, its `branches`.
+        asked: for each feed, the rows whose logits it wants.
+        trees: each feed that is a tree, and the row of each of its nodes.
+    """
+
+    ids: torch.Tensor
+    spans: list[Span] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+    trees: list[tuple[Feed, list[int]]] = field(default_factory=list)
+
+
+def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> Layout:
+    """Arrange feeds in one forward of at least `least` rows; what is behind the feeds is padding.
+
+    Args:
+        lengths: of the slots.
+    """
+    layout, ids = Layout(torch.empty(0)), []
+    count = 0
+    for feed in feeds:
+        start, fed, order = lengths[feed.slot], len(feed.tokens), list(range(len(feed.tokens)))
+        if feed.parents is None:
+            layout.spans.append(Span(feed.slot, start, count, fed))
+        else:
+            depth, row = depths(feed.parents), count
+            for chain in branches(feed.parents):
+                layout.spans.append(Span(feed.slot, start + depth[chain[0]], row, len(chain)))
+                order[row - count : row - count + len(chain)] = chain
+                row += len(chain)
+        row_of = {node: count + row for row, node in enumerate(order)}
+        ids.append(torch.as_tensor(feed.tokens) if feed.parents is None else torch.as_tensor(feed.tokens)[order])
+        if feed.parents is not None:
+            layout.trees.append((feed, [row_of[node] for node in range(fed)]))
+        layout.asked.append([row_of[node] for node in range(fed - feed.rows, fed)])
+        count += fed
+    padding = torch.zeros(max(0, least - count), dtype=torch.long)
+    layout.ids = torch.cat([*ids, padding]) if len(ids) > 1 or len(padding) else ids[0]
+    return layout

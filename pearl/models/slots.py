@@ -1,0 +1,113 @@
+"""Keys and values of several sequences, in buffers allocated once.
+
+A slot holds one sequence.  Lengths say how much of a slot counts: rolling back sets a number.  What is fed as a tree is
+kept aside until it is known which of its paths continues the sequence.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from pearl.models.feeds import is_path
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree that was fed to a slot and of which no path is kept yet.
+
+    Attributes:
+        parents: as of the `Feed`.
+        rows: where each node's states stand in `states`; None where nodes stand in the slot, in their order.
+        states: for each layer (keys, values), [rows, kv_heads, head_dim].
+    """
+
+    parents: tuple[int, ...]
+    rows: list[int] | None = None
+    states: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+class Slots:
+    """Keys and values [slots, layers, kv_heads, positions, head_dim], all zeros at first.
+
+    Forwards look beyond a sequence, at what a mask then hides; there must not be a NaN, for 0 times NaN is NaN.  So
+    what a rollback forgets is set to zero.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+        self.lengths = [0] * shape[0]
+        self._written = [0] * shape[0]  # positions that may hold something
+        self._trees: list[Tree | None] = [None] * shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    def wrote(self, slot: int, end: int) -> None:
+        """Note that positions up to `end` were written to."""
+        self._written[slot] = max(self._written[slot], end)
+
+    def extend(self, slot: int, count: int) -> None:
+        """A chain of `count` tokens was fed: it continues the sequence."""
+        self._trees[slot] = None
+        self.lengths[slot] += count
+
+    def hold(self, slot: int, tree: Tree) -> None:
+        """A tree was fed: it waits for `keep`."""
+        self._trees[slot] = tree
+
+    def rollback(self, length: int, slot: int) -> None:
+        assert 0 <= length <= self.lengths[slot]
+        held, self._trees[slot] = self._trees[slot], None
+        forgets = length < self.lengths[slot] or length == 0 or held is not None
+        self.lengths[slot] = length
+        if forgets:
+            self._clear(slot, length)
+
+    def keep(self, path: Sequence[int], slot: int) -> None:
+        """Continue the sequence by the nodes of `path`; forget the rest of the tree."""
+        tree, start = self._trees[slot], self.lengths[slot]
+        assert tree is not None, "no tree was fed to this slot"
+        assert is_path(tree.parents, path), (tree.parents, path)
+        self._trees[slot] = None
+        end = start + len(path)
+        with torch.inference_mode():
+            if tree.states is not None and tree.rows is not None:
+                rows = [tree.rows[node] for node in path]
+                for layer, (keys, values) in enumerate(tree.states):
+                    self.keys[slot, layer, :, start:end] = keys[rows].transpose(0, 1)
+                    self.values[slot, layer, :, start:end] = values[rows].transpose(0, 1)
+            elif list(path) != list(range(len(path))):
+                rows = [start + node for node in path]
+                for buffer in (self.keys, self.values):
+                    buffer[slot, :, :, start:end] = buffer[slot][:, :, rows]
+        self.lengths[slot] = end
+        self._clear(slot, end)
+
+    def fork(self, slot: int, into: int) -> None:
+        """Make slot `into` hold what `slot` holds."""
+        assert slot != into
+        length = self.lengths[slot]
+        self.rollback(0, into)
+        with torch.inference_mode():
+            for buffer in (self.keys, self.values):
+                buffer[into, :, :, :length] = buffer[slot, :, :, :length]
+        self.lengths[into] = self._written[into] = length
+
+    def _clear(self, slot: int, length: int) -> None:
+        with torch.inference_mode():
+            self.keys[slot, :, :, length : self._written[slot]].zero_()
+            self.values[slot, :, :, length : self._written[slot]].zero_()
+        self._written[slot] = length
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU pages of a fresh mapping, which take no memory until they are written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
