@@ -31,8 +31,8 @@ class Look:
 
 LOOKS = {
     "prefill": Look("P", "#7b6fc4", "reading the prompt (prefill)"),
-    "pre-verify": Look("v", "#5aa9e6", "verifying the draft's first token (pre-verify)"),
-    "post-verify": Look("V", "#1f6fb2", "verifying a window of draft tokens (post-verify)"),
+    "pre-verify": Look("v", "#5aa9e6", "target forward without draft tokens (pre-verify)"),
+    "post-verify": Look("V", "#1f6fb2", "target forward over draft tokens (post-verify)"),
     "accepted": Look("a", "#3fa34d", "draft token, accepted"),
     "rejected": Look("x", "#d1495b", "draft token, rejected"),
     "discarded": Look("d", "#e0a458", "draft token after a rejected one, discarded"),
