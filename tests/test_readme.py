@@ -1,8 +1,10 @@
-"""The README says what the code does: its diagrams are the tables, and what it names exists."""
+"""The pages say what the code does: diagrams are the tables, commands can be given, links and names lead somewhere."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -13,18 +15,67 @@ from pearl.cli import cli
 from pearl.errors import PearlError
 from pearl.protocol.diagram import section
 from pearl.protocol.window import METHODS
+from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+HOUSE = ROOT / "pearl" / "README.md"
+MECHANISM = ROOT / "pearl" / "protocol" / "README.md"
+PAGES = sorted(
+    page
+    for page in (README, ROOT / "SECURITY.md", *ROOT.glob("launch/*.md"), *ROOT.glob("pearl/**/*.md"))
+    if page != ROOT / "pearl" / "transport" / "WIRE.md"  # it names messages, not commands
+)
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def test_the_diagrams_are_drawn_from_the_tables():
-    shown = README.split("<!-- diagram -->")[1].split("<!-- /diagram -->")[0].strip()
-    assert shown == section(), "README.md is stale: put in what `python -m pearl.protocol.diagram` prints"
+def named(found: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return sorted({(page, one) for page, some in found.items() for one in some})
 
 
-def test_every_method_is_explained():
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)) >= set(METHODS)
+# ---- the first page ----
+
+
+def test_the_first_page_takes_two_minutes() -> None:
+    assert len(README.read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page.endswith("/README.md") and "embedded" not in page])
+def test_each_page_is_linked_once_from_the_table_of_the_first(page: str) -> None:
+    table = TEXTS["README.md"].split("## Where to read on")[1].split("\n## ")[0]
+    assert LINK.findall(table).count(page) == 1
+    assert [link.partition("#")[0] for link in LINK.findall(TEXTS["README.md"])].count(page) == 1
+
+
+def test_every_method_is_explained() -> None:
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", TEXTS["README.md"], re.MULTILINE)) >= set(METHODS)
+
+
+@pytest.mark.parametrize(("file", "most"), [("pearl/trace/sd_and_pearl.png", 200_000), ("pearl/cli/chat.svg", 100_000)])
+def test_pictures_are_small_and_need_no_network(file: str, most: int) -> None:
+    content = (ROOT / file).read_bytes()
+    assert len(content) <= most
+    assert b"@font-face" not in content
+    assert file in LINK.findall(TEXTS["README.md"])
+
+
+# ---- what is named exists ----
+
+
+def test_the_diagrams_are_drawn_from_the_tables() -> None:
+    shown = MECHANISM.read_text().split("<!-- diagram -->")[1].split("<!-- /diagram -->")[0].strip()
+    assert shown == section(), f"{MECHANISM} is stale: put in what `python -m pearl.protocol.diagram` prints"
+
+
+def test_the_house_has_the_rooms_that_the_layers_have() -> None:
+    """In their order from top to bottom, each once."""
+    rooms = re.findall(r"^\| \[?`(pearl[\w.]*)`", HOUSE.read_text(), re.MULTILINE)
+    assert len(rooms) == len(set(rooms))
+    assert set(rooms) == set().union(*LAYERS)
+    depths = [next(depth for depth, names in enumerate(LAYERS) if room in names) for room in rooms]
+    assert depths == sorted(depths), "a room stands above one that is in a higher layer"
 
 
 def flags(command: click.Command) -> set[str]:
@@ -33,31 +84,96 @@ def flags(command: click.Command) -> set[str]:
     names = command.list_commands(context) if isinstance(command, click.Group) else []
     below = [command.get_command(context, name) for name in names]
     own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-    return own.union(*(flags(one) for one in below))
+    return own.union(*(flags(one) for one in below if one is not None))
 
 
-@pytest.mark.parametrize("flag", sorted(set(re.findall(r"--[a-z][a-z-]+", README))))
-def test_every_flag_named_is_a_flag(flag):
-    others = {
-        "--help",
-        "--dry-run",
-        "--nproc-per-node",
-        "--repeats",
-        "--model",
-        "--most-stolen",
-        "--other-repeats",
-    }  # not the command line's
-    assert flag in flags(cli) | others
+@pytest.mark.parametrize(
+    ("page", "flag"), named({page: re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) for page, text in TEXTS.items()})
+)
+def test_every_flag_named_is_a_flag(page: str, flag: str) -> None:
+    torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
+    assert flag in flags(cli) | torchrun | {"--help", "--dry-run", "--model", "--run"}, page  # and those of our scripts
 
 
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
-def test_every_error_is_listed_with_its_exit_code(error):
-    assert re.search(rf"(?m)^\| {error.exit_code} \| .*`{error.__name__}`", README)
+def test_every_error_is_listed_with_its_exit_code(error: type[PearlError]) -> None:
+    assert re.search(rf"(?m)^\| {error.exit_code} \| .*`{error.__name__}`", MECHANISM.read_text())
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)h][^)]*)\)", README))))
-def test_every_link_leads_somewhere(path):
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize(("page", "link"), named({page: LINK.findall(text) for page, text in TEXTS.items()}))
+def test_every_link_leads_somewhere(page: str, link: str) -> None:
+    """To a file, and where it names a heading to that."""
+    if link.startswith("http"):
+        return
+    path, _, anchor = link.partition("#")
+    file = ((ROOT / page).parent / path) if path else ROOT / page
+    assert file.exists(), page
+    if anchor:
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, page
+
+
+# ---- commands ----
+
+
+def commands(text: str) -> Iterator[str]:
+    """The command lines of a page's blocks, one by one, without a prompt or a comment behind them."""
+    for language, block in FENCE.findall(text):
+        if language:
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in re.split(r" && ", line.removeprefix("$ ")):
+                words = command.split()
+                while words and re.fullmatch(r"[A-Z]+=\S+", words[0]):
+                    words.pop(0)
+                if words and (words[0] in STARTS or words[0].startswith(("scripts/", "launch/"))):
+                    yield " ".join(words)
+
+
+STARTS = {"pearl", ".venv/bin/pearl", "torchrun", "python", "sbatch"}
+COMMANDS = named({page: list(commands(text)) for page, text in TEXTS.items()})
+
+
+def test_the_commands_are_found() -> None:
+    assert len(COMMANDS) > 40
+    assert list(commands("```\n$ pearl keys f && scp f x: # once\nA=b launch/x.sh\n    hello\n```\n")) == [
+        "pearl keys f",
+        "launch/x.sh",
+    ]
+
+
+def parsed(words: list[str]) -> None:
+    """As the command line would read it; nothing runs. Raises `click.UsageError`."""
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        context = click.Context(command)
+        _, rest, _ = command.make_parser(context).parse_args(list(words))
+        if not rest or command.get_command(context, rest[0]) is None:
+            assert command.invoke_without_command or not rest, f"no command {rest[0]}"
+            return
+        found = command.get_command(context, rest[0])
+        assert found is not None
+        command, words = found, rest[1:]
+    command.make_parser(click.Context(command)).parse_args(words)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_every_command_can_be_given(page: str, command: str) -> None:
+    """The command exists and takes these flags; scripts and configurations that it names are there."""
+    words = shlex.split(command.replace("$pair", ""), comments=True)
+    if "-m" in words and words[words.index("-m") + 1] == "pearl":
+        parsed(words[words.index("-m") + 2 :])
+    elif words[0].endswith("pearl"):
+        parsed(words[1:])
+    for word in words:
+        if word.startswith(("scripts/", "launch/", "configs/")):
+            assert (ROOT / word).exists(), page
+
+
+def test_a_wrong_command_is_noticed() -> None:
+    for wrong in (["trace", "shew", "x"], ["generate", "hello", "--no-such-flag"], ["trace", "show", "x", "--png"]):
+        with pytest.raises((click.UsageError, AssertionError)):
+            parsed(wrong)

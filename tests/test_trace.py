@@ -38,7 +38,7 @@ from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sa
 from pearl.protocol.sequence import extend_digest
 from pearl.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
-from pearl.trace.gantt import chart, terminal
+from pearl.trace.gantt import _PAUSE, Bar, _merged, chart, same_time, terminal
 from pearl.trace.reading import Trace, read, read_document
 from pearl.trace.recorder import GPU, LOOP, Part, Recorder, part_path, part_paths, where_and_what
 from pearl.trace.replay import replay
@@ -894,6 +894,49 @@ def test_png(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
     result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), "--png", str(tmp_path / "no" / "g.png")])
     assert isinstance(result.exception, TraceError)
+
+
+def test_short_work_does_not_cut_a_wait() -> None:
+    """A heartbeat, or noting a message, between two waits: one bar, of the cause that took longest."""
+    tick = _PAUSE / 10
+    bars = [
+        Bar(0.0, 0.010, "wait", "", "verdict"),
+        Bar(0.010, 0.010 + tick, "other", "a heartbeat"),
+        Bar(0.010 + 2 * tick, 0.050, "wait", "", "verdict"),
+        Bar(0.050, 0.051 - tick, "wait", "", "transport"),
+        Bar(0.051, 0.061, "accepted", "draft"),
+        Bar(0.061, 0.070, "wait", "", "verdict"),
+        Bar(0.070, 0.070 + 2 * _PAUSE, "other", "long work"),
+        Bar(0.070 + 2 * _PAUSE, 0.090, "wait", "", "verdict"),
+        Bar(0.090, 0.090 + tick, "other", "the last"),
+    ]
+    merged = _merged(bars)
+    assert [(b.look, b.start, b.end) for b in merged[:2]] == [("wait", 0.0, 0.051 - tick), ("accepted", 0.051, 0.061)]
+    assert merged[0].cause == "verdict"
+    assert [b.look for b in merged[2:]] == ["wait", "other", "wait", "other"]
+
+
+def test_two_runs_in_one_picture(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+    """On one scale of time: sd waits about half of it, pearl hardly, and its text grows faster."""
+    pytest.importorskip("matplotlib")
+    recorded(tmp_path / "sd.json", Decoding("sd", gamma=4), alpha=0.8, tokens=400)
+    charts = same_time([read(tmp_path / "sd.json"), read(run[1])])
+    assert [c.method for c in charts] == ["sd", "pearl"]
+    assert [(c.start, c.end) for c in charts] == [(0.0, pytest.approx(charts[0].end))] * 2
+    assert charts[0].shares("target")[1] > 0.3 > 0.1 > charts[1].shares("target")[1]
+    assert {bar.cause for bar in charts[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
+    assert sum(c.tokens for c in charts[0].commits) <= sum(c.tokens for c in charts[1].commits)
+    both = ("compare", str(tmp_path / "sd.json"), str(run[1]))
+    invoked(*both, "--png", str(tmp_path / "g.png"), "--seconds", "30")
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+    for wrong in (("--seconds", "30"), ("--png", str(tmp_path / "no" / "g.png"))):
+        assert CliRunner().invoke(cli, ["trace", *both, *wrong]).exit_code != 0
+
+
+def test_commits_are_the_text(run: tuple[Outcome, Path]) -> None:
+    whole = chart(read(run[1]), seconds=1e6)
+    assert sum(commit.tokens for commit in whole.commits) == report(read(run[1])).tokens
+    assert sum(commit.is_rejection for commit in whole.commits) == len(whole.rejections)
 
 
 def test_html_needs_no_network(run: tuple[Outcome, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pearl.cli.terminal import SafeConsole, say
 from pearl.errors import TraceError
 from pearl.printable import printable
 from pearl.trace import chrome
-from pearl.trace.gantt import chart, html, png, terminal
+from pearl.trace.gantt import chart, html, png, same_time, terminal
 from pearl.trace.reading import read, read_document
 from pearl.trace.replay import replay as run_again
 from pearl.trace.report import Report, Worker
@@ -49,8 +49,17 @@ def report(file: Path, as_json: bool) -> None:
 @click.argument("a", type=_FILE)
 @click.argument("b", type=_FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def compare(a: Path, b: Path, as_json: bool) -> None:
+@click.option("--png", "png_path", type=_FILE, help="Instead draw both runs, A above B on one time scale.")
+@click.option("--seconds", type=float, help="How much --png shows of each; default: twelve verification steps of one.")
+def compare(a: Path, b: Path, as_json: bool, png_path: Path | None, seconds: float | None) -> None:
     """Two runs side by side: one of sd and one of pearl, say."""
+    if seconds is not None and png_path is None:
+        raise click.UsageError("--seconds says how much a picture shows: give --png FILE too")
+    if png_path is not None:
+        shown = same_time([read(a), read(b)], seconds)
+        png(shown, png_path)
+        say(f"{png_path}: {a} above {b}, {max(c.end for c in shown):.3f} s of each")
+        return
     reports = {str(path): make_report(read(path)) for path in (a, b)}
     if as_json:
         click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
@@ -75,10 +84,12 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 def show(file: Path, start: float | None, seconds: float | None, png_path: Path | None, html_path: Path | None) -> None:
     """Both workers on one time axis, in the terminal or as a picture."""
     shown = chart(read(file), start, seconds)
-    for path, draw in ((png_path, png), (html_path, html)):
-        if path is not None:
-            draw(shown, path)
-            say(f"{path}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
+    if png_path is not None:
+        png([shown], png_path)
+    if html_path is not None:
+        html(shown, html_path)
+    for path in filter(None, (png_path, html_path)):
+        say(f"{path}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
     if png_path is None and html_path is None:
         console = SafeConsole()
         for line in terminal(shown, console.width):

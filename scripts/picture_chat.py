@@ -1,0 +1,95 @@
+"""Draws a picture of the chat from a real conversation: `python scripts/picture_chat.py pearl/cli/chat.svg`.
+
+The first reply is shown whole. The second is frozen in the middle, with the draft's guess behind the text. The first
+request after the start is slower, so one that is not shown goes before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+from pearl.cli.chat import Chat, status
+from pearl.cli.reply import GUESSED, STYLES, Reply
+from pearl.config import DecodingConfig, SamplingParams
+from pearl.conversation import Conversation
+from pearl.engine import Engine
+from pearl.protocol.messages import Provenance
+
+QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without it?")
+FROZEN_AT, LEAST_GUESS = 12, 16  # tokens of the text, characters of the guess
+
+
+class Still:
+    """A reply of which one moment is kept."""
+
+    def __init__(self, console: Console, frozen_at: int | None) -> None:
+        self._console, self._frozen_at = console, frozen_at
+        self._text, self._guess, self._tokens = Text(), "", 0
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._frozen_at is not None and self._tokens >= self._frozen_at and len(self._guess) >= LEAST_GUESS
+
+    def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
+        if self.is_frozen:
+            return
+        for text, source in zip(texts, provenance, strict=True):
+            self._text.append(text, STYLES[source])
+            self._guess = self._guess.removeprefix(text) if self._guess.startswith(text) else ""
+            self._tokens += 1
+
+    def guess(self, text: str) -> None:
+        if not self.is_frozen:
+            self._guess = text
+
+    def finish(self) -> None:
+        self._console.print(self._text + Text(self._guess if self.is_frozen else "", GUESSED))
+
+
+class Pictured(Chat):
+    frozen_at: int | None = None
+
+    @contextmanager
+    def _reply(self) -> Iterator[Reply]:
+        reply = Still(self.console, self.frozen_at)
+        yield reply
+        reply.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    file: Path = parser.parse_args().file
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
+    with Engine() as engine:
+        sampling = SamplingParams(temperature=0, max_tokens=96)
+        chat = Pictured(
+            engine, sampling, DecodingConfig(gamma=4), Conversation(engine.tokenizer, False, ""), True, False
+        )
+        chat.console = console
+        engine.generate(QUESTIONS[0], sampling)
+        for question in QUESTIONS:
+            chat.frozen_at = FROZEN_AT if question == QUESTIONS[-1] else None
+            console.print(Text(f">>> {question}"))
+            answer = chat.answer(question)
+            if chat.frozen_at is None:
+                console.print(status(answer, engine.context))
+                console.print()
+    # No fonts from the network: a page that shows the picture may forbid them, and any monospaced font will do.
+    frame = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    svg = console.export_svg(title="pearl chat --show-draft", theme=MONOKAI, code_format=frame, unique_id="chat")
+    file.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
