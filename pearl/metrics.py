@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 
-from pearl.protocol.coordinator import Counts
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
+from pearl.protocol.request import Counts
 from pearl.protocol.window import Speeds
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ from typing import Protocol
 from pearl.config import EngineConfig
 from pearl.metrics import Stopwatch
 from pearl.models.runner import ModelRunner
-from pearl.protocol.coordinator import Coordinator, Counts
+from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
     Cause,
@@ -37,6 +37,7 @@ from pearl.protocol.events import (
     Wait,
 )
 from pearl.protocol.messages import Committed, Provenance, Submit
+from pearl.protocol.request import Counts
 from pearl.protocol.window import Speeds
 from pearl.trace.recorder import Recorder, where_and_what
 from pearl.trace.tracer import Tracer, identity
@@ -93,14 +94,15 @@ class CoinTarget:
     def execute(self, command: object) -> Event | None:
         match command:
             case Forward():
-                return Forwarded()
+                return Forwarded(request=command.request)
             case Judge(start, tokens):
                 end = start + len(tokens)
                 self._toss(end)
                 wrong = self._right.find(0, start, end)
-                return Judged(len(tokens), None) if wrong < 0 else Judged(wrong - start, 1)
+                accepted, token = (len(tokens), None) if wrong < 0 else (wrong - start, 1)
+                return Judged(accepted, token, request=command.request)
             case Sample():
-                return Sampled(0)
+                return Sampled(0, request=command.request)
         return None
 
     def _toss(self, end: int) -> None:
@@ -115,7 +117,7 @@ class CoinDraft:
     def execute(self, command: object) -> Event | None:
         match command:
             case Draft(sample=sample):
-                return Drafted(0 if sample else None)
+                return Drafted(0 if sample else None, request=command.request)
         return None
 
 
@@ -231,9 +233,9 @@ class _Simulation:
         event, seconds = self._executors[actor].execute(command), self._seconds(command)
         if isinstance(event, Forwarded):
             self.outcome.watch.busy += seconds
-            event = Forwarded(seconds)
+            event = replace(event, seconds=seconds)
         elif isinstance(event, Drafted):
-            event = Drafted(event.token, seconds, event.rows)
+            event = replace(event, seconds=seconds)
         return event, seconds
 
     def _seconds(self, command: object) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from pearl.protocol.coordinator import Coordinator, Counts, State
+from pearl.protocol.coordinator import Coordinator, State
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
 from pearl.protocol.events import (
@@ -38,6 +38,7 @@ from pearl.protocol.events import (
     Wait,
 )
 from pearl.protocol.messages import Begin, Committed, Decoding, Preview, Provenance, Sampling, Submit, Verdict
+from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.window import Speeds
 
@@ -102,14 +103,14 @@ class ScriptTarget:
                 self.cache.feed(start, tokens)
                 assert 0 <= rows <= len(tokens)
                 self.first_row = len(self.cache.tokens) + 1 - rows
-                return Forwarded()
+                return Forwarded(request=command.request)
             case Judge(start, tokens):
                 for i, token in enumerate(tokens):
                     if token != self._says(start + i):
-                        return Judged(i, self._says(start + i))
-                return Judged(len(tokens), None)
+                        return Judged(i, self._says(start + i), request=command.request)
+                return Judged(len(tokens), None, request=command.request)
             case Sample(position):
-                return Sampled(self._says(position))
+                return Sampled(self._says(position), request=command.request)
         raise AssertionError(command)
 
     def _says(self, position: int) -> int:
@@ -240,10 +241,16 @@ class Pair:
                 self.tell_draft(answer)
             case "stall":
                 self.stalls += 1
-                self.tell_target(Stalled())
+                self.tell_target(Stalled(request=self.working))
             case _:
                 raise AssertionError(move)
         self.check_invariants()
+
+    @property
+    def working(self) -> int:
+        """The number of the request that is worked on."""
+        assert self.coordinator.request is not None
+        return self.coordinator.request.request
 
     def check_invariants(self) -> None:
         """What holds between any two moves (DESIGN section 3)."""
@@ -286,7 +293,7 @@ class Pair:
     def fail_target(self) -> None:
         """What it computes gives nothing that can be used."""
         self.target_answer = None
-        self.tell_target(Failed("on purpose"))
+        self.tell_target(Failed("on purpose", request=self.working))
 
     # ---- carrying out commands ----
 

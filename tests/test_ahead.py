@@ -285,7 +285,7 @@ def test_logits_that_are_not_finite_are_an_error_and_no_id(runner: Watched) -> N
     nan = torch.full((1, VOCAB), torch.nan)
     with Ahead(executor(runner, chains=True), lambda: True) as ahead:
         ahead.execute(OPEN)
-        runner.forward = lambda tokens, rows: plain(tokens, rows) * nan  # type: ignore[method-assign]
+        runner.forward = lambda feeds: [logits * nan for logits in plain(feeds)]  # type: ignore[method-assign]
         with pytest.raises(NumericalError):
             ahead.execute(Draft(0, PROMPT, True, more=True))
         runner.wait_for(3)

@@ -83,9 +83,9 @@ class Greedless(CoinTarget):
 
     def execute(self, command: object):  # type: ignore[no-untyped-def]
         if isinstance(command, Judge) and len(command.tokens) > 3:
-            event = super().execute(Judge(command.start, command.tokens[:3], command.rows[:3]))
+            event = super().execute(replace(command, tokens=command.tokens[:3], rows=command.rows[:3]))
             assert isinstance(event, Judged)
-            return event if event.token is not None else Judged(3, 1)
+            return event if event.token is not None else replace(event, token=1)
         return super().execute(command)
 
 

@@ -19,12 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.errors import ProtocolError
-from pearl.protocol.coordinator import Coordinator
-from pearl.protocol.coordinator import Counts as TargetCounts
-from pearl.protocol.drafter import _HANDLERS, Drafter
+from pearl.protocol.coordinator import Coordinator, RequestMachine
 from pearl.protocol.drafter import Counts as DraftCounts
+from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Verdict
+from pearl.protocol.proposals import ProposalStore
+from pearl.protocol.request import Counts as TargetCounts
+from pearl.protocol.request import RequestState
+from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Speeds
 from tests.protocol_pair import (
@@ -41,7 +44,10 @@ from tests.protocol_pair import (
 
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
-OPEN_UP = (Coordinator, Drafter, TokenSequence, ScriptTarget, ScriptDraft, Cache, Pair)
+OPEN_UP = (
+    *(Coordinator, RequestMachine, RequestState, Scheduler, ProposalStore, Drafter, TokenSequence),
+    *(ScriptTarget, ScriptDraft, Cache, Pair),
+)
 INDIFFERENT = (TargetCounts, DraftCounts, Speeds)  # with a fixed window these never decide what happens next
 
 
@@ -50,7 +56,9 @@ def freeze(value: object) -> object:
     if isinstance(value, INDIFFERENT) or callable(value):
         return None
     if isinstance(value, OPEN_UP):
-        return tuple(freeze(v) for k, v in vars(value).items() if k not in ("log", "results"))
+        return tuple(freeze(v) for k, v in vars(value).items() if k not in ("log", "results", "_story"))
+    if isinstance(value, dict):
+        return tuple((k, freeze(v)) for k, v in value.items())
     if isinstance(value, (list, tuple, deque)) and type(value) in (list, tuple, deque):
         return tuple(map(freeze, value))
     return value
@@ -252,15 +260,15 @@ def test_a_request_that_ends_early_at_any_time_harms_no_other(window: str, fault
 
 def test_the_exploration_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: what the target lets the draft draft is one token short of what it waits for."""
-    grant = Coordinator._grant
-    monkeypatch.setattr(Coordinator, "_grant", lambda self: grant(self) - 1)
+    grant = RequestMachine._grant
+    monkeypatch.setattr(RequestMachine, "_grant", lambda self: grant(self) - 1)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "fixed", 1, ())
 
 
 def test_the_exploration_notices_that_nothing_makes_a_loss_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: a target that is told that both wait does nothing about it."""
-    monkeypatch.setattr(Coordinator, "_resynchronise", lambda self, do: None)
+    monkeypatch.setattr(RequestMachine, "_resynchronise", lambda self, do: None)
     with pytest.raises(AssertionError, match="deadlock"):
         explore("pearl", "fixed", 1, (), TEXT[:-1], ("lose to target",))
 
@@ -274,7 +282,7 @@ def test_the_exploration_notices_a_draft_that_commits_by_itself(monkeypatch: pyt
         if self.sequence.pending:
             self.sequence.accept()
 
-    monkeypatch.setitem(_HANDLERS, Drafted, hasty)
+    monkeypatch.setitem(Drafter.handlers, Drafted, hasty)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "stream", 2, (2,))
 
@@ -282,10 +290,10 @@ def test_the_exploration_notices_a_draft_that_commits_by_itself(monkeypatch: pyt
 def test_the_exploration_notices_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: what was drafted before a rejection is kept, as if no epoch had begun."""
 
-    def keep_epoch(self: Coordinator) -> None:
-        self._rows.clear()
+    def keep_epoch(self: RequestMachine) -> None:
+        self.proposals.clear()
         self.sequence.drop_pending()
 
-    monkeypatch.setattr(Coordinator, "_discard_pending", keep_epoch)
+    monkeypatch.setattr(RequestMachine, "_discard_pending", keep_epoch)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "stream", 2, (2,))

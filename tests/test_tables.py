@@ -25,16 +25,17 @@ from tests.test_model_check import freeze
 TARGET_EVENTS = {
     Submit: submission(TEXT, request=9),
     Cancel: Cancel(9),
-    Forwarded: Forwarded(),
-    Judged: Judged(0, 1),
-    Sampled: Sampled(1),
+    Forwarded: Forwarded(request=1),
+    Judged: Judged(0, 1, request=1),
+    Sampled: Sampled(1, request=1),
     DraftTokens: DraftTokens(9, 0, 0, (1,)),
     DraftJoined: DraftJoined(100),
     DraftGone: DraftGone("test"),
-    Failed: Failed("test"),
-    Stalled: Stalled(),
+    Failed: Failed("test", request=1),
+    Stalled: Stalled(request=1),
     Resync: Resync(9, 0),
 }
+MACHINES = {target_side: target_side.RequestMachine, draft_side: Drafter}
 WAITING = (target_side.State.HELD, target_side.State.GATHERING)
 DRAFT_EVENTS = {
     Begin: Begin(9, 0, (1,), 5, Sampling(), "ratio", extend_digest(0, (1,))),
@@ -93,8 +94,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, side: object, seen: set[tuple[object,
 
         return handle
 
-    for kind, handler in list(side._HANDLERS.items()):  # type: ignore[attr-defined]
-        monkeypatch.setitem(side._HANDLERS, kind, watched(kind, handler))  # type: ignore[attr-defined]
+    for kind, handler in list(MACHINES[side].handlers.items()):
+        monkeypatch.setitem(MACHINES[side].handlers, kind, watched(kind, handler))
 
 
 def entries(side: object) -> set[tuple[object, type, object]]:
@@ -132,7 +133,7 @@ def eventful_run(seed: int) -> None:
         elif disaster < 0.32 and pair.target_answer:
             pair.fail_target()
         elif disaster < 0.5 and pair.drafter and pair.coordinator.state in WAITING:
-            pair.tell_target(Stalled())
+            pair.tell_target(Stalled(request=pair.working))
         else:
             pair.move(picker(pair.moves))
 

@@ -236,11 +236,18 @@ def test_what_comes_after_the_end_and_what_waits_for_it(tmp_path: Path) -> None:
         return Submit(number, PROMPT, len(PROMPT) + 1, Sampling(seed=5), Decoding("pearl"))
 
     decide(DraftJoined(100))
-    for event in (submit(1), submit(2), Forwarded(1.0), DraftTokens(1, 0, 3, (4,)), Judged(1, None)):
+    for event in (
+        submit(1),
+        submit(2),
+        Forwarded(1.0, request=1),
+        DraftTokens(1, 0, 3, (4,)),
+        Judged(1, None, request=1),
+    ):
         decide(event)
     decide(DraftTokens(1, 0, 4, (5,)))
     assert coordinator.counts.stale == 1
-    for event in (Forwarded(1.0), DraftTokens(2, 0, 3, (4,)), Judged(1, None), DraftTokens(2, 0, 4, (5,))):
+    late = DraftTokens(2, 0, 4, (5,))
+    for event in (Forwarded(1.0, request=2), DraftTokens(2, 0, 3, (4,)), Judged(1, None, request=2), late):
         decide(event)
     r.close()
     chrome.merge(path)

@@ -10,11 +10,8 @@ from it.  A row whose token is still on its way: hold it.  No row: feed what is 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol.events import (
@@ -37,6 +34,7 @@ from pearl.protocol.events import (
     Stalled,
     Wait,
 )
+from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import (
     Begin,
     Cancel,
@@ -50,8 +48,11 @@ from pearl.protocol.messages import (
     Submit,
     Verdict,
 )
+from pearl.protocol.proposals import Proposal
+from pearl.protocol.request import Counts, RequestState
+from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import METHODS, Method, Speeds, Window
+from pearl.protocol.window import Method, Speeds, Window
 
 # Tokens of a long prompt fed at once, up to a multiple of it: messages are looked at between two chunks.
 PREFILL_CHUNK = 512
@@ -108,118 +109,77 @@ ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
 _AFTER_JUDGING = (DraftGone, DraftJoined)
 
 
-@dataclass
-class Counts:
-    """What happened to one request, in tokens and steps; folded into statistics by `pearl.metrics`."""
+class RequestMachine(Machine):
+    """The target's machine for one request, in one slot. `target`: what outlives requests."""
 
-    cached: int = 0  # prompt tokens that the cache still held from the request before
-    drafted: int = 0  # draft tokens that arrived in time to count
-    judged: int = 0
-    accepted: int = 0
-    stale: int = 0  # dropped: older epoch or another request
-    duplicate: int = 0  # dropped: known start again
-    resyncs: int = 0
-    steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
-    provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
-    runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> how many such runs
-    run: int = 0  # accepted tokens of the run that is going on
+    role: ClassVar[str] = "target"
+    transitions: ClassVar[Table[Any]] = TRANSITIONS
+    anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
-
-class Coordinator:
-    """One target. `speeds` outlives requests."""
-
-    def __init__(self, speeds: Speeds | None = None) -> None:
-        self.speeds = speeds or Speeds()
+    def __init__(self, submit: Submit, sequence: TokenSequence, slot: int, target: Coordinator) -> None:
+        super().__init__()
         self.state = State.IDLE
-        self.sequence = TokenSequence()
-        self.draft_context = 0  # 0: no draft
-        self.request: Submit | None = None
-        self.counts = Counts()
-        self.epoch = 0
-        self.window = 0  # c as last used
-        self._queue: deque[Submit] = deque()
+        self.request = RequestState(submit, sequence, window=target.window)
+        self.submit, self.sequence = submit, sequence
+        self.proposals, self.counts = self.request.proposals, self.request.counts
+        self.slot, self.speeds, self.draft_context = slot, target.speeds, target.draft_context
         self._deferred: list[object] = []
-        self._in_flight = 0  # tokens that the running forward was fed
-        self._reset_request()
-
-    def _reset_request(self) -> None:
-        self._rows: list[Any] = []  # the draft's distributions for the pending tokens, opaque here
-        self._fresh = True
-        self._ending: FinishReason | None = None
-        self._told_draft = 0  # prefix length that the draft knows of
-        self._draft_until = 0
-        self._grants = 0
-        self._delivered = 0  # prefix length that the front knows of
-        self._provenance: list[Provenance] = []  # of the tokens not delivered yet
-
-    # ---- the machine ----
 
     def handle(self, event: object) -> list[object]:
-        """Takes one event, returns the commands it leads to, in order.
-
-        Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
-        that the draft had no right to send; the machine is then as it was.
-        """
-        kind = type(event)
-        allowed = TRANSITIONS[self.state].get(kind)
-        if allowed is None and kind not in ANYTIME:
-            raise LocalProtocolError(f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}")
-        if self.state is State.JUDGING and kind in _AFTER_JUDGING:
+        """See `Machine.handle`. What would discard tokens under judgement waits until the verdict is out."""
+        if self.state is State.JUDGING and type(event) in _AFTER_JUDGING:
             self._deferred.append(event)
             return []
-        before = self.state
-        commands: list[object] = []
-        _HANDLERS[kind](self, event, commands.append)
-        assert self.state is before or self.state in (allowed or ()), (before, event, self.state)
-        if before is State.JUDGING and kind in (Judged, Failed):
+        was_judging = self.state is State.JUDGING
+        commands = super().handle(event)
+        if was_judging and type(event) in (Judged, Failed):
             deferred, self._deferred = self._deferred, []
             for late in deferred:
                 commands += self.handle(late)
-        if self.state is State.IDLE and self._queue:
-            commands += self.handle(self._queue.popleft())
         return commands
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        return self.request.epoch
+
+    @property
+    def number(self) -> int:
+        return self.submit.request
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is State.IDLE
 
     # ---- events ----
 
-    def _submit(self, submit: Submit, do: Callable[[object], None]) -> None:
-        if self.state is not State.IDLE:
-            self._queue.append(submit)
-            return
-        self.request, self.counts = submit, Counts()
-        self.epoch = 0
-        self._reset_request()
-        self.sequence.restart(submit.prompt)
-        self.counts.cached = self.sequence.fed
-        self._delivered = self.sequence.committed
-        do(Open(submit.prompt, submit.sampling, submit.decoding.rule, submit.stops))
+    def _submit(self, submit: Submit, do: Do) -> None:
+        seq = self.sequence
+        seq.restart(submit.prompt)
+        self.counts.cached = seq.fed
+        self.request.told_front = seq.committed
+        do(Open(submit.prompt, submit.sampling, submit.decoding.rule, submit.stops, request=submit.request))
         self._begin_draft(do)
         self._forward(Phase.PREFILL, do)
 
-    def _cancel(self, cancel: Cancel, do: Callable[[object], None]) -> None:
-        if self.request is None or cancel.request != self.request.request:
-            waiting = len(self._queue)
-            self._queue = deque(s for s in self._queue if s.request != cancel.request)
-            if len(self._queue) < waiting:
-                do(End(cancel.request, FinishReason.CANCELLED, 0, Counts(), 0))
-            return
-        self._ending = FinishReason.CANCELLED
+    def _cancel(self, _: Cancel, do: Do) -> None:
+        self.request.ending = FinishReason.CANCELLED
         if self.state in (State.HELD, State.GATHERING):
             self._decide(do)
 
-    def _forwarded(self, event: Forwarded, do: Callable[[object], None]) -> None:
+    def _forwarded(self, event: Forwarded, do: Do) -> None:
         if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
-            self.speeds.observe_target(self._in_flight, event.seconds)
-        if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self._ending:
+            self.speeds.observe_target(self.request.in_flight, event.seconds)
+        if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
 
-    def _failed(self, _: Failed, do: Callable[[object], None]) -> None:
-        self._ending = FinishReason.CANCELLED
+    def _failed(self, _: Failed, do: Do) -> None:
+        self.request.ending = FinishReason.CANCELLED
         self._finish(do)
         self.sequence.fed = 0  # what the cache holds may be what the model choked on
 
-    def _judged(self, event: Judged, do: Callable[[object], None]) -> None:
+    def _judged(self, event: Judged, do: Do) -> None:
         judged = event.accepted + (event.token is not None)
         self.speeds.observe_judgement(event.accepted, judged)
         for i in range(event.accepted):
@@ -228,21 +188,20 @@ class Coordinator:
             self._commit(event.token, Provenance.CORRECTED, event.stop_after == judged)
         self._decide(do)
 
-    def _sampled(self, event: Sampled, do: Callable[[object], None]) -> None:
-        bonus = self._method.bonus and self._drafting and not self._fresh
+    def _sampled(self, event: Sampled, do: Do) -> None:
+        bonus = self._method.bonus and self._drafting and not self.request.is_fresh
         self._commit(event.token, Provenance.BONUS if bonus else Provenance.DIRECT, event.stop)
         self._decide(do)
 
-    def _draft_tokens(self, message: DraftTokens, do: Callable[[object], None]) -> None:
+    def _draft_tokens(self, message: DraftTokens, do: Do) -> None:
         known = len(self.sequence.tokens)
-        stale = self.request is None or message.request != self.request.request or message.epoch < self.epoch
-        if stale or self._ending:
+        if message.epoch < self.epoch or self.request.ending:
             self.counts.stale += 1
             return
-        if message.epoch > self.epoch or message.start + len(message.tokens) > self._draft_until:
+        if message.epoch > self.epoch or message.start + len(message.tokens) > self.request.draft_until:
             raise RemoteProtocolError(
                 f"draft sent {len(message.tokens)} tokens from position {message.start} in epoch {message.epoch}; "
-                f"allowed: up to {self._draft_until} in epoch {self.epoch} (target {self.state.value})"
+                f"allowed: up to {self.request.draft_until} in epoch {self.epoch} (target {self.state.value})"
             )
         self.speeds.observe_draft(message.seconds)
         if message.start < known:
@@ -254,32 +213,28 @@ class Coordinator:
                 self._resynchronise(do)
         else:
             self.sequence.extend(message.tokens)
-            self._rows.extend(message.rows.data or [None] * len(message.tokens))
+            self.proposals.add(Proposal(message.start, message.tokens, tuple(message.rows.data)))
             self.counts.drafted += len(message.tokens)
             self._preview(do)
             if self.state in (State.HELD, State.GATHERING):
                 self._decide(do)
 
-    def _draft_joined(self, event: DraftJoined, do: Callable[[object], None]) -> None:
+    def _draft_joined(self, event: DraftJoined, do: Do) -> None:
         self.draft_context = event.context
-        self.speeds.t_draft = event.seconds or self.speeds.t_draft  # what its predecessor took says nothing of it
-        if self.request is not None and not self._ending:
+        if not self.request.ending:
             self._resynchronise(do)
 
-    def _draft_gone(self, _: DraftGone, do: Callable[[object], None]) -> None:
-        self.draft_context = self._told_draft = 0
-        if self.request is None:
-            return
+    def _draft_gone(self, _: DraftGone, do: Do) -> None:
+        self.draft_context = self.request.told_draft = 0
         self._discard_pending()
         if self.state in (State.HELD, State.GATHERING):
             self._decide(do)
 
-    def _stalled(self, _: Stalled, do: Callable[[object], None]) -> None:
+    def _stalled(self, _: Stalled, do: Do) -> None:
         self._resynchronise(do)
 
-    def _resync(self, message: Resync, do: Callable[[object], None]) -> None:
-        stale = self.request is None or message.request != self.request.request or message.epoch < self.epoch
-        if stale or self._ending:
+    def _resync(self, message: Resync, do: Do) -> None:
+        if message.epoch < self.epoch or self.request.ending:
             self.counts.stale += 1
             return
         if message.epoch > self.epoch:
@@ -291,36 +246,35 @@ class Coordinator:
 
     # ---- what to do next ----
 
-    def _decide(self, do: Callable[[object], None]) -> None:
+    def _decide(self, do: Do) -> None:
         """Called whenever nothing is being computed: the one place where the next step is chosen."""
         seq = self.sequence
-        if self._ending:
+        if self.request.ending:
             self._finish(do)
             return
         if seq.fed >= seq.committed:  # there is a row for the position after the prefix
             run = min(len(seq.pending), self._judgeable)
             if run:
                 self.state = State.JUDGING
-                do(Judge(seq.committed, tuple(seq.pending[:run]), tuple(self._rows[:run])))
+                do(Judge(seq.committed, tuple(seq.pending[:run]), self.proposals.rows(run), request=self.number))
             elif self._row_is_direct:
                 self.state = State.SAMPLING
-                do(Sample(seq.committed))
+                do(Sample(seq.committed, request=self.number))
             else:
                 self._announce(do)
                 self.state = State.HELD
-                do(Wait(Cause.HELD_ROW))
+                do(Wait(Cause.HELD_ROW, request=self.number))
             return
         self._announce(do)
         if len(seq.unfed) >= self._needed:
             self._forward(Phase.PRE_VERIFY, do)
         else:
             self.state = State.GATHERING
-            do(Wait(Cause.WINDOW))
+            do(Wait(Cause.WINDOW, request=self.number))
 
     @property
     def _method(self) -> Method:
-        assert self.request is not None
-        return METHODS[self.request.decoding.method]
+        return self.request.method
 
     @property
     def _drafting(self) -> bool:
@@ -337,25 +291,24 @@ class Coordinator:
         That one is drawn from even where a draft token has come for it: which it is must not depend on timing.
         """
         rows = self.sequence.fed + 1 - self.sequence.committed
-        return rows - 1 if self._method.bonus and (rows > 1 or not self._fresh) else rows
+        return rows - 1 if self._method.bonus and (rows > 1 or not self.request.is_fresh) else rows
 
     @property
     def _row_is_direct(self) -> bool:
-        return not self._drafting or (self._method.bonus and not self._fresh)
+        return not self._drafting or (self._method.bonus and not self.request.is_fresh)
 
     @property
     def _needed(self) -> int:
         """Unfed tokens to wait for. Near the limit, or the draft's context, fewer can ever come."""
-        assert self.request is not None
         length = self.sequence.committed
-        can_come = min(self.request.limit - length, 1 + max(0, self.draft_context - length))
+        can_come = min(self.submit.limit - length, 1 + max(0, self.draft_context - length))
         return min(self._window.needed, can_come) if self._drafting else 1
 
     @property
     def _window(self) -> Window:
-        assert self.request is not None
-        policy = self.request.decoding.window
-        return Window.after(self._method, policy, self.window, self.sequence.committed, fresh=self._fresh)
+        policy = self.submit.decoding.window
+        request = self.request
+        return Window.after(self._method, policy, request.window, self.sequence.committed, fresh=request.is_fresh)
 
     def _grant(self) -> int:
         """Now and then chooses c anew; returns how far the draft may draft, never less than before in the same epoch.
@@ -363,139 +316,225 @@ class Coordinator:
         c changes only here, together with what the draft is told: were it to grow in between, the target would wait
         for tokens that the draft was never allowed to draft.
         """
-        assert self.request is not None
-        if self._grants % _GRANTS_A_CHOICE == 0:
-            self.window = self.request.decoding.gamma or self.speeds.best_window()
-        self._grants += 1
-        until = min(self._window.draft_until, self.request.limit, self.draft_context)
-        self._draft_until = max(self._draft_until, until)
-        return self._draft_until
+        if self.request.grants % _GRANTS_A_CHOICE == 0:
+            self.request.window = self.submit.decoding.gamma or self.speeds.best_window()
+        self.request.grants += 1
+        until = min(self._window.draft_until, self.submit.limit, self.draft_context)
+        self.request.draft_until = max(self.request.draft_until, until)
+        return self.request.draft_until
 
-    def _forward(self, phase: Phase, do: Callable[[object], None]) -> None:
+    def _forward(self, phase: Phase, do: Do) -> None:
         """Starts a forward of the unfed tokens. The last position before the limit needs no feeding: no row follows."""
-        assert self.request is not None
         seq = self.sequence
         if phase is Phase.PREFILL:
             count = min(len(seq.unfed), PREFILL_CHUNK - seq.fed % PREFILL_CHUNK)
         else:
-            count = min(len(seq.unfed), self.request.limit - seq.committed)
+            count = min(len(seq.unfed), self.submit.limit - seq.committed)
             phase = Phase.POST_VERIFY if count > 1 else Phase.PRE_VERIFY
         if seq.cached > seq.fed:
-            do(Rollback(seq.fed))
+            do(Rollback(seq.fed, request=self.number))
         start = seq.fed
         tokens = tuple(seq.feed(count))
         rows = max(0, seq.fed + 1 - seq.committed)
         self.state = _RUNNING[phase]
         self.counts.steps[phase] += 1
-        self._in_flight = count
-        do(Forward(phase, start, tokens, rows))
+        self.request.in_flight = count
+        do(Forward(phase, start, tokens, rows, request=self.number))
 
     # ---- committing ----
 
     def _commit(self, token: int | None, provenance: Provenance, stop: bool) -> None:
         """Commits the first pending token, or `token` in its place. After the end nothing is committed any more."""
-        assert self.request is not None
-        if self._ending:
+        if self.request.ending:
             return
-        self._fresh = token is not None
+        self.request.is_fresh = token is not None
         if token is None:
             self.sequence.accept()
-            self._rows.pop(0)
+            self.proposals.accept()
             self.counts.accepted += 1
             self.counts.run += 1
         else:
             self._discard_pending()
             self.sequence.correct(token)
             if provenance is not Provenance.DIRECT:
-                self.counts.runs[self.counts.run] = self.counts.runs.get(self.counts.run, 0) + 1
+                runs, run = self.counts.runs, self.counts.run
+                runs[run] = runs.get(run, 0) + 1
             self.counts.run = 0
         self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
-        self._provenance.append(provenance)
+        self.request.untold.append(provenance)
         self.counts.provenance[provenance] += 1
-        if self.sequence.tokens[self.sequence.committed - 1] in self.request.eos:
-            self._ending = FinishReason.EOS
+        if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
+            self.request.ending = FinishReason.EOS
         elif stop:
-            self._ending = FinishReason.STOP
-        elif self.sequence.committed >= self.request.limit:
-            self._ending = FinishReason.LENGTH
+            self.request.ending = FinishReason.STOP
+        elif self.sequence.committed >= self.submit.limit:
+            self.request.ending = FinishReason.LENGTH
 
     def _discard_pending(self) -> None:
         """What was drafted counts no more."""
-        self.epoch += 1
-        self._draft_until = 0
-        self._rows.clear()
+        self.request.epoch += 1
+        self.request.draft_until = 0
+        self.proposals.clear()
         self.sequence.drop_pending()
 
     # ---- telling the draft and the front ----
 
-    def _begin_draft(self, do: Callable[[object], None]) -> None:
-        assert self.request is not None
+    def _begin_draft(self, do: Do) -> None:
         if not self._drafting:
             return
-        seq, request = self.sequence, self.request
-        self._told_draft = seq.committed
+        seq, submit = self.sequence, self.submit
+        self.request.told_draft = seq.committed
         prefix = tuple(seq.tokens[: seq.committed])
-        sampling, rule = request.sampling, request.decoding.rule
-        do(Send(Begin(request.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest)))
+        sampling, rule = submit.sampling, submit.decoding.rule
+        do(Send(Begin(submit.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest)))
 
-    def _resynchronise(self, do: Callable[[object], None]) -> None:
+    def _resynchronise(self, do: Do) -> None:
         """Gives the draft the whole prefix again, in a new epoch."""
         self.counts.resyncs += 1
         self._discard_pending()
         self._begin_draft(do)
 
-    def _announce(self, do: Callable[[object], None]) -> None:
+    def _announce(self, do: Do) -> None:
         """Tells the draft, then the front, what has been committed since they were last told."""
-        assert self.request is not None
         seq = self.sequence
-        if self._told_draft and self._drafting and self._told_draft < seq.committed:
-            start, new = self._told_draft, tuple(seq.tokens[self._told_draft : seq.committed])
-            request, until = self.request.request, self._grant()
+        if self.request.told_draft and self._drafting and self.request.told_draft < seq.committed:
+            start, new = self.request.told_draft, tuple(seq.tokens[self.request.told_draft : seq.committed])
+            request, until = self.number, self._grant()
             do(Send(Verdict(request, self.epoch, start, new, until, seq.digest)))
-            self._told_draft = seq.committed
+            self.request.told_draft = seq.committed
         self._deliver_committed(do)
         if seq.committed < len(seq.tokens):
             self._preview(do)
 
-    def _deliver_committed(self, do: Callable[[object], None]) -> None:
-        assert self.request is not None
+    def _deliver_committed(self, do: Do) -> None:
         seq = self.sequence
-        if self._delivered < seq.committed:
-            new = tuple(seq.tokens[self._delivered : seq.committed])
-            do(Deliver(Committed(self.request.request, self._delivered, new, tuple(self._provenance))))
-            self._delivered = seq.committed
-            self._provenance.clear()
+        if self.request.told_front < seq.committed:
+            new = tuple(seq.tokens[self.request.told_front : seq.committed])
+            do(Deliver(Committed(self.number, self.request.told_front, new, tuple(self.request.untold))))
+            self.request.told_front = seq.committed
+            self.request.untold.clear()
 
-    def _preview(self, do: Callable[[object], None]) -> None:
-        assert self.request is not None
-        if self.request.preview:
+    def _preview(self, do: Do) -> None:
+        if self.submit.preview:
             seq = self.sequence
-            do(Deliver(Preview(self.request.request, seq.committed, tuple(seq.pending))))
+            do(Deliver(Preview(self.number, seq.committed, tuple(seq.pending))))
 
-    def _finish(self, do: Callable[[object], None]) -> None:
-        assert self.request is not None
-        assert self._ending is not None
+    def _finish(self, do: Do) -> None:
         self._deliver_committed(do)
-        if self._told_draft:
-            do(Send(Finish(self.request.request)))
-        do(End(self.request.request, self._ending, len(self.request.prompt), self.counts, self.window))
+        if self.request.told_draft:
+            do(Send(Finish(self.number)))
+        ending, window = self.request.ending, self.request.window
+        assert ending is not None
+        do(End(self.number, ending, len(self.submit.prompt), self.counts, window))
         self.sequence.drop_pending()
-        self._rows.clear()
-        self.request = None
+        self.proposals.clear()
         self.state = State.IDLE
         do(Wait(Cause.IDLE))
 
 
-_HANDLERS: dict[type, Callable[[Coordinator, Any, Callable[[object], None]], None]] = {
-    Submit: Coordinator._submit,
-    Cancel: Coordinator._cancel,
-    Forwarded: Coordinator._forwarded,
-    Failed: Coordinator._failed,
-    Stalled: Coordinator._stalled,
-    Judged: Coordinator._judged,
-    Sampled: Coordinator._sampled,
-    DraftTokens: Coordinator._draft_tokens,
-    DraftJoined: Coordinator._draft_joined,
-    DraftGone: Coordinator._draft_gone,
-    Resync: Coordinator._resync,
+RequestMachine.handlers = {
+    Submit: RequestMachine._submit,
+    Cancel: RequestMachine._cancel,
+    Forwarded: RequestMachine._forwarded,
+    Failed: RequestMachine._failed,
+    Stalled: RequestMachine._stalled,
+    Judged: RequestMachine._judged,
+    Sampled: RequestMachine._sampled,
+    DraftTokens: RequestMachine._draft_tokens,
+    DraftJoined: RequestMachine._draft_joined,
+    DraftGone: RequestMachine._draft_gone,
+    Resync: RequestMachine._resync,
 }
+
+
+class Coordinator:
+    """The target: a machine for each request that is worked on, and what outlives them.
+
+    Args:
+        speeds: forward times and acceptance, as known so far.
+        slots: how many requests are worked on side by side.
+    """
+
+    def __init__(self, speeds: Speeds | None = None, slots: int = 1) -> None:
+        self.speeds = speeds or Speeds()
+        self.draft_context = 0  # 0: no draft
+        self.running: dict[int, RequestMachine] = {}
+        self._scheduler = Scheduler(slots)
+        self._last: RequestMachine | None = None  # begun last
+
+    def handle(self, event: object) -> list[object]:
+        """Take one event, for the request that it names or for all; return the commands it leads to, in order.
+
+        Raises `LocalProtocolError` for an event that the request's state does not allow, and `RemoteProtocolError` for
+        a message that the draft had no right to send; nothing has changed then.
+        """
+        match event:
+            case Submit():
+                self._scheduler.submit(event)
+                commands: list[object] = []
+            case Cancel(request) if request not in self.running:
+                is_waiting = self._scheduler.cancel(request)
+                commands = [End(request, FinishReason.CANCELLED, 0, Counts(), 0)] if is_waiting else []
+            case DraftTokens() | Resync() if event.request not in self.running:
+                self.counts.stale += 1
+                commands = []
+            case DraftJoined() | DraftGone():
+                commands = self._draft_changed(event)
+            case _:
+                number = getattr(event, "request", -1)
+                if number not in self.running:
+                    raise LocalProtocolError(
+                        f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}: "
+                        f"it works on {list(self.running) or 'no request'}"
+                    )
+                commands = self.running[number].handle(event)
+        return commands + self._go_on()
+
+    def _draft_changed(self, event: DraftJoined | DraftGone) -> list[object]:
+        self.draft_context = 0
+        if isinstance(event, DraftJoined):
+            self.draft_context = event.context
+            self.speeds.t_draft = event.seconds or self.speeds.t_draft  # its predecessor's says nothing of it
+        return [command for machine in list(self.running.values()) for command in machine.handle(event)]
+
+    def _go_on(self) -> list[object]:
+        """Give the slots of requests that have ended to those that wait."""
+        commands: list[object] = []
+        for number, machine in list(self.running.items()):
+            if machine.has_ended:
+                del self.running[number]
+                self._scheduler.release(machine.slot)
+        while (admitted := self._scheduler.admit()) is not None:
+            submit, slot = admitted
+            self._last = RequestMachine(submit, self._scheduler.sequences[slot], slot, self)
+            self.running[submit.request] = self._last
+            commands += self._last.handle(submit)
+        return commands
+
+    # ---- snapshots, of the request that is worked on, or was last ----
+
+    @property
+    def state(self) -> State:
+        return self._last.state if self._last else State.IDLE
+
+    @property
+    def request(self) -> Submit | None:
+        """None where no request is worked on."""
+        return self._last.submit if self._last and not self._last.has_ended else None
+
+    @property
+    def sequence(self) -> TokenSequence:
+        return self._last.sequence if self._last else self._scheduler.sequences[0]
+
+    @property
+    def counts(self) -> Counts:
+        return self._last.counts if self._last else Counts()
+
+    @property
+    def epoch(self) -> int:
+        return self._last.epoch if self._last else 0
+
+    @property
+    def window(self) -> int:
+        """c as last used."""
+        return self._last.request.window if self._last else 0

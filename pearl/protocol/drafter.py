@@ -5,14 +5,14 @@ It decides nothing about the text.  While it may draft it never waits; what it h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
-from pearl.errors import LocalProtocolError, RemoteProtocolError
+from pearl.errors import RemoteProtocolError
 from pearl.protocol.coordinator import PREFILL_CHUNK
 from pearl.protocol.events import Cause, Draft, Drafted, Open, Rollback, Send, Wait
+from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import Begin, DraftTokens, Finish, Resync, Verdict
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
@@ -48,10 +48,15 @@ class Counts:
     resyncs: int = 0
 
 
-class Drafter:
+class Drafter(Machine):
     """One draft. `context`: tokens that its cache holds; it drafts no position from there on."""
 
+    role: ClassVar[str] = "draft"
+    transitions: ClassVar[Table[Any]] = TRANSITIONS
+    anytime: ClassVar[tuple[type, ...]] = ANYTIME
+
     def __init__(self, context: int) -> None:
+        super().__init__()
         self.context = context
         self.state = State.IDLE
         self.sequence = TokenSequence()
@@ -63,25 +68,9 @@ class Drafter:
         self._in_flight = 0  # tokens that the running forward was fed
         self._overtaken = False  # the running forward's token would continue a prefix that no longer stands
 
-    def handle(self, event: object) -> list[object]:
-        """Takes one event, returns the commands it leads to, in order.
-
-        Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
-        that the target had no right to send; the machine is then as it was.
-        """
-        kind = type(event)
-        allowed = TRANSITIONS[self.state].get(kind)
-        if allowed is None and kind not in ANYTIME:
-            raise LocalProtocolError(f"draft in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}")
-        before = self.state
-        commands: list[object] = []
-        _HANDLERS[kind](self, event, commands.append)
-        assert self.state is before or self.state in (allowed or ()), (before, event, self.state)
-        return commands
-
     # ---- events ----
 
-    def _begin(self, begin: Begin, do: Callable[[object], None]) -> None:
+    def _begin(self, begin: Begin, do: Do) -> None:
         if extend_digest(0, begin.tokens) != begin.digest or not begin.tokens:
             raise RemoteProtocolError(
                 f"target sent a prefix of {len(begin.tokens)} tokens (request {begin.request}, epoch {begin.epoch}) "
@@ -91,10 +80,10 @@ class Drafter:
         self._lost = False
         self._overtaken = True
         self.sequence.restart(begin.tokens)
-        do(Open(begin.tokens, begin.sampling, begin.rule))
+        do(Open(begin.tokens, begin.sampling, begin.rule, request=begin.request))
         self._go_on(do)
 
-    def _verdict(self, verdict: Verdict, do: Callable[[object], None]) -> None:
+    def _verdict(self, verdict: Verdict, do: Do) -> None:
         seq = self.sequence
         old = self.begun is None or verdict.request != self.begun.request or verdict.epoch < self.epoch
         if self._lost and not old and verdict.epoch > self.epoch:  # our Resync was overtaken by a rejection
@@ -109,7 +98,7 @@ class Drafter:
         self.draft_until = verdict.draft_until
         self._go_on(do)
 
-    def _finish(self, finish: Finish, do: Callable[[object], None]) -> None:
+    def _finish(self, finish: Finish, do: Do) -> None:
         if self.begun is None or finish.request != self.begun.request:
             return
         self.begun = None
@@ -118,7 +107,7 @@ class Drafter:
         self.sequence.drop_pending()
         self._go_on(do)
 
-    def _drafted(self, event: Drafted, do: Callable[[object], None]) -> None:
+    def _drafted(self, event: Drafted, do: Do) -> None:
         self.state = State.WAITING
         if self._overtaken:
             self.counts.wasted += event.token is not None
@@ -134,7 +123,7 @@ class Drafter:
 
     # ---- what to do next ----
 
-    def _go_on(self, do: Callable[[object], None]) -> None:
+    def _go_on(self, do: Do) -> None:
         """Starts the next forward, unless one is running or there is nothing that may be drafted."""
         if self.state is State.DRAFTING:
             return
@@ -148,19 +137,21 @@ class Drafter:
         else:
             self._forward(do)
 
-    def _forward(self, do: Callable[[object], None]) -> None:
+    def _forward(self, do: Do) -> None:
+        assert self.begun is not None
         seq = self.sequence
         # The last token is fed again where it was fed before a verdict made it final: its row is gone.
         seq.fed = min(seq.fed, len(seq.tokens) - 1)
         if seq.cached > seq.fed:
-            do(Rollback(seq.fed))
+            do(Rollback(seq.fed, request=self.begun.request))
         start = seq.fed
         tokens = tuple(seq.feed(PREFILL_CHUNK - seq.fed % PREFILL_CHUNK))
         self._in_flight = len(tokens)
         self._overtaken = False
         self.state = State.DRAFTING
         sample = seq.fed == len(seq.tokens)
-        do(Draft(start, tokens, sample, more=sample and len(seq.tokens) + 1 < self._until))
+        more = sample and len(seq.tokens) + 1 < self._until
+        do(Draft(start, tokens, sample, more, request=self.begun.request))
 
     @property
     def _until(self) -> int:
@@ -184,7 +175,7 @@ class Drafter:
             seq.drop_pending()
         return seq.digest == verdict.digest
 
-    def _lose(self, verdict: Verdict, do: Callable[[object], None]) -> None:
+    def _lose(self, verdict: Verdict, do: Do) -> None:
         assert self.begun is not None
         self.counts.resyncs += 1
         self._lost = self._overtaken = True
@@ -194,7 +185,7 @@ class Drafter:
         self._go_on(do)
 
 
-_HANDLERS: dict[type, Callable[[Drafter, Any, Callable[[object], None]], None]] = {
+Drafter.handlers = {
     Begin: Drafter._begin,
     Verdict: Drafter._verdict,
     Finish: Drafter._finish,

@@ -1,12 +1,12 @@
 """What happens inside one process: events that go into a state machine, commands that come out.
 
 Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; `Forward`, `Judge`, `Sample`
-and `Draft` are each answered by exactly one event.
+and `Draft` are each answered by exactly one event.  Every one of them names its request; -1 is none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -37,6 +37,7 @@ class Forwarded:
     """The target's forward is done; it took `seconds`."""
 
     seconds: float = 0.0
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Judged:
     accepted: int
     token: int | None
     stop_after: int | None = None
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Sampled:
 
     token: int
     stop: bool = False
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +81,15 @@ class DraftGone:
 class Stalled:
     """The target waits for draft tokens, and the draft waits as well: something that one has sent was lost."""
 
+    request: int = field(default=-1, kw_only=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """What was asked to be computed gave nothing that can be used. Only this request ends by it."""
 
     reason: str
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class Drafted:
     seconds: float = 0.0
     rows: Rows = NO_ROWS
     draw: float = 0.0
+    request: int = field(default=-1, kw_only=True)
 
 
 # ---- commands ----
@@ -110,6 +117,7 @@ class Open:
     sampling: Sampling
     rule: str
     stops: tuple[str, ...] = ()
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,7 @@ class Rollback:
     """Forget all but the first `length` tokens in the KV cache."""
 
     length: int
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,7 @@ class Forward:
     start: int
     tokens: tuple[int, ...]
     rows: int
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,7 @@ class Judge:
     start: int
     tokens: tuple[int, ...]
     rows: tuple[Any, ...]
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +154,7 @@ class Sample:
     """Draw position `position` from the target alone. Answer: Sampled."""
 
     position: int
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,7 @@ class Draft:
     tokens: tuple[int, ...]
     sample: bool
     more: bool = False
+    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A request is over: tell its front. `counts`: a `coordinator.Counts`; `window`: c as last used."""
+    """A request is over: tell its front. `counts`: a `request.Counts`; `window`: c as last used."""
 
     request: int
     reason: FinishReason
@@ -188,3 +201,4 @@ class Wait:
     """Nothing to do until a message comes."""
 
     cause: Cause
+    request: int = field(default=-1, kw_only=True)

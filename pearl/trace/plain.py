@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pearl.errors import TraceError
-from pearl.protocol import coordinator, events, messages
+from pearl.protocol import events, messages, request
 
 _SIMPLE = (int, float, str, type(None))
 
@@ -35,7 +35,12 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
     if kind is messages.Rows:  # tensors or bytes: big, and decisions never look at them
         return lambda rows: {"type": "Rows", "kind": rows.kind.value}
     if kind is events.Judge:
-        return lambda judge: {"type": "Judge", "start": judge.start, "tokens": list(judge.tokens)}
+        return lambda judge: {
+            "type": "Judge",
+            "start": judge.start,
+            "tokens": list(judge.tokens),
+            "request": judge.request,
+        }
     if issubclass(kind, Enum):
         return lambda member: member.value
     if kind is bytes:
@@ -74,7 +79,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 _KINDS: dict[str, type] = {
     name: kind
-    for module in (events, messages, coordinator)
+    for module in (events, messages, request)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and is_dataclass(kind)
 }

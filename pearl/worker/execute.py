@@ -104,8 +104,8 @@ class TargetExecutor:
                 return self._forward(command)
             case Judge():
                 return self._judge(command)
-            case Sample(position):
-                return self._sample(position)
+            case Sample():
+                return self._sample(command)
             case _:
                 raise AssertionError(command)
         return None
@@ -123,7 +123,7 @@ class TargetExecutor:
         self._logits = feed_chain(self.runner, command.tokens, command.rows)
         self.runner.synchronize()
         self._first = command.start + len(command.tokens) - command.rows + 1
-        return Forwarded(time.perf_counter() - began)
+        return Forwarded(time.perf_counter() - began, request=command.request)
 
     def _judge(self, command: Judge) -> Judged:
         assert self._rule is not None
@@ -135,12 +135,12 @@ class TargetExecutor:
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
-        return Judged(verdict.accepted, verdict.token, self._stop_after(new))
+        return Judged(verdict.accepted, verdict.token, self._stop_after(new), request=command.request)
 
-    def _sample(self, position: int) -> Sampled:
+    def _sample(self, command: Sample) -> Sampled:
         assert self._rule is not None
-        token = self._rule.direct(self._logits[position - self._first], position)
-        return Sampled(token, self._stop_after([token]) is not None)
+        token = self._rule.direct(self._logits[command.position - self._first], command.position)
+        return Sampled(token, self._stop_after([token]) is not None, request=command.request)
 
     def _stop_after(self, tokens: Sequence[int]) -> int | None:
         if self._text is not None:
@@ -230,10 +230,10 @@ class DraftExecutor:
         self.runner.synchronize()
         done = time.perf_counter()
         if not command.sample:
-            return Drafted(None, done - began)
+            return Drafted(None, done - began, request=command.request)
         position = command.start + len(command.tokens)
         token, probs = self._rule.draft(self._fit(logits[0]), position)
-        return Drafted(token, done - began, _in_memory(probs), time.perf_counter() - done)
+        return Drafted(token, done - began, _in_memory(probs), time.perf_counter() - done, request=command.request)
 
     def launch(self, command: Draft, token: torch.Tensor | None = None) -> Launched:
         """Asks the device for what answers `command`, which samples; returns before it is done.

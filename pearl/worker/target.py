@@ -283,9 +283,11 @@ class TargetWorker:
         """The one that says how long a token takes it admits the draft; the first of all makes us ready."""
         if heartbeat.work == "prefill":
             self._health.announced(heartbeat.seconds)
-        if self._health.stalled(heartbeat.work, self._coordinator.state in (State.HELD, State.GATHERING)):
+        request = self._coordinator.request
+        waits = self._coordinator.state in (State.HELD, State.GATHERING)
+        if self._health.stalled(heartbeat.work, waits) and request is not None:
             log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
-            self._handle(Stalled())
+            self._handle(Stalled(request=request.request))
         if heartbeat.work == "calibrated":
             self._health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft_context, heartbeat.seconds))
@@ -448,9 +450,9 @@ class TargetWorker:
             return self._execute(command)
         except ForwardError as error:
             log.info("%s", error)  # who asked is told; once is enough
-            assert self._coordinator.request is not None
-            self._failures[self._coordinator.request.request] = error
-            return Failed(str(error))
+            number: int = getattr(command, "request", -1)
+            self._failures[number] = error
+            return Failed(str(error), request=number)
 
     def _announce(self, tokens: int) -> None:
         """Tells the fronts that wait how long they may hear nothing."""

@@ -1,0 +1,62 @@
+"""What both state machines are made of: a table says which event may come in which state and which states may follow.
+
+An event that the table does not allow raises, with the story that led to it, and leaves the machine as it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+from pearl.errors import LocalProtocolError
+
+Do = Callable[[object], None]  # takes a command
+States = TypeVar("States", bound=Enum)
+Table = Mapping[States, Mapping[type, frozenset[States]]]  # state -> event -> the states that may follow
+
+_STORY = 12  # transitions that an error tells of
+
+
+class Machine:
+    """One state machine: `handle(event)` returns the commands that the event leads to, in order.
+
+    A subclass gives the table, the events that are legal in every state (by themselves they change none), its handlers,
+    and `state`.
+    """
+
+    role: ClassVar[str]
+    transitions: ClassVar[Table[Any]]
+    anytime: ClassVar[tuple[type, ...]]
+    handlers: ClassVar[Mapping[type, Callable[..., None]]]
+
+    state: Any
+    epoch: int
+
+    def __init__(self) -> None:
+        self._story: deque[tuple[Enum, str, Enum]] = deque(maxlen=_STORY)
+
+    def handle(self, event: object) -> list[object]:
+        """Take one event; return the commands it leads to, in order.
+
+        Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
+        that the peer had no right to send; the machine is then as it was.
+        """
+        kind, before = type(event), self.state
+        allowed = self.transitions[before].get(kind)
+        if allowed is None and kind not in self.anytime:
+            raise LocalProtocolError(
+                f"{self.role} in state {before.value} (epoch {self.epoch}) cannot take {event!r}; before: {self.story}"
+            )
+        commands: list[object] = []
+        self.handlers[kind](self, event, commands.append)
+        assert self.state is before or self.state in (allowed or ()), (self.role, event, self.state, self.story)
+        self._story.append((before, kind.__name__, self.state))
+        return commands
+
+    @property
+    def story(self) -> str:
+        """The last transitions, oldest first, in words."""
+        steps = (f"{before.value} -{event}-> {after.value}" for before, event, after in self._story)
+        return ", ".join(steps) or "nothing"

@@ -1,0 +1,99 @@
+"""What is proposed for a text and not judged yet.
+
+A proposal is some tokens that somebody guessed for the positions from `start` on.  A draft model's tokens, n-grams, a
+datastore's continuations and branches prepared for another outcome are all proposals; a `ProposalStore` keeps those of
+one request and says which of them hold for the prefix as it is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Source(Enum):
+    """Who guessed."""
+
+    MODEL = "model"
+    NGRAM = "n-gram"
+    DATASTORE = "datastore"
+    BRANCH = "branch"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens guessed for the positions from `start` on.
+
+    Attributes:
+        rows: a draft distribution for each token, opaque here; None for each where the rule needs none.
+        after: None for the main line; else the outcome (position, token) under which it holds: that this token, which
+            the main line does not have there, is committed at this position, just before `start`.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    rows: tuple[Any, ...] = ()
+    source: Source = Source.MODEL
+    after: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert not self.rows or len(self.rows) == len(self.tokens)
+        assert self.after is None or self.after[0] + 1 == self.start, (self.after, self.start)
+
+
+class ProposalStore:
+    """The proposals of one request that are not judged: the main line, and branches for other outcomes.
+
+    The main line is what is pending: tokens that follow one another from the prefix's end on.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Any] = []
+        self._sources: list[Source] = []
+        self._branches: dict[tuple[int, int], Proposal] = {}
+
+    def __len__(self) -> int:
+        """Tokens of the main line."""
+        return len(self._sources)
+
+    def add(self, proposal: Proposal) -> None:
+        """Take a proposal: the next tokens of the main line, or a branch."""
+        if proposal.after is not None:
+            self._branches[proposal.after] = proposal
+            return
+        self._rows.extend(proposal.rows or [None] * len(proposal.tokens))
+        self._sources.extend([proposal.source] * len(proposal.tokens))
+
+    def rows(self, count: int) -> tuple[Any, ...]:
+        """The draft distributions of the first `count` tokens of the main line."""
+        return tuple(self._rows[:count])
+
+    def accept(self) -> Source:
+        """The first token of the main line is committed; return who guessed it."""
+        self._rows.pop(0)
+        return self._sources.pop(0)
+
+    def correct(self, position: int, token: int) -> Proposal | None:
+        """`token` is committed at `position` in place of the main line's: return the branch that holds now, if any.
+
+        All else is dropped.
+        """
+        found = self._branches.get((position, token))
+        self.clear()
+        return found
+
+    def prune(self, committed: int) -> None:
+        """Drop branches whose outcome can no longer come: of positions before `committed`."""
+        self._branches = {after: each for after, each in self._branches.items() if after[0] >= committed}
+
+    def clear(self) -> None:
+        """Drop everything: what was proposed holds no longer."""
+        self._rows.clear()
+        self._sources.clear()
+        self._branches.clear()
+
+    @property
+    def branches(self) -> Sequence[Proposal]:
+        return list(self._branches.values())
