@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a p
     {"pearl.distill"},
     {"pearl.models"},
     {"pearl.text"},
-    {"pearl.sampling", "pearl.verification"},
+    {"pearl.decoding"},
     {"pearl.protocol"},
     {"pearl.config", "pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
@@ -88,7 +88,7 @@ def test_imports_point_downwards(name: str) -> None:
     [
         ("pearl.protocol.window", "import pearl.models.toy"),
         ("pearl.protocol.window", "def f():\n    from pearl import simulate"),
-        ("pearl.sampling", "from pearl.text import TextStream"),
+        ("pearl.decoding.sampling", "from pearl.text import TextStream"),
         ("pearl.models.toy", "from pearl import Engine"),
     ],
 )

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.config import EngineConfig, SamplingParams
+from pearl.decoding.rules.ratio import make_rule
 from pearl.engine import Engine
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
@@ -32,7 +33,6 @@ from pearl.processes import Ranks, Worker
 from pearl.protocol.messages import Sampling
 from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
-from pearl.verification import make_rule
 from pearl.worker.build import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits

@@ -16,10 +16,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pearl import sampling as module
-from pearl.errors import NumericalError
-from pearl.protocol.messages import Sampling
-from pearl.sampling import (
+from pearl.decoding import sampling as module
+from pearl.decoding.sampling import (
     Purpose,
     draw_key,
     exponentials,
@@ -31,6 +29,8 @@ from pearl.sampling import (
     race_there,
     uniform,
 )
+from pearl.errors import NumericalError
+from pearl.protocol.messages import Sampling
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 KEYS = [draw_key(Sampling(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]

@@ -15,13 +15,13 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl import verification
+from pearl.decoding.rules import ratio as verification
+from pearl.decoding.rules.ratio import DirectRule, Judgement, RatioRule, accepts, make_rule, residual
+from pearl.decoding.sampling import Purpose, draw_key, drawn, pick, pick_there
 from pearl.errors import NumericalError
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.sampling import Purpose, draw_key, drawn, pick, pick_there
 from pearl.simulate import Timing, paired_executors, simulate
-from pearl.verification import DirectRule, Judgement, RatioRule, accepts, make_rule, residual
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 GRID = 64

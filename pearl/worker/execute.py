@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pearl.decoding.rules.ratio import Rule, make_rule
+from pearl.decoding.sampling import drawn
 from pearl.errors import OutOfMemory
 from pearl.models.runner import ModelRunner
 from pearl.protocol.events import (
@@ -27,9 +29,7 @@ from pearl.protocol.events import (
     Sampled,
 )
 from pearl.protocol.messages import NO_ROWS, RowKind, Rows
-from pearl.sampling import drawn
 from pearl.text import TextStream
-from pearl.verification import Rule, make_rule
 
 Event = Forwarded | Judged | Sampled | Drafted
 

@@ -13,9 +13,7 @@ from typing import Protocol
 
 import torch
 
-from pearl.errors import RequestError
-from pearl.protocol.messages import Sampling
-from pearl.sampling import (
+from pearl.decoding.sampling import (
     DrawKeys,
     Purpose,
     drawn,
@@ -28,6 +26,8 @@ from pearl.sampling import (
     race_there,
     uniform,
 )
+from pearl.errors import RequestError
+from pearl.protocol.messages import Sampling
 
 
 @dataclass(frozen=True)
