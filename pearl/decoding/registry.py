@@ -47,7 +47,7 @@ class Parameter:
         self.check(self.default)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.kind.__name__} in [{self.low:g}, {self.high:g}])"
+        return f"{self.name} ({self.kind.__name__} in [{self.low:g}, {self.high:g}], default {self.default:g})"
 
     def check(self, value: float) -> float:
         """The value as `kind`. Raises ValueError where it is not finite, out of range or not whole."""
@@ -62,8 +62,8 @@ class RuleSpec:
 
     Attributes:
         description: what it does under sampling, in one line.
-        draft, target: its halves, `module:name` of what is called as `factory(sampling, **parameters)`; see
-            `pearl.decoding.rules.DraftHalf` and `TargetHalf`.
+        draft, target: its halves, `module:name` of what is called as `factory(sampling, **parameters)` with all
+            parameters; see `pearl.decoding.rules.DraftHalf` and `TargetHalf`.
         is_exact: whether what is committed has the target's distribution.
         is_proposal_invariant: whether the text does not depend on what was drafted.
     """
@@ -83,6 +83,10 @@ class RuleSpec:
         """The name as it is shown: a rule that is not exact says so."""
         return self.name if self.is_exact else f"{self.name} (not exact)"
 
+    @property
+    def _takes(self) -> str:
+        return ", ".join(map(str, self.parameters)) or "no parameters"
+
     def values(self, parameters: Parameters) -> dict[str, float]:
         """All parameters by name, those not given with their defaults.
 
@@ -92,9 +96,8 @@ class RuleSpec:
         given: dict[str, float] = {}
         for name, value in parameters:
             if name not in known or name in given:
-                takes = ", ".join(map(str, self.parameters)) or "no parameters"
-                what = f"{name} is given twice" if name in given else f"{name} is not a parameter of rule {self.name}"
-                raise ValueError(f"{what}; {self.name} takes {takes}")
+                what = f"{name!r} is given twice" if name in given else f"rule {self.name} has no parameter {name!r}"
+                raise ValueError(f"{what}; {self.name} takes {self._takes}")
             given[name] = known[name].check(value)
         return {name: given.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
 
@@ -110,7 +113,7 @@ def register(spec: RuleSpec) -> RuleSpec:
     if len(set(names)) != len(names) or len(names) > MAX_PARAMETERS:
         raise ValueError(f"rule {spec.name!r}: at most {MAX_PARAMETERS} parameters, each with a name of its own")
     for parameter in spec.parameters:
-        for other in named_parameters(RULES.values()).get(parameter.name, []):
+        for other in named_parameters(RULES.values()).get(parameter.name, {}).values():
             if other.kind is not parameter.kind:
                 raise ValueError(f"rule {spec.name!r}: {parameter.name} is a {other.kind.__name__} in other rules")
     RULES[spec.name] = spec
@@ -124,12 +127,12 @@ def find(name: str) -> RuleSpec:
     return RULES[name]
 
 
-def named_parameters(specs: Iterable[RuleSpec]) -> dict[str, list[Parameter]]:
-    """Parameters by name; rules may share one, each with a range of its own."""
-    found: dict[str, list[Parameter]] = {}
+def named_parameters(specs: Iterable[RuleSpec]) -> dict[str, dict[str, Parameter]]:
+    """Parameter name -> rule name -> declaration: rules may share a name, each with a range of its own."""
+    found: dict[str, dict[str, Parameter]] = {}
     for spec in specs:
         for parameter in spec.parameters:
-            found.setdefault(parameter.name, []).append(parameter)
+            found.setdefault(parameter.name, {})[spec.name] = parameter
     return found
 
 
@@ -168,7 +171,7 @@ register(
 register(
     RuleSpec(
         "coupled",
-        "both models make the same keyed draw; the text is that of plain seeded decoding, whatever the draft",
+        "both models make the same keyed draw, so the text is that of plain seeded decoding, whatever the draft",
         draft="pearl.decoding.rules.direct:DirectDraft",
         target="pearl.decoding.rules.direct:DirectTarget",
         needs=Needs.NOTHING,

@@ -191,7 +191,8 @@ class Coordinator:
         self.sequence.restart(submit.prompt)
         self.counts.cached = self.sequence.fed
         self._delivered = self.sequence.committed
-        do(Open(submit.prompt, submit.sampling, submit.decoding.rule, submit.stops))
+        decoding = submit.decoding
+        do(Open(submit.prompt, submit.sampling, decoding.rule, submit.stops, decoding.parameters))
         self._begin_draft(do)
         self._forward(Phase.PREFILL, do)
 
@@ -435,8 +436,8 @@ class Coordinator:
         seq, request = self.sequence, self.request
         self._told_draft = seq.committed
         prefix = tuple(seq.tokens[: seq.committed])
-        sampling, rule = request.sampling, request.decoding.rule
-        do(Send(Begin(request.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest)))
+        sampling, rule, values = request.sampling, request.decoding.rule, request.decoding.parameters
+        do(Send(Begin(request.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest, values)))
 
     def _resynchronise(self, do: Callable[[object], None]) -> None:
         """Gives the draft the whole prefix again, in a new epoch."""

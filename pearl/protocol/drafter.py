@@ -91,7 +91,7 @@ class Drafter:
         self._lost = False
         self._overtaken = True
         self.sequence.restart(begin.tokens)
-        do(Open(begin.tokens, begin.sampling, begin.rule))
+        do(Open(begin.tokens, begin.sampling, begin.rule, parameters=begin.parameters))
         self._go_on(do)
 
     def _verdict(self, verdict: Verdict, do: Callable[[object], None]) -> None:

@@ -110,6 +110,7 @@ class Open:
     sampling: Sampling
     rule: str
     stops: tuple[str, ...] = ()
+    parameters: tuple[tuple[str, float], ...] = ()  # of the rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class TargetExecutor:
         return None
 
     def _open(self, command: Open) -> None:
-        self._rule = make_target_half(command.rule, command.sampling)
+        self._rule = make_target_half(command.rule, command.sampling, command.parameters)
         self._direct = DirectDraw(command.sampling)
         self._needs = rule_in_force(command.rule, command.sampling).needs
         self._text = None
@@ -218,8 +218,8 @@ class DraftExecutor:
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer."""
         match command:
-            case Open(_, sampling, rule):
-                self._rule = make_draft_half(rule, sampling)
+            case Open(_, sampling, rule, _, parameters):
+                self._rule = make_draft_half(rule, sampling, parameters)
             case Rollback(length):
                 self.runner.rollback(length)
             case Draft():
