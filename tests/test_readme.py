@@ -10,6 +10,7 @@ import pytest
 
 from pearl import errors
 from pearl.cli import cli
+from pearl.decoding.registry import markdown_table
 from pearl.errors import PearlError
 from pearl.protocol.diagram import section
 from pearl.protocol.window import METHODS
@@ -21,6 +22,11 @@ README = (ROOT / "README.md").read_text()
 def test_the_diagrams_are_drawn_from_the_tables():
     shown = README.split("<!-- diagram -->")[1].split("<!-- /diagram -->")[0].strip()
     assert shown == section(), "README.md is stale: put in what `python -m pearl.protocol.diagram` prints"
+
+
+def test_the_rules_are_listed_from_their_registry():
+    shown = README.split("<!-- rules -->")[1].split("<!-- /rules -->")[0].strip()
+    assert shown == markdown_table(), "README.md is stale: put in what pearl.decoding.registry.markdown_table() returns"
 
 
 def test_every_method_is_explained():
