@@ -76,7 +76,7 @@ class Sampling:
 class Decoding:
     """Which method decodes a request. `gamma` is the fixed window, None where the window is the measured ratio.
 
-    `parameters`: (name, value) of the rule's parameters that are not at their defaults.
+    `parameters`: (name, value) of the rule's parameters; one left out has the rule's default.
     """
 
     method: str = "pearl"
