@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -23,10 +23,12 @@ from pydantic import (
     ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
+from pearl.decoding.registry import RULES, Parameters, find, named_parameters
 from pearl.errors import ConfigError
 
 LEAST_TEMPERATURE = 1e-4
@@ -192,15 +194,46 @@ def _on_one_host(known: ValidationInfo) -> bool:
     return known.data.get("control", "ipc") in _ONE_HOST  # where it was bad, that is what is told
 
 
+_Decoding = TypeVar("_Decoding", bound="DecodingConfig")
+
+
+def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
+    """The section with what rules declare: the values that `rule` may have, and an optional field a parameter."""
+    summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
+    choice = Field(next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
+    fields: dict[str, Any] = {"rule": (Literal[tuple(RULES)], choice)}
+    for name, declared in named_parameters(RULES.values()).items():
+        described = " ".join(f"Of rule {rule}: {one}: {one.description}." for rule, one in declared.items())
+        low, high = min(one.low for one in declared.values()), max(one.high for one in declared.values())
+        kind = next(iter(declared.values())).kind
+        fields[name] = (kind | None, Field(None, ge=low, le=high, description=described))
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, __module__=__name__, **fields)
+
+
+@with_registered_rules
 class DecodingConfig(Section):
-    """How a request is decoded: the method and its window."""
+    """How a request is decoded: the method, its window, the acceptance rule and that rule's parameters."""
 
     method: Literal["ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
         "pearl", description="ar: target alone; sd: draft and target in turn; pearl and its two ablations."
     )
     window: Literal["stream", "fixed"] = Field("stream", description="stream: no full windows; fixed: the paper's.")
     gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
-    rule: Literal["ratio", "coupled"] = Field("ratio", description="Acceptance rule under sampling.")
+    rule: str = next(iter(RULES))
+
+    @property
+    def parameters(self) -> Parameters:
+        """Those that are set, as they travel: (name, value)."""
+        given = ((name, getattr(self, name, None)) for name in named_parameters(RULES.values()))
+        return tuple((name, value) for name, value in given if value is not None)
+
+    @model_validator(mode="after")
+    def _parameters_of_the_rule(self) -> Self:
+        try:
+            find(self.rule).values(self.parameters)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return self
 
 
 class SamplingParams(Section):

@@ -67,7 +67,7 @@ def submission(
         tuple(tokens),
         limit,
         resolve_sampling(params, defaults),
-        Decoding(**decoding.model_dump()),
+        Decoding(decoding.method, decoding.window, decoding.gamma, decoding.rule, decoding.parameters),
         () if params.ignore_eos else defaults.eos,
         params.stop,
         preview,

@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 import typing
+from collections.abc import Iterator
 
 import msgpack
 import pytest
@@ -18,6 +19,7 @@ from pearl.protocol import messages as m
 from pearl.protocol.window import METHODS, WINDOWS
 from pearl.transport import codec
 from pearl.transport.codec import TYPE_CODES, decode, encode
+from tests import lenient_rule
 
 PINNED = {
     m.Hello: 1,
@@ -46,13 +48,23 @@ tokens = st.lists(positions, max_size=5).map(tuple)
 seconds = st.floats(0, allow_infinity=False, allow_nan=False)
 names = st.text(max_size=16)
 samplings = st.builds(m.Sampling, seconds, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts)
-decodings = st.builds(
-    m.Decoding,
-    st.sampled_from(sorted(METHODS)),
-    st.sampled_from(WINDOWS),
-    st.none() | st.integers(1, 1024),
-    st.sampled_from(codec.RULES),
-)
+epsilons = st.lists(st.tuples(st.just("epsilon"), st.floats(0, 1)), max_size=1).map(tuple)
+rules = st.sampled_from(["ratio", "coupled"]).map(lambda name: (name, ())) | st.tuples(st.just("lenient"), epsilons)
+
+
+@st.composite
+def decodings(draw: st.DrawFn) -> m.Decoding:
+    method, window = draw(st.sampled_from(sorted(METHODS))), draw(st.sampled_from(WINDOWS))
+    return m.Decoding(method, window, draw(st.none() | st.integers(1, 1024)), *draw(rules))
+
+
+@st.composite
+def begins(draw: st.DrawFn) -> m.Begin:
+    rule, parameters = draw(rules)
+    start = (draw(counts), draw(counts), draw(tokens), draw(positions), draw(samplings))
+    return m.Begin(*start, rule, draw(words), parameters)
+
+
 cells = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
 
 
@@ -99,7 +111,7 @@ BUILDERS: dict[type, st.SearchStrategy] = {
         tokens,
         positions,
         samplings,
-        decodings,
+        decodings(),
         tokens,
         st.lists(names, max_size=3).map(tuple),
         st.booleans(),
@@ -107,7 +119,7 @@ BUILDERS: dict[type, st.SearchStrategy] = {
     m.Committed: committed(),
     m.Preview: st.builds(m.Preview, counts, positions, tokens),
     m.Finished: st.builds(m.Finished, counts, st.sampled_from(m.FinishReason), names),
-    m.Begin: st.builds(m.Begin, counts, counts, tokens, positions, samplings, st.sampled_from(codec.RULES), words),
+    m.Begin: begins(),
     m.DraftTokens: draft_tokens(),
     m.Verdict: st.builds(m.Verdict, counts, counts, positions, tokens, positions, words),
     m.Resync: st.builds(m.Resync, counts, counts),
@@ -120,6 +132,14 @@ BUILDERS: dict[type, st.SearchStrategy] = {
     m.Error: st.builds(m.Error, st.integers(-1, 2**63 - 1), st.sampled_from(["TargetLost", "RequestError"]), names),
 }
 any_message = st.one_of(*BUILDERS.values())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lenient() -> Iterator[None]:
+    """A rule that takes a parameter; hypothesis needs it for as long as the module's tests run."""
+    with lenient_rule.registered():
+        yield
+
 
 HELLO = m.Hello(1, m.Role.DRAFT, 32000, 2048)
 SUBMIT = m.Submit(1, (1, 2), 10, m.Sampling(), m.Decoding(), (2,), ("end",))
@@ -213,7 +233,8 @@ def _ids(*values: int) -> bytes:
 
 
 SAMPLING = [0.5, 0, 1.0, 0.0, 0, 0]
-DECODING = ["pearl", "stream", None, "ratio"]
+DECODING = ["pearl", "stream", None, "ratio", []]
+LENIENT = m.Begin(1, 0, (1, 2), 10, m.Sampling(), "lenient", 5, (("epsilon", 0.5),))
 
 
 def _swap(values: list, index: int, value: object) -> list:
@@ -262,9 +283,46 @@ def _swap(values: list, index: int, value: object) -> list:
         (SUBMIT, {"sampling": None}),
         *[
             (SUBMIT, {"decoding": _swap(DECODING, index, value)})
-            for index, value in [(0, "beam"), (1, "slow"), (2, 0), (2, 1025), (2, True), (3, "any"), (3, None)]
+            for index, value in [
+                (0, "beam"),
+                (1, "slow"),
+                (2, 0),
+                (2, 1025),
+                (2, True),
+                (3, "any"),
+                (3, None),
+                (3, "x" * 65),
+            ]
         ],
+        *[
+            (message, changes(values))
+            for values in [
+                None,
+                [["epsilon", 0.5]] * 2,
+                [["epsilon", 0.5]] * 9,
+                [["epsilon"]],
+                [["epsilon", 0.5, 0.5]],
+                [["epsilon", 1]],
+                [["epsilon", True]],
+                [["epsilon", None]],
+                [["epsilon", 1.01]],
+                [["epsilon", -0.01]],
+                [["epsilon", float("nan")]],
+                [["epsilon", float("inf")]],
+                [["epsilon", -float("inf")]],
+                [[b"epsilon", 0.5]],
+                [["x" * 65, 0.5]],
+                [["delta", 0.5]],
+            ]
+            for message, changes in [
+                (LENIENT, lambda values: {"parameters": values}),
+                (SUBMIT, lambda values: {"decoding": ["pearl", "stream", None, "lenient", values]}),
+            ]
+        ],
+        (BEGIN, {"parameters": [["epsilon", 0.5]]}),
+        (SUBMIT, {"decoding": _swap(DECODING, 4, [["epsilon", 0.5]])}),
         (BEGIN, {"rule": "any"}),
+        (BEGIN, {"rule": 1}),
         (BEGIN, {"digest": -1}),
         (DRAFT, {"seconds": float("nan")}),
         (DRAFT, {"seconds": float("inf")}),

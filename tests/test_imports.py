@@ -25,9 +25,11 @@ LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a p
     {"pearl.distill"},
     {"pearl.models"},
     {"pearl.text"},
-    {"pearl.sampling", "pearl.verification"},
+    {"pearl.decoding"},
     {"pearl.protocol"},
-    {"pearl.config", "pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
+    {"pearl.config"},
+    {"pearl.decoding.registry"},  # of the package above, what configuration and codec read: no torch
+    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
 IMPURE = {"torch", "time", "socket", "random", "threading", "asyncio", "zmq", "os", "numpy", "secrets", "datetime"}
@@ -88,7 +90,7 @@ def test_imports_point_downwards(name: str) -> None:
     [
         ("pearl.protocol.window", "import pearl.models.toy"),
         ("pearl.protocol.window", "def f():\n    from pearl import simulate"),
-        ("pearl.sampling", "from pearl.text import TextStream"),
+        ("pearl.decoding.sampling", "from pearl.text import TextStream"),
         ("pearl.models.toy", "from pearl import Engine"),
     ],
 )
@@ -118,6 +120,20 @@ def test_the_protocol_is_sans_io() -> None:
     for name, tree in modules().items():
         if belongs(name, "pearl.protocol"):
             assert {m.partition(".")[0] for m in imported(name, tree)} & IMPURE == set(), name
+
+
+def test_decoding_is_pure_functions_of_tensors_and_keys() -> None:
+    """No clock, process, socket or thread, and randomness only by key."""
+    impure = IMPURE - {"torch", "numpy"} | {"torch.distributed", "multiprocessing", "subprocess"}
+    for name, tree in modules().items():
+        if belongs(name, "pearl.decoding"):
+            assert not {m for m in imported(name, tree) if any(belongs(m, one) for one in impure)}, name
+
+
+def test_the_rules_are_declared_without_torch() -> None:
+    """Configuration reads the declarations, and starts without it."""
+    name = "pearl.decoding.registry"
+    assert set(imported(name, modules()[name])) & {"torch", "numpy"} == set()
 
 
 def test_the_command_line_starts_without_torch() -> None:

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.config import EngineConfig, SamplingParams
+from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.engine import Engine
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
@@ -32,7 +33,6 @@ from pearl.processes import Ranks, Worker
 from pearl.protocol.messages import Sampling
 from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
-from pearl.verification import make_rule
 from pearl.worker.build import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
@@ -453,10 +453,10 @@ def pair() -> tuple[str, str]:
 def alone(pair: tuple[str, str], sampling: Sampling, tokens: int) -> list[int]:
     """What the pair writes on one rank, found without any of the runtime: each position judged by itself."""
     target, draft = (load_runner(path, device=CPU, max_context=128) for path in pair)
-    rule, text = make_rule("ratio", sampling), list(PROMPT)
+    draws, judges, text = make_draft_half("ratio", sampling), make_target_half("ratio", sampling), list(PROMPT)
     for position in range(len(text), len(text) + tokens):
-        guess, probs = rule.draft(fed(draft, text), position)
-        verdict = rule.judge(fed(target, text)[None], [guess], [] if probs is None else [probs], position)
+        guess, probs = draws.draft(fed(draft, text), position)
+        verdict = judges.judge(fed(target, text)[None], [guess], [] if probs is None else [probs], position)
         text.append(guess if verdict.token is None else verdict.token)
     return text[len(PROMPT) :]
 

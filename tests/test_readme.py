@@ -12,6 +12,7 @@ import pytest
 
 from pearl import errors
 from pearl.cli import cli
+from pearl.decoding.registry import markdown_table
 from pearl.errors import PearlError
 from pearl.protocol.diagram import section
 from pearl.protocol.window import METHODS
@@ -76,6 +77,12 @@ def test_the_house_has_the_rooms_that_the_layers_have() -> None:
     assert set(rooms) == set().union(*LAYERS)
     depths = [next(depth for depth, names in enumerate(LAYERS) if room in names) for room in rooms]
     assert depths == sorted(depths), "a room stands above one that is in a higher layer"
+
+
+def test_the_rules_are_listed_from_their_registry() -> None:
+    page = ROOT / "pearl" / "cli" / "README.md"
+    shown = page.read_text().split("<!-- rules -->")[1].split("<!-- /rules -->")[0].strip()
+    assert shown == markdown_table(), f"{page} is stale: put in what pearl.decoding.registry.markdown_table() returns"
 
 
 def flags(command: click.Command) -> set[str]:

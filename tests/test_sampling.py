@@ -16,21 +16,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pearl import sampling as module
+from pearl.decoding import sampling as module
+from pearl.decoding.keys import Purpose, draw_key, exponentials, uniform
+from pearl.decoding.sampling import greedy, pick, pick_on_device, probabilities, race, race_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
-from pearl.sampling import (
-    Purpose,
-    draw_key,
-    exponentials,
-    greedy,
-    pick,
-    pick_there,
-    probabilities,
-    race,
-    race_there,
-    uniform,
-)
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 KEYS = [draw_key(Sampling(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]
@@ -43,11 +33,11 @@ PINNED_PICKS = [55, 29, 85, 69, 56, 51, 23, 24]
 
 def picked_there(probs: torch.Tensor, key: int) -> int:
     """As on a device."""
-    return module.drawn(pick_there(probs, key))
+    return read_draw(pick_on_device(probs, key))
 
 
 def raced_there(probs: torch.Tensor, key: int) -> int:
-    return module.drawn(race_there(probs, key))
+    return read_draw(race_on_device(probs, key))
 
 
 DRAWS = [race, pick, picked_there, raced_there]

@@ -405,7 +405,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     part = Part(tmp_path / "p")
     ((track, kind, name, start, end, args),) = part.records()
     assert (track, kind, name, start, end, args["n"]) == (LOOP, "busy", "judge", 5, 9, 3)
-    assert args["event"] == {"type": "Decoding", "method": "pearl", "window": "stream", "gamma": None, "rule": "ratio"}
+    assert args["event"] == {
+        "type": "Decoding",
+        "method": "pearl",
+        "window": "stream",
+        "gamma": None,
+        "rule": "ratio",
+        "parameters": [],
+    }
     assert part.end["records"] == 1
 
 

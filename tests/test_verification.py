@@ -7,6 +7,7 @@ token and one that depends on how the token before it was drawn.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -15,13 +16,18 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl import verification
+from pearl.decoding.keys import Purpose, draw_key
+from pearl.decoding.registry import RULES
+from pearl.decoding.rules import Judgement, make_draft_half, make_target_half, ratio
+from pearl.decoding.rules.direct import DirectDraft, DirectDraw, DirectTarget
+from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
+from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.models.toy import ToyRunner
+from pearl.protocol.events import Forward, Open, Phase, Sample, Sampled
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.sampling import Purpose, draw_key, drawn, pick, pick_there
 from pearl.simulate import Timing, paired_executors, simulate
-from pearl.verification import DirectRule, Judgement, RatioRule, accepts, make_rule, residual
+from pearl.worker.execute import TargetExecutor
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 GRID = 64
@@ -43,23 +49,23 @@ CASES = [
 
 
 def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[Fraction]:
-    """What RatioRule.judge commits at one position: over every draft token, u of the grid and correction."""
+    """What RatioTarget.judge commits at one position: over every draft token, u of the grid and correction."""
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
     result = [Fraction(0)] * len(target)
     rests: list[torch.Tensor] = []
-    monkeypatch.setattr(verification, "probabilities", lambda logits, sampling: logits)
+    monkeypatch.setattr(ratio, "probabilities", lambda logits, sampling: logits)
 
     def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> int:
         rests.append(probs if probs.any() else otherwise)
         return 0
 
-    monkeypatch.setattr(verification, "pick", remember)
+    monkeypatch.setattr(ratio, "pick", remember)
     for (token, weight), k in product(enumerate(draft), range(GRID)):
         if not weight:
             continue
         chance = Fraction(weight, 64) / GRID
-        monkeypatch.setattr(verification, "uniform", lambda key, k=k: k / GRID)
-        if RatioRule(Sampling(1.0)).judge(target_probs[None], [token], [draft_probs], 0).accepted:
+        monkeypatch.setattr(ratio, "uniform", lambda key, k=k: k / GRID)
+        if RatioTarget(Sampling(1.0)).judge(target_probs[None], [token], [draft_probs], 0).accepted:
             result[token] += chance
             continue
         rest = [Fraction(float(r)) for r in rests.pop()]
@@ -92,7 +98,7 @@ PLANTED_IN_RULE: dict[str, Any] = {
 def test_enumeration_notices_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`u <= ratio`, and a correction drawn from the target instead of the residual."""
     assert exact_in_all(monkeypatch)
-    monkeypatch.setattr(verification, name, PLANTED_IN_RULE[name])
+    monkeypatch.setattr(ratio, name, PLANTED_IN_RULE[name])
     assert not exact_in_all(monkeypatch)
 
 
@@ -110,12 +116,12 @@ def test_from_a_residual_of_nothing_the_target_is_drawn(size: int) -> None:
     rest = residual(probs, probs)
     assert not rest.any()
     for key in range(0, 1 << 64, 1 << 58):
-        assert pick(rest, key, probs) == pick(probs, key) == drawn(pick_there(rest, key, probs))
+        assert pick(rest, key, probs) == pick(probs, key) == read_draw(pick_on_device(rest, key, probs))
     with pytest.raises(NumericalError):
         pick(rest, 5)
     some = residual(torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75]))
     assert torch.equal(some, torch.tensor([0.5, 0.0]))
-    assert pick(some, 5, torch.tensor([0.0, 1.0])) == drawn(pick_there(some, 5, torch.tensor([0.0, 1.0]))) == 0
+    assert pick(some, 5, torch.tensor([0.0, 1.0])) == read_draw(pick_on_device(some, 5, torch.tensor([0.0, 1.0]))) == 0
 
 
 def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,36 +134,43 @@ def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]
 def test_coupled_rule_commits_the_direct_draw(temperature: float) -> None:
     """Whatever was drafted, right or wrong."""
     sampling = Sampling(temperature, seed=4)
-    rule = make_rule("coupled", sampling)
+    rule, draw = make_target_half("coupled", sampling), DirectDraw(sampling)
     for position in range(100):
         target, _ = logits_pair(position)
-        own = rule.direct(target, position)
+        own = draw(target, position)
         for token in range(20):
             expected = Judgement(1, None) if token == own else Judgement(0, own)
             assert rule.judge(target[None], [token], [None], position) == expected
 
 
-def test_the_direct_draw_is_one_under_either_rule() -> None:
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float) -> None:
     """`ar`, bonus tokens and going alone give the same text whichever rule was asked for."""
-    sampling = Sampling(0.8, top_k=7, seed=4)
-    for position in range(50):
-        target, _ = logits_pair(position)
-        assert RatioRule(sampling).direct(target, position) == DirectRule(sampling).direct(target, position)
+    sampling = Sampling(temperature, top_k=7, seed=4)
+    draw = DirectDraw(sampling)
+    probs = [torch.softmax(logits_pair(position)[0], -1) for position in range(50)]
+    executor = TargetExecutor(ToyRunner(20, lambda seen: probs[len(seen) - 1]))
+    executor.execute(Open((0,), sampling, rule))
+    executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
+    for position in range(1, 51):
+        expected = draw(torch.log(probs[position - 1]), position)
+        assert executor.execute(Sample(position)) == Sampled(expected, False)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=4), Sampling(1.0, top_p=0.7, seed=2)], ids=str)
 @pytest.mark.parametrize("name", ["ratio", "coupled"])
 def test_a_device_draws_as_the_host(name: str, sampling: Sampling) -> None:
     """Where nobody waits for a token before the next is asked for."""
-    rule, logits = make_rule(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
+    draft, logits = make_draft_half(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
     for position, row in enumerate(logits):
-        (token, probs), (said, same) = rule.draft(row, position), rule.draft_there(row, position)
-        assert drawn(said) == token
+        (token, probs), (draw, same) = draft.draft(row, position), draft.draft_on_device(row, position)
+        assert read_draw(draw) == token
         assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
-    if isinstance(rule, DirectRule):
-        assert [drawn(said) for said in rule._together(logits, 5)] == [
-            rule.direct(row, 5 + i) for i, row in enumerate(logits)
-        ]
+    if isinstance(draft, DirectDraft):
+        own = DirectDraw(sampling)
+        drawn = [read_draw(draw) for draw in DirectTarget(sampling)._draw_all(logits, 5)]
+        assert drawn == [own(row, 5 + i) for i, row in enumerate(logits)]
 
 
 @pytest.mark.gpu
@@ -168,11 +181,11 @@ def test_rows_that_came_by_two_ways_are_judged_together(order: int) -> None:
     target = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)).cuda()
     logits = target if order > 0 else target.flip(0)
     rows = [row if i else row.cpu() for i, row in enumerate(torch.softmax(target, -1))][::order]
-    assert RatioRule(Sampling(1.0)).judge(logits, [3, 4], rows, 0).accepted == 2
+    assert RatioTarget(Sampling(1.0)).judge(logits, [3, 4], rows, 0).accepted == 2
 
 
 def test_a_run_is_judged_up_to_its_first_rejection() -> None:
-    rule = make_rule("coupled", Sampling())
+    rule = make_target_half("coupled", Sampling())
     logits = torch.eye(4)
     assert rule.judge(logits, [0, 1, 2, 3], [None] * 4, 0) == Judgement(4, None)
     assert rule.judge(logits, [0, 1, 0, 3], [None] * 4, 0) == Judgement(2, 2)
@@ -181,12 +194,12 @@ def test_a_run_is_judged_up_to_its_first_rejection() -> None:
 def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
     """(how often the draft's token is accepted, total variation distance) on one pair of distributions."""
     sampling = Sampling(1.0, seed=1)
-    ours = make_rule(rule, sampling)
+    ours, theirs = make_draft_half(rule, sampling), make_target_half(rule, sampling)
     target, draft = logits_pair(3)
     accepted = 0
     for position in range(draws):
         token, row = ours.draft(draft, position)
-        accepted += ours.judge(target[None], [token], [row], position).accepted
+        accepted += theirs.judge(target[None], [token], [row], position).accepted
     distance = float((torch.softmax(target, -1) - torch.softmax(draft, -1)).abs().sum()) / 2
     return accepted / draws, distance
 
@@ -203,10 +216,10 @@ def test_acceptance_rates_are_the_papers() -> None:
 def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the draft draws with a key of its own. The text stays right, so only acceptance can tell."""
 
-    def own(self: DirectRule, logits: torch.Tensor, position: int) -> tuple[int, None]:
-        return self.direct(logits, position + 1_000_000), None
+    def own(self: DirectDraft, logits: torch.Tensor, position: int) -> tuple[int, None]:
+        return self._draw(logits, position + 1_000_000), None
 
-    monkeypatch.setattr(DirectRule, "draft", own)
+    monkeypatch.setattr(DirectDraft, "draft", own)
     rate, distance = acceptance("coupled")
     assert rate < (1 - distance) / (1 + distance) - 3 / 4000**0.5
 
@@ -295,7 +308,7 @@ def generous(u: float, target_prob: float, draft_prob: float) -> bool:
 def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as under enumeration, in whole runs. (u = 0 is rare, so here acceptance is lenient by 0.2.)"""
     planted = PLANTED_IN_RULE | {"accepts": generous}
-    monkeypatch.setattr(verification, bug, planted[bug])
+    monkeypatch.setattr(ratio, bug, planted[bug])
     assert one_long(PEARL, 3000) < NEVER
 
 
@@ -303,10 +316,10 @@ def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPat
 def test_chi_square_notices_a_correction_that_shares_its_draw(twin: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: CORRECTION has the key of the draw that led to the rejection."""
 
-    def key(self: RatioRule, position: int, purpose: Purpose) -> int:
+    def key(self: RatioTarget, position: int, purpose: Purpose) -> int:
         return draw_key(self.sampling, position, twin if purpose is Purpose.CORRECTION else purpose)
 
-    monkeypatch.setattr(RatioRule, "_key", key)
+    monkeypatch.setattr(RatioTarget, "_key", key)
     target = torch.tensor([[16, 24, 24]] * 3) / 64
     draft = torch.tensor([[32, 16, 16]] * 3) / 64
     texts = [generate(PEARL, seed, 600, target, draft) for seed in range(3)]
@@ -315,17 +328,17 @@ def test_chi_square_notices_a_correction_that_shares_its_draw(twin: Purpose, mon
 
 def test_chi_square_notices_a_first_token_that_nobody_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the draft's own first token, sampled at its prefill, is committed as it is."""
-    judge = RatioRule.judge
+    judge = RatioTarget.judge
 
-    def trusting(self: RatioRule, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
+    def trusting(self: RatioTarget, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
         return Judgement(len(tokens), None) if start == 1 else judge(self, logits, tokens, rows, start)
 
     assert many_short(PEARL) > NEVER
-    monkeypatch.setattr(RatioRule, "judge", trusting)
+    monkeypatch.setattr(RatioTarget, "judge", trusting)
     assert many_short(PEARL) < NEVER
 
 
-class ReusedDraw(RatioRule):
+class ReusedDraw(RatioTarget):
     """Official PEARL's bug: after a token accepted in pre-verify, the next position is judged by the same u."""
 
     def __init__(self, sampling: Sampling) -> None:
@@ -358,7 +371,7 @@ def test_no_random_number_serves_two_positions(monkeypatch: pytest.MonkeyPatch) 
     texts = coin_texts()
     assert share_of_zeros(texts) == pytest.approx(0.5, abs=0.015)
     assert p_value(texts, COIN_TARGET) > NEVER
-    monkeypatch.setitem(verification.RULES, "ratio", ReusedDraw)
+    monkeypatch.setitem(RULES, "ratio", replace(RULES["ratio"], target=f"{__name__}:ReusedDraw"))
     texts = coin_texts()
     assert share_of_zeros(texts) == pytest.approx(0.568, abs=0.015)
     assert p_value(texts, COIN_TARGET) < NEVER

@@ -14,6 +14,7 @@ from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.config import Settings
+from pearl.decoding.registry import find
 from pearl.engine import Result, Stream
 from pearl.errors import ConfigError
 from pearl.printable import printable
@@ -91,7 +92,7 @@ def summary(settings: Settings, result: Result) -> Table:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     window = f", window {decoding.window}" if decoding.method != "ar" else ""
-    table.add_row("method", f"{decoding.method}{window}, rule {decoding.rule}, seed {result.seed}")
+    table.add_row("method", f"{decoding.method}{window}, rule {find(decoding.rule).label}, seed {result.seed}")
     rate = f"{s.tokens_per_second:.1f} tokens/s" if s.tokens_per_second else "too short for a rate"
     table.add_row("text", f"{s.num_generated_tokens} tokens, ended by {result.finish_reason}; {rate} after the first")
     table.add_row(

@@ -24,6 +24,7 @@ from pearl.experiments.workload import Text, Workload
 from pearl.protocol.messages import Decoding
 from pearl.protocol.window import Speeds
 from pearl.simulate import Timing
+from pearl.trace.plain import from_plain
 from pearl.trace.reading import FORWARDS, Slice, Trace
 
 _ROUNDING = 1e-9  # seconds: what a file's microseconds, added and subtracted, may be off
@@ -76,7 +77,8 @@ def _within(one: Slice, request: Slice) -> bool:
 
 def _decoding(trace: Trace, request: Slice) -> Decoding:
     """Where it was the runtime that chose the window: with the median of its choices."""
-    decoding = Decoding(**{k: v for k, v in request.args["decoding"].items() if k != "type"})
+    decoding = from_plain(request.args["decoding"])
+    assert isinstance(decoding, Decoding)
     windows = [int(value) for _, value in trace.counters.get("window", []) if value]
     return replace(decoding, gamma=decoding.gamma or (median_low(windows) if windows else None))
 

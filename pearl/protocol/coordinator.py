@@ -157,7 +157,8 @@ class RequestMachine(Machine):
         seq.restart(submit.prompt)
         self.counts.cached = seq.fed
         self.request.told_front = seq.committed
-        do(Open(submit.prompt, submit.sampling, submit.decoding.rule, submit.stops, request=submit.request))
+        decoding, number = submit.decoding, submit.request
+        do(Open(submit.prompt, submit.sampling, decoding.rule, submit.stops, decoding.parameters, request=number))
         self._begin_draft(do)
         self._forward(Phase.PREFILL, do)
 
@@ -385,8 +386,8 @@ class RequestMachine(Machine):
         seq, submit = self.sequence, self.submit
         self.request.told_draft = seq.committed
         prefix = tuple(seq.tokens[: seq.committed])
-        sampling, rule = submit.sampling, submit.decoding.rule
-        do(Send(Begin(submit.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest)))
+        sampling, rule, values = submit.sampling, submit.decoding.rule, submit.decoding.parameters
+        do(Send(Begin(submit.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest, values)))
 
     def _resynchronise(self, do: Do) -> None:
         """Gives the draft the whole prefix again, in a new epoch."""

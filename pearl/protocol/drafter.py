@@ -80,7 +80,8 @@ class Drafter(Machine):
         self._lost = False
         self._overtaken = True
         self.sequence.restart(begin.tokens)
-        do(Open(begin.tokens, begin.sampling, begin.rule, request=begin.request))
+        parameters, number = begin.parameters, begin.request
+        do(Open(begin.tokens, begin.sampling, begin.rule, parameters=parameters, request=number))
         self._go_on(do)
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:

@@ -117,6 +117,7 @@ class Open:
     sampling: Sampling
     rule: str
     stops: tuple[str, ...] = ()
+    parameters: tuple[tuple[str, float], ...] = ()  # of the rule
     request: int = field(default=-1, kw_only=True)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(Enum):
@@ -74,12 +74,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Which method decodes a request. `gamma` is the fixed window, None where the window is the measured ratio."""
+    """Which method decodes a request. `gamma` is the fixed window, None where the window is the measured ratio.
+
+    `parameters`: (name, value) of the rule's parameters; one left out has the rule's default.
+    """
 
     method: str = "pearl"
     window: str = "stream"
     gamma: int | None = None
     rule: str = "ratio"
+    parameters: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ class Begin:
     sampling: Sampling
     rule: str
     digest: int
+    parameters: tuple[tuple[str, float], ...] = ()  # of the rule
 
 
 @dataclass(frozen=True, slots=True)

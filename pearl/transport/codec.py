@@ -8,6 +8,7 @@ state: whether a message is allowed *now* is the business of the state machines.
 from __future__ import annotations
 
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import msgpack
 
 import pearl.errors
+from pearl.decoding.registry import MAX_PARAMETERS, Parameters, find
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
     NO_ROWS,
@@ -60,7 +62,6 @@ MAX_RUN = 2048  # drafted tokens in one message, and elements of any msgpack arr
 MAX_FRAMES = 1 + MAX_RUN
 MAX_GAMMA = 1024
 MAX_STATISTICS = 1 << 20  # bytes of UTF-8
-RULES = ("ratio", "coupled")
 
 _MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _MAX_NAME = 64
@@ -196,6 +197,28 @@ def _provenance(value: object) -> tuple[Provenance, ...]:
     raise ValueError(f"must be bytes of at most {MAX_TOKENS} provenance codes")
 
 
+def _rule(value: object) -> str:
+    """Looked up with each message: rules may be registered at any time."""
+    name: str = _NAME.check(value)
+    return find(name).name
+
+
+def _parameters(value: object) -> Parameters:
+    """Pairs (name, finite value); whether the rule takes them is checked with the whole message."""
+    if type(value) is not tuple or len(value) > MAX_PARAMETERS:
+        raise ValueError(f"must be an array of at most {MAX_PARAMETERS} pairs (name, value)")
+    for pair in value:
+        if type(pair) is not tuple or len(pair) != 2:
+            raise ValueError("must hold pairs (name, value)")
+        _NAME.check(pair[0])
+        _FINITE.check(pair[1])
+    return value
+
+
+def _pack_parameters(parameters: Parameters) -> list[tuple[str, float]]:
+    return [(name, float(value)) for name, value in parameters]
+
+
 def _pack_rows(rows: Rows) -> tuple[int, Sequence[Any]]:
     return _ROW_CODES[rows.kind], rows.data if rows.kind is RowKind.SPARSE else ()
 
@@ -231,7 +254,9 @@ _RUN = _token_list(MAX_RUN)
 _NAME = _sized(str, _MAX_NAME)
 _TEXT = _sized(str, _MAX_TEXT)
 _CUT_TEXT = _Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
-_RULE = _named(RULES)
+_FINITE = _real(-sys.float_info.max, sys.float_info.max)
+_RULE = _Kind(_rule)
+_PARAMETERS = _Kind(_parameters, _pack_parameters)
 _ERRORS = [
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
 ]
@@ -295,6 +320,7 @@ _DECODING = _nested(
         window=_named(WINDOWS),
         gamma=_optional(_integer(1, MAX_GAMMA + 1)),
         rule=_RULE,
+        parameters=_PARAMETERS,
     )
 )
 _SHAPES: dict[int, _Shape] = {
@@ -350,6 +376,7 @@ _SHAPES: dict[int, _Shape] = {
         sampling=_SAMPLING,
         rule=_RULE,
         digest=_WORD,
+        parameters=_PARAMETERS,
     ),
     8: _Shape(
         DraftTokens,
@@ -457,7 +484,18 @@ def _whole(message: Any, raw: Sequence[Frame]) -> Message:
         raise ValueError(f"{type(message).__name__} came with {len(raw)} raw frames and has none")
     if type(message) is Committed and len(message.tokens) != len(message.provenance):
         raise ValueError("Committed has not one provenance a token")
+    if type(message) is Submit:
+        _check_parameters("Submit.decoding", message.decoding)
+    if type(message) is Begin:
+        _check_parameters("Begin.parameters", message)
     return message
+
+
+def _check_parameters(field: str, given: Decoding | Begin) -> None:
+    try:
+        find(given.rule).values(given.parameters)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
 
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from pearl.decoding.registry import Needs
+from pearl.decoding.rules import DraftHalf, TargetHalf, make_draft_half, make_target_half, rule_in_force
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import read_draw
 from pearl.errors import OutOfMemory
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import (
@@ -27,9 +31,7 @@ from pearl.protocol.events import (
     Sampled,
 )
 from pearl.protocol.messages import NO_ROWS, RowKind, Rows
-from pearl.sampling import drawn
 from pearl.text import TextStream
-from pearl.verification import Rule, make_rule
 
 Event = Forwarded | Judged | Sampled | Drafted
 
@@ -60,7 +62,9 @@ class TargetExecutor:
         self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._text_stream = text_stream
         self._text: TextStream | None = None
-        self._rule: Rule | None = None
+        self._rule: TargetHalf | None = None
+        self._direct: DirectDraw | None = None
+        self._needs = Needs.NOTHING
         self._logits = torch.empty(0)  # [rows, vocab]
         self._first = 0  # position that row 0 is for
 
@@ -79,8 +83,8 @@ class TargetExecutor:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether judging the open request takes the draft's distributions."""
-        return self._rule is not None and self._rule.needs_rows
+        """Whether judging the open request takes more than the draft's tokens: rows must come with them."""
+        return self._needs is not Needs.NOTHING
 
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer.
@@ -111,7 +115,9 @@ class TargetExecutor:
         return None
 
     def _open(self, command: Open) -> None:
-        self._rule = make_rule(command.rule, command.sampling)
+        self._rule = make_target_half(command.rule, command.sampling, command.parameters)
+        self._direct = DirectDraw(command.sampling)
+        self._needs = rule_in_force(command.rule, command.sampling).needs
         self._text = None
         if command.stops:
             assert self._text_stream is not None
@@ -138,8 +144,8 @@ class TargetExecutor:
         return Judged(verdict.accepted, verdict.token, self._stop_after(new), request=command.request)
 
     def _sample(self, command: Sample) -> Sampled:
-        assert self._rule is not None
-        token = self._rule.direct(self._logits[command.position - self._first], command.position)
+        assert self._direct is not None
+        token = self._direct(self._logits[command.position - self._first], command.position)
         return Sampled(token, self._stop_after([token]) is not None, request=command.request)
 
     def _stop_after(self, tokens: Sequence[int]) -> int | None:
@@ -177,7 +183,7 @@ class Launched:
 
     Attributes:
         token: [1], on the device: the forward after it can be fed it before anybody knows it.
-        said: what `sampling.drawn` takes, on its way to the host.
+        said: a draw, [check value, token id], on its way to the host.
         probs: the distribution that it was drawn from, where the rule needs it.
         marks: before the forward, between it and the draw, after both.
     """
@@ -207,13 +213,13 @@ class DraftExecutor:
         self.runner = runner
         self.chains = runner.capabilities.launches if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
-        self._rule: Rule | None = None
+        self._rule: DraftHalf | None = None
 
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer."""
         match command:
-            case Open(_, sampling, rule):
-                self._rule = make_rule(rule, sampling)
+            case Open(_, sampling, rule, _, parameters):
+                self._rule = make_draft_half(rule, sampling, parameters)
             case Rollback(length):
                 self.runner.rollback(length)
             case Draft():
@@ -249,7 +255,7 @@ class DraftExecutor:
         began.record()
         logits = feed_chain(self.runner, self._known(command.tokens) if token is None else token, 1)
         forwarded.record()
-        said, probs = self._rule.draft_there(self._fit(logits[0]), command.start + len(command.tokens))
+        said, probs = self._rule.draft_on_device(self._fit(logits[0]), command.start + len(command.tokens))
         # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
         following = said[1:].long().clamp_(0, self.runner.vocab_size - 1)
         said = said.to("cpu", non_blocking=True)
@@ -260,7 +266,7 @@ class DraftExecutor:
         """Waits for what was launched, and only for that."""
         began, forwarded, done = launched.marks
         done.synchronize()
-        token = drawn(launched.said)
+        token = read_draw(launched.said)
         seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000
         return Drafted(token, seconds, _in_memory(launched.probs), draw)
 

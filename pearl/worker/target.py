@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
+from pearl.decoding.registry import find
 from pearl.errors import (
     DraftLost,
     ForwardError,
@@ -311,7 +312,9 @@ class TargetWorker:
         if current:
             self._watch.draft_waited = max(self._watch.draft_waited, message.waited)
         if current and self._executor.needs_rows and message.rows.kind is RowKind.NONE:
-            raise RemoteProtocolError("draft sent no distributions, and the ratio rule takes them")
+            assert request is not None
+            needs = f"the {request.decoding.rule} rule takes {find(request.decoding.rule).needs.value}"
+            raise RemoteProtocolError(f"draft sent tokens alone, and with each {needs}")
         if message.rows.kind is not RowKind.CHANNEL:
             return message
         if self._channel is None:

@@ -1,0 +1,182 @@
+"""Every acceptance rule, declared once. Configuration, flags, codec, workers and the README's table read it from here.
+
+To add a rule: a file in `pearl/decoding/rules/` with its two halves, and a `RuleSpec` in `register` below.  Imports
+nothing but the standard library, since the command line starts without torch; halves are named and imported when used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from math import isfinite
+
+MAX_PARAMETERS = 8  # of one rule
+Parameters = tuple[tuple[str, float], ...]  # (name, value); a parameter left out has its default
+
+
+class Needs(Enum):
+    """What the target must get with each draft token to judge it."""
+
+    NOTHING = "nothing"
+    SCALARS = "a number"  # one a token: travels as a row that is 0 but at the token
+    DISTRIBUTIONS = "its distribution"  # sparse or dense, whichever is smaller
+
+
+class Unit(Enum):
+    """What is accepted or rejected as a whole."""
+
+    TOKEN = "token"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a rule takes, low <= value <= high. `kind` int: whole numbers only (a float on the wire)."""
+
+    name: str
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    default: float
+    description: str
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or not self.name.islower():
+            raise ValueError(f"parameter {self.name!r}: the name must be a lower-case identifier")
+        self.check(self.default)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind.__name__} in [{self.low:g}, {self.high:g}], default {self.default:g})"
+
+    def check(self, value: float) -> float:
+        """The value as `kind`. Raises ValueError where it is not finite, out of range or not whole."""
+        if not isfinite(value) or not self.low <= value <= self.high or value != self.kind(value):
+            raise ValueError(f"{self.name} {value:g} is not allowed; it takes {self}")
+        return self.kind(value)
+
+
+@dataclass(frozen=True)
+class RuleSpec:
+    """What a rule is and needs.
+
+    Attributes:
+        description: what it does under sampling, in one line.
+        draft, target: its halves, `module:name` of what is called as `factory(sampling, **parameters)` with all
+            parameters; see `pearl.decoding.rules.DraftHalf` and `TargetHalf`.
+        is_exact: whether what is committed has the target's distribution.
+        is_proposal_invariant: whether the text does not depend on what was drafted.
+    """
+
+    name: str
+    description: str
+    draft: str
+    target: str
+    needs: Needs
+    unit: Unit
+    is_exact: bool
+    is_proposal_invariant: bool
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name as it is shown: a rule that is not exact says so."""
+        return self.name if self.is_exact else f"{self.name} (not exact)"
+
+    @property
+    def _takes(self) -> str:
+        return ", ".join(map(str, self.parameters)) or "no parameters"
+
+    def values(self, parameters: Parameters) -> dict[str, float]:
+        """All parameters by name, those not given with their defaults.
+
+        Raises ValueError, in one line that names what is allowed, for one that is unknown, repeated or out of range.
+        """
+        known = {parameter.name: parameter for parameter in self.parameters}
+        given: dict[str, float] = {}
+        for name, value in parameters:
+            if name not in known or name in given:
+                what = f"{name!r} is given twice" if name in given else f"rule {self.name} has no parameter {name!r}"
+                raise ValueError(f"{what}; {self.name} takes {self._takes}")
+            given[name] = known[name].check(value)
+        return {name: given.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
+
+
+RULES: dict[str, RuleSpec] = {}  # by name, the default first
+
+
+def register(spec: RuleSpec) -> RuleSpec:
+    """Adds a rule. Raises ValueError for a name that is taken or a declaration that cannot be carried."""
+    if spec.name in RULES:
+        raise ValueError(f"rule {spec.name!r} is registered already")
+    names = [parameter.name for parameter in spec.parameters]
+    if len(set(names)) != len(names) or len(names) > MAX_PARAMETERS:
+        raise ValueError(f"rule {spec.name!r}: at most {MAX_PARAMETERS} parameters, each with a name of its own")
+    for parameter in spec.parameters:
+        for other in named_parameters(RULES.values()).get(parameter.name, {}).values():
+            if other.kind is not parameter.kind:
+                raise ValueError(f"rule {spec.name!r}: {parameter.name} is a {other.kind.__name__} in other rules")
+    RULES[spec.name] = spec
+    return spec
+
+
+def find(name: str) -> RuleSpec:
+    """Raises ValueError, naming all rules, for one that is unknown."""
+    if name not in RULES:
+        raise ValueError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
+    return RULES[name]
+
+
+def named_parameters(specs: Iterable[RuleSpec]) -> dict[str, dict[str, Parameter]]:
+    """Parameter name -> rule name -> declaration: rules may share a name, each with a range of its own."""
+    found: dict[str, dict[str, Parameter]] = {}
+    for spec in specs:
+        for parameter in spec.parameters:
+            found.setdefault(parameter.name, {})[spec.name] = parameter
+    return found
+
+
+def markdown_table() -> str:
+    """The rules as the README's table."""
+    lines = [
+        "| `--rule` | under sampling | exact | text depends on drafts | judged by | sent per token | parameters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for i, spec in enumerate(RULES.values()):
+        cells = [
+            f"`{spec.name}`",
+            spec.description + (" (default)" if i == 0 else ""),
+            "yes" if spec.is_exact else "no",
+            "no" if spec.is_proposal_invariant else "yes",
+            spec.unit.value,
+            spec.needs.value,
+            ", ".join(map(str, spec.parameters)) or "none",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+register(
+    RuleSpec(
+        "ratio",
+        "accept with probability min(1, target/draft), else correct from the residual",
+        draft="pearl.decoding.rules.ratio:RatioDraft",
+        target="pearl.decoding.rules.ratio:RatioTarget",
+        needs=Needs.DISTRIBUTIONS,
+        unit=Unit.TOKEN,
+        is_exact=True,
+        is_proposal_invariant=False,
+    )
+)
+register(
+    RuleSpec(
+        "coupled",
+        "both models make the same keyed draw, so the text is that of plain seeded decoding, whatever the draft",
+        draft="pearl.decoding.rules.direct:DirectDraft",
+        target="pearl.decoding.rules.direct:DirectTarget",
+        needs=Needs.NOTHING,
+        unit=Unit.TOKEN,
+        is_exact=True,
+        is_proposal_invariant=True,
+    )
+)

@@ -1,0 +1,99 @@
+"""The two halves of an acceptance rule, one for each process, and how they are made from the registry's entry.
+
+A half sees logits, tokens and draft distributions; nothing of windows, epochs or processes.  The target's own draw
+(`ar`, bonus tokens, going alone) belongs to no rule: it is `direct.DirectDraw` under all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from pearl.decoding.registry import Parameters, RuleSpec, find
+from pearl.errors import RequestError
+from pearl.protocol.messages import Sampling
+
+_GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the target's likeliest token, and only that
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The first `accepted` tokens are accepted; `token` is the correction for the next, None if all were accepted."""
+
+    accepted: int
+    token: int | None
+
+
+class DraftHalf(Protocol):
+    """How the draft draws. Made as `factory(sampling, **parameters)`; positions are absolute."""
+
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
+        """The draft's token for `position` from logits [vocab], and what the target needs to judge it.
+
+        That is None, or a row [vocab] float32: the distribution that the token was drawn from or, for a rule that
+        needs scalars, 0 but at the token.
+        """
+        ...
+
+    def draft_on_device(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Non-blocking `draft`: instead of the token a draw on the device, for `sampling.read_draw`."""
+        ...
+
+
+class TargetHalf(Protocol):
+    """How the target judges. Made as `factory(sampling, **parameters)`; positions are absolute."""
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor],
+        start: int,
+    ) -> Judgement:
+        """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab].
+
+        Args:
+            rows: what the draft half gave with each token, [vocab], on the host or on the logits' device; empty for
+                a rule that needs nothing.
+
+        Raises `NumericalError` where logits that are looked at are not finite.
+        """
+        ...
+
+
+def rule_in_force(name: str, sampling: Sampling) -> RuleSpec:
+    """The rule that decides under this sampling: at temperature 0 the direct one, whichever was asked for.
+
+    Raises `RequestError` for a name that is not registered.
+    """
+    try:
+        asked = find(name)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    return find(_GREEDY) if sampling.temperature == 0 else asked
+
+
+def make_draft_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> DraftHalf:
+    """Raises `RequestError` for an unknown rule, and for parameters that it does not take."""
+    half: DraftHalf = _make("draft", name, sampling, parameters)
+    return half
+
+
+def make_target_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> TargetHalf:
+    """Raises `RequestError` for an unknown rule, and for parameters that it does not take."""
+    half: TargetHalf = _make("target", name, sampling, parameters)
+    return half
+
+
+def _make(side: str, name: str, sampling: Sampling, parameters: Parameters) -> Any:
+    spec = rule_in_force(name, sampling)
+    try:
+        values = find(name).values(parameters)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    module, _, factory = getattr(spec, side).partition(":")
+    return getattr(import_module(module), factory)(sampling, **(values if spec.name == name else {}))

@@ -1,0 +1,231 @@
+"""The registry of acceptance rules: what a rule declares is true, is read everywhere, and is all a new rule needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import click
+import pytest
+import torch
+
+from pearl.cli.options import field_option
+from pearl.config import DecodingConfig, SamplingParams, with_registered_rules
+from pearl.decoding.registry import (
+    MAX_PARAMETERS,
+    RULES,
+    Needs,
+    Parameter,
+    Parameters,
+    RuleSpec,
+    find,
+    markdown_table,
+    register,
+)
+from pearl.decoding.rules import make_draft_half, make_target_half
+from pearl.errors import ConfigError, RequestError
+from pearl.models.tokenizer import GenerationDefaults
+from pearl.models.toy import Distribution, ToyRunner
+from pearl.protocol.events import Open
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.request import submission as submit_from
+from pearl.simulate import Timing, paired_executors, simulate
+from pearl.worker.execute import TargetExecutor
+from tests import lenient_rule, test_worker
+from tests.test_worker import MakeLoops, loops, submission
+
+__all__ = ["loops"]  # a fixture
+
+NAMES = ["ratio", "coupled", "lenient"]
+WARM = Sampling(1.0, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def lenient() -> Iterator[RuleSpec]:
+    with lenient_rule.registered() as spec:
+        yield spec
+
+
+def table(vocab: int, seed: int) -> torch.Tensor:
+    return torch.softmax(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)), -1)
+
+
+def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[Distribution, Distribution]:
+    """(target, draft) distributions, both above 0 everywhere; the larger `alpha`, the closer."""
+    target, other = table(vocab, 1), table(vocab, 2 + seed)
+    draft = alpha * target + (1 - alpha) * other
+    return lambda seen: target[seen[-1]], lambda seen: draft[seen[-1]]
+
+
+def text(rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0) -> list[int]:
+    executors = paired_executors(*(ToyRunner(32, pair) for pair in overlapping(32, 0.3, draft)))
+    submit = Submit(1, (0,), 101, sampling, Decoding("pearl", rule=rule, parameters=parameters))
+    return simulate(submit, *executors, Timing(1.0, lambda _: 4.0)).tokens
+
+
+# ---- a third rule, end to end ----
+
+
+@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
+def test_a_third_rule_and_its_parameter_go_through_the_runtime(
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Both workers' loops over the codec, nothing of which has heard of it: one file and one registration."""
+    monkeypatch.setattr(test_worker, "alpha_pair", overlapping)
+    pair = loops(alpha=0.3)
+    pair.draft()
+    front, texts, rates = pair.front(), [], []
+    for request, (rule, *values) in enumerate([("ratio",), ("lenient",), ("lenient", 0.5), ("lenient", 1.0)]):
+        parameters = tuple(("epsilon", value) for value in values)
+        submit = submission(100, method, request=request, rule=rule, parameters=parameters)  # type: ignore[arg-type]
+        told = front.ask(submit)
+        assert told.tokens == test_worker.simulated(submit, alpha=0.3)
+        texts.append(told.tokens)
+        rates.append(told.statistics.draft_acceptance_rate)
+    assert texts[0] == texts[1], "at epsilon 0, its default, it is ratio"
+    assert rates[0] == rates[1] < rates[2] < rates[3] == 1
+
+
+@pytest.mark.parametrize("parameters", [(("epsilon", 1.5),), (("gamma", 0.5),), (("epsilon", 0.1),) * 2])
+def test_what_a_front_may_not_ask_for_is_refused_and_the_target_goes_on(
+    loops: MakeLoops, parameters: Parameters
+) -> None:
+    pair = loops()
+    pair.draft()
+    front = pair.front()
+    with pytest.raises(RequestError, match=r"epsilon \(float in \[0, 1\], default 0\)"):
+        front.ask(submission(20, rule="lenient", parameters=parameters))  # type: ignore[arg-type]
+    assert len(front.ask(submission(20, rule="lenient", request=2)).tokens) == 20
+
+
+# ---- what is declared is true ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_halves_and_needs_are_as_declared(name: str) -> None:
+    draft, target = make_draft_half(name, WARM), make_target_half(name, WARM)
+    logits = torch.log(table(8, 0)[:1])
+    token, row = draft.draft(logits[0], 1)
+    assert (row is None) == (find(name).needs is Needs.NOTHING)
+    assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, "the models agree"
+    executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))
+    assert not executor.needs_rows, "nothing is open"
+    executor.execute(Open((0,), WARM, name))
+    assert executor.needs_rows == (find(name).needs is not Needs.NOTHING)
+    executor.execute(Open((0,), Sampling(), name))
+    assert not executor.needs_rows, "greedy decoding needs none"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proposal_invariance_is_as_declared(name: str) -> None:
+    assert (text(name) == text(name, draft=1)) == find(name).is_proposal_invariant
+    assert text(name, sampling=Sampling()) == text(name, sampling=Sampling(), draft=1), "greedy: under every rule"
+
+
+# ---- configuration and flags ----
+
+
+def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -> None:
+    section = with_registered_rules(DecodingConfig)
+    fields = section.model_fields
+    assert [*DecodingConfig.model_fields, "epsilon"] == list(fields)
+    chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
+    assert chosen.parameters == (("epsilon", 0.25),)
+    assert section(rule="lenient").parameters == ()
+
+    @click.command()
+    @field_option("rule", fields["rule"])
+    @field_option("epsilon", fields["epsilon"])
+    def command(**given: object) -> None:
+        raise AssertionError(given)
+
+    shown = command.get_help(click.Context(command))
+    assert "[ratio|coupled|lenient]" in shown
+    assert "lenient (not exact): " in " ".join(shown.split())
+    assert "--epsilon X" in shown
+    assert "Of rule lenient: epsilon (float in [0, 1], default 0): how much to forgive." in " ".join(shown.split())
+    with pytest.raises(AssertionError, match=r"'epsilon': 0\.5"):
+        command.main(["--epsilon", "0.5"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rule": "lenien"}, "'ratio', 'coupled' or 'lenient'"),
+        ({"rule": "lenient", "epsilon": 1.5}, "epsilon: .*less than or equal to 1"),
+        ({"rule": "lenient", "epsilon": -0.5}, "epsilon: .*greater than or equal to 0"),
+        ({"rule": "lenient", "epsilon": "much"}, "epsilon: .*number"),
+        ({"rule": "ratio", "epsilon": 0.5}, "rule ratio has no parameter 'epsilon'; ratio takes no parameters"),
+        ({"epsilon": 0.5}, "rule ratio has no parameter 'epsilon'"),
+        ({"rule": "lenient", "delta": 0.5}, "unknown setting 'delta'; allowed are epsilon, gamma"),
+    ],
+)
+def test_what_a_rule_does_not_take_is_refused_in_one_line(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        with_registered_rules(DecodingConfig)(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_travel_with_a_request() -> None:
+    section = with_registered_rules(DecodingConfig)
+    chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
+    defaults = GenerationDefaults()
+    submit = submit_from(1, [1, 2], 100, SamplingParams(seed=1), defaults, chosen)
+    assert submit.decoding == Decoding(rule="lenient", parameters=(("epsilon", 0.25),))
+
+
+# ---- the registry itself ----
+
+
+def test_values_are_checked_and_defaults_filled_in(lenient: RuleSpec) -> None:
+    count = Parameter("drafts", int, 1, 8, 2, "drafts at the root")
+    spec = replace(lenient, name="wide", parameters=(*lenient.parameters, count))
+    assert spec.values(()) == {"epsilon": 0, "drafts": 2}
+    values = spec.values((("drafts", 3.0),))
+    assert values == {"epsilon": 0, "drafts": 3}
+    assert type(values["drafts"]) is int
+    for name, value in product(["epsilon", "drafts"], [float("nan"), float("inf"), -1.0, 8.5, 1e300]):
+        with pytest.raises(ValueError, match=rf"is not allowed; it takes {name} \("):
+            spec.values(((name, value),))
+    with pytest.raises(ValueError, match="it takes drafts"):
+        spec.values((("drafts", 2.5),))
+
+
+def test_a_declaration_that_cannot_be_carried_is_refused(lenient: RuleSpec) -> None:
+    one = lenient.parameters[0]
+    many = tuple(replace(one, name=f"p{i}") for i in range(MAX_PARAMETERS + 1))
+    for spec, told in [
+        (lenient, "registered already"),
+        (replace(lenient, name="a", parameters=(one, one)), "a name of its own"),
+        (replace(lenient, name="a", parameters=many), "at most 8"),
+        (replace(lenient, name="a", parameters=(replace(one, kind=int),)), "epsilon is a float in other rules"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            register(spec)
+    for changes in ({"name": "Epsilon"}, {"name": "draft-share"}, {"default": 2}, {"default": float("nan")}):
+        with pytest.raises(ValueError, match=r"lower-case identifier|not allowed"):
+            replace(one, **changes)  # type: ignore[arg-type]
+    assert list(RULES) == NAMES
+
+
+@pytest.mark.parametrize("make", [make_draft_half, make_target_half])
+def test_halves_are_not_made_of_what_is_unknown(make: object) -> None:
+    for name, parameters in [("any", ()), ("ratio", (("epsilon", 0.1),)), ("lenient", (("epsilon", 2.0),))]:
+        for sampling in (WARM, Sampling()):
+            with pytest.raises(RequestError, match=r"choose one of|takes no parameters|it takes epsilon"):
+                make(name, sampling, parameters)  # type: ignore[operator]
+
+
+def test_the_table_says_what_is_declared() -> None:
+    lines = markdown_table().splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["`ratio`", "`coupled`", "`lenient`"]
+    assert lines[2].split("|")[2].strip().endswith("(default)")
+    assert [cell.strip() for cell in lines[4].split("|")[3:-1]] == [
+        "no",
+        "yes",
+        "token",
+        "its distribution",
+        "epsilon (float in [0, 1], default 0)",
+    ]
+    assert len({line.count("|") for line in lines}) == 1
