@@ -43,9 +43,13 @@ counts = st.integers(0, 2**63 - 1)
 positions = st.integers(0, 2**31 - 1)
 words = st.integers(0, 2**64 - 1)
 tokens = st.lists(positions, max_size=5).map(tuple)
-seconds = st.floats(0, allow_infinity=False, allow_nan=False)
+seconds = st.just(0.0) | st.floats(codec.LEAST_SECONDS, codec.MOST_SECONDS)
+vocabs = st.integers(0, codec.MAX_VOCAB)
+temperatures = st.floats(0, allow_infinity=False, allow_nan=False)
 names = st.text(max_size=16)
-samplings = st.builds(m.Sampling, seconds, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts)
+samplings = st.builds(
+    m.Sampling, temperatures, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts
+)
 decodings = st.builds(
     m.Decoding,
     st.sampled_from(sorted(METHODS)),
@@ -79,14 +83,14 @@ BUILDERS: dict[type, st.SearchStrategy] = {
         m.Hello,
         st.integers(0, 65535),
         st.sampled_from(m.Role),
-        positions,
+        vocabs,
         positions,
         st.binary(max_size=64),
     ),
     m.Welcome: st.builds(
         m.Welcome,
         st.integers(0, 65535),
-        positions,
+        vocabs,
         positions,
         positions,
         seconds,
@@ -269,6 +273,11 @@ def _swap(values: list, index: int, value: object) -> list:
         (DRAFT, {"seconds": float("nan")}),
         (DRAFT, {"seconds": float("inf")}),
         (DRAFT, {"seconds": -1.0}),
+        (DRAFT, {"seconds": 5e-324}),
+        (DRAFT, {"seconds": 1e308}),
+        (DRAFT, {"waited": 1e10}),
+        (HELLO, {"vocab_size": codec.MAX_VOCAB + 1}),
+        (m.Heartbeat(1, "calibrated", 1, 0.1), {"seconds": 5e-324}),
         (DRAFT, {"tokens": _ids(*range(codec.MAX_RUN + 1))}),
         (DRAFT, {"rows": [4, []]}),
         (DRAFT, {"rows": [True, []]}),

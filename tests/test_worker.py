@@ -495,12 +495,12 @@ def test_front_of_another_version_is_refused(loops: MakeLoops) -> None:
     pair = loops(expects_draft=False)
     endpoint = pair.endpoint()
     endpoint.send(Hello(PROTOCOL_VERSION + 1, Role.FRONT, 0, 0))
-    answer = _first(endpoint, Error)
+    answer = first(endpoint, Error)
     assert str(PROTOCOL_VERSION + 1) in answer.message
     assert pair.front().ask(submission(5, "ar")).tokens
 
 
-def _first(endpoint: Endpoint, kind: type) -> object:
+def first(endpoint: Endpoint, kind: type) -> object:
     deadline = time.monotonic() + BOUND
     while time.monotonic() < deadline:
         for _, message in endpoint.receive(0.2):
@@ -531,7 +531,7 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
     for frames in GARBAGE:
         for endpoint in (front.endpoint, stranger):
             endpoint.send_frames(frames)  # type: ignore[attr-defined]
-            assert _first(endpoint, Error).kind == "RemoteProtocolError"
+            assert first(endpoint, Error).kind == "RemoteProtocolError"
     for message in (
         submission(5),
         Cancel(1),
@@ -540,11 +540,11 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
         Committed(1, 0, (), ()),
     ):
         stranger.send(message)  # it never said hello
-        assert _first(stranger, Error).kind == "RemoteProtocolError"
+        assert first(stranger, Error).kind == "RemoteProtocolError"
     stranger.send(DraftTokens(1, 0, 3, (1,)))  # as from a draft that was replaced: ignored
     stranger.send(Resync(1, 0))
     stranger.send(Ping(5))
-    assert _first(stranger, Pong).sent == 5
+    assert first(stranger, Pong).sent == 5
     assert front.ask(submission(50)).tokens == simulated(submission(50))
 
 
@@ -561,11 +561,11 @@ class FakeDraft:
     def __init__(self, pair: Loops) -> None:
         self.endpoint = pair.endpoint()
         self.endpoint.send(Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST))
-        _first(self.endpoint, Welcome)
+        first(self.endpoint, Welcome)
         self.endpoint.send(Heartbeat(0, "calibrated", 1, 1e-3))
 
     def say(self, *messages: DraftTokens | Resync | list[bytes]) -> None:
-        begin = _first(self.endpoint, Begin)
+        begin = first(self.endpoint, Begin)
         assert isinstance(begin, Begin)
         for message in messages:
             if isinstance(message, list):
@@ -670,7 +670,7 @@ def test_stale_and_duplicate_draft_messages_are_dropped_and_counted(loops: MakeL
     text = simulated(submission(3, "ar", GREEDY))
     wrong = (text[0] + 1) % 32
     fake.say(DraftTokens(0, 0, 3, (wrong,)))
-    verdict = _first(fake.endpoint, Verdict)
+    verdict = first(fake.endpoint, Verdict)
     assert isinstance(verdict, Verdict)
     assert verdict.tokens == (text[0],)
     request, epoch = verdict.request, verdict.epoch
@@ -743,7 +743,7 @@ def test_request_survives_a_draft_that_ends(loops: MakeLoops) -> None:
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(submission(60))
-    _first(fake.endpoint, Begin)
+    first(fake.endpoint, Begin)
     fake.endpoint.close()
     told = Told()
     front.until(Finished, told)

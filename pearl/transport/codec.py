@@ -59,6 +59,9 @@ MAX_TOKENS = 1 << 20  # in one list
 MAX_RUN = 2048  # drafted tokens in one message, and elements of any msgpack array: twice the largest gamma
 MAX_FRAMES = 1 + MAX_RUN
 MAX_GAMMA = 1024
+MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
+LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock tells less
+MOST_SECONDS = 1e9  # thirty years
 MAX_STATISTICS = 1 << 20  # bytes of UTF-8
 RULES = ("ratio", "coupled")
 
@@ -103,6 +106,13 @@ def _real(low: float, high: float, *, above: bool = False) -> _Kind:
         raise ValueError(f"must be a finite float {'above' if above else 'from'} {low} to {high}")
 
     return _Kind(check, float)
+
+
+def _seconds(value: object) -> object:
+    """Quotients and multiples of these are formed, and must stay numbers."""
+    if type(value) is float and (LEAST_SECONDS <= value <= MOST_SECONDS or value == 0):
+        return value
+    raise ValueError(f"must be a float: 0, or from {LEAST_SECONDS} to {MOST_SECONDS:.0e}")
 
 
 def _sized(kind: type[str] | type[bytes], most: int) -> _Kind:
@@ -225,7 +235,8 @@ _ROW_CODES = {member: code for code, member in _ROW_KINDS.items()}
 _COUNT = _integer(0, 2**63)
 _POSITION = _integer(0, 2**31)
 _WORD = _integer(0, 2**64)
-_SECONDS = _real(0.0, inf)
+_VOCAB = _integer(0, MAX_VOCAB + 1)
+_SECONDS = _Kind(_seconds, float)
 _TOKENS = _token_list(MAX_TOKENS)
 _RUN = _token_list(MAX_RUN)
 _NAME = _sized(str, _MAX_NAME)
@@ -302,14 +313,14 @@ _SHAPES: dict[int, _Shape] = {
         Hello,
         version=_integer(0, 2**16),
         role=_member(Role),
-        vocab_size=_POSITION,
+        vocab_size=_VOCAB,
         context=_POSITION,
         vocab_digest=_sized(bytes, _MAX_NAME),
     ),
     2: _Shape(
         Welcome,
         version=_integer(0, 2**16),
-        vocab_size=_POSITION,
+        vocab_size=_VOCAB,
         context=_POSITION,
         draft_context=_POSITION,
         t_draft=_SECONDS,

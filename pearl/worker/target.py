@@ -177,7 +177,7 @@ class TargetWorker:
                 self._meet_front(peer, message)
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
-            case Pong():
+            case Pong() if peer == self._draft:
                 self._tracer.pong(message)
             case Submit() if peer in self._fronts:
                 self._submit(peer, message)
@@ -196,7 +196,7 @@ class TargetWorker:
                 self._on_heartbeat(message)
             case Error(_, kind, text) if peer == self._draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
-            case DraftTokens() | Resync() | Heartbeat() | Trace():
+            case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong():
                 pass  # from a draft that has been replaced
             case _:
                 raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
