@@ -29,7 +29,10 @@ from pydantic import (
 
 from pearl.errors import ConfigError
 
+# Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
 LEAST_TEMPERATURE = 1e-4
+MOST_TEMPERATURE = 1e30
+LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 
 Seconds = Annotated[float, Field(gt=0)]
 _ONE_HOST = ("ipc", "tcp")
@@ -103,7 +106,9 @@ class EngineConfig(Section):
     draft_timeout: Seconds = Field(10.0, description="Seconds of silence after which the draft counts as lost.")
     target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
     startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
-    draft_restarts: int = Field(3, ge=0, description="How often in a row a lost draft is started again.")
+    draft_restarts: int = Field(
+        3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
     trace: str | None = Field(None, description="File to write a timeline of both workers to; see pearl trace --help.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")
@@ -211,11 +216,12 @@ class SamplingParams(Section):
     stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
 
-    @field_validator("temperature")
+    @field_validator("temperature", "top_p", "min_p")
     @classmethod
-    def _not_tiny(cls, value: float | None) -> float | None:
-        if value and value < LEAST_TEMPERATURE:  # logits / value would overflow, and every probability be NaN
-            raise ValueError(f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}")
+    def _within_float32(cls, value: float | None, known: ValidationInfo) -> float | None:
+        assert known.field_name is not None
+        if value is not None and (problem := sampling_problem(**{known.field_name: value})):
+            raise ValueError(problem)
         return value
 
     @field_validator("stop", mode="before")
@@ -229,6 +235,19 @@ class SamplingParams(Section):
     def with_seed(self) -> SamplingParams:
         """Itself, with a seed drawn where none was given."""
         return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+
+
+def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:
+    """Why nothing can be sampled so, though each is in its range as a number: every probability would be NaN, say."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
+    if temperature > MOST_TEMPERATURE:
+        return f"the greatest temperature is {MOST_TEMPERATURE:g}"
+    if top_p < LEAST_SHARE:
+        return f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone"
+    if 0 < min_p < LEAST_SHARE:
+        return f"0 is off; the least min_p above it is {LEAST_SHARE:g}"
+    return None
 
 
 # Known elsewhere, not here: refused by name, so that nobody believes they took effect.

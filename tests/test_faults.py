@@ -193,12 +193,12 @@ def strike(cell: Cell, engine: Engine) -> None:
         os.kill(pids(engine)[cell.of], signal.SIGKILL if cell.fault == "SIGKILL" else signal.SIGSTOP)
 
 
-def wait_until_speculation_resumes(engine: Engine, first: int) -> None:
+def wait_until_speculation_resumes(engine: Engine, first: int, restarted: bool = True) -> None:
     deadline = time.monotonic() + BOUND
     while (statistics := text(engine)).draft_lost or not statistics.num_accepted_draft_tokens:
         assert time.monotonic() < deadline, "the draft has not come back"
         time.sleep(0.05)
-    assert pids(engine)["draft"] != first
+    assert (pids(engine)["draft"] != first) == restarted
 
 
 def check_survived(cell: Cell, engine: Engine) -> None:
@@ -219,7 +219,7 @@ def check_survived(cell: Cell, engine: Engine) -> None:
         assert statistics.draft_lost
         assert statistics.provenance["direct"] > 0
         if cell.phase == "drafting":
-            wait_until_speculation_resumes(engine, first)
+            wait_until_speculation_resumes(engine, first, restarted=cell.fault != "NaN")
 
 
 def check_ends(cell: Cell, engine: Engine) -> None:

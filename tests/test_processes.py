@@ -266,6 +266,26 @@ class DeadDraft:
         return StartError("it has died")
 
 
+class Slow(DeadDraft):
+    """Its numbers differ each time, its cause does not."""
+
+    number = 40
+
+    def fate(self) -> PearlError:
+        Slow.number += 1
+        return StartError(f"draft worker: {self.number} ms a token, where 1.{self.number} ms are usual")
+
+
+class Crashed(DeadDraft):
+    def fate(self) -> PearlError:
+        return StartError("draft worker was killed by signal 11")
+
+
+class Killed(DeadDraft):
+    def fate(self) -> PearlError:
+        return StartError("draft worker was killed by signal 9")
+
+
 class LivedLong(DeadDraft):
     @property
     def ready_since(self) -> float:  # type: ignore[override]
@@ -290,12 +310,14 @@ class Clock:
         ([DeadDraft] * 8, 7, [1, 2, 4, 8, 16, 30, 30]),
         ([DeadDraft, DeadDraft, LivedLong, DeadDraft, DeadDraft], 2, [1, 2, 1, 2]),
         ([DeadDraft], 0, []),
+        ([Killed, Slow, Crashed, Slow, Killed, Slow], 2, [1, 2, 4, 8, 16]),
+        ([Killed, Crashed, Killed, Slow, Killed], 2, [1, 2, 4, 8]),
     ],
 )
 def test_a_draft_is_started_again_later_each_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: list[type], restarts: int, expected: list[float]
 ) -> None:
-    """And as soon as at first where it has lived long in between."""
+    """And as soon as at first where it has lived long in between. What it died of is counted by cause."""
     left = [draft() for draft in drafts]
     monkeypatch.setattr(DraftKeeper, "_launch", lambda *_, **__: left.pop(0))
     keeper = DraftKeeper(EngineConfig(draft_restarts=restarts), "", tmp_path)

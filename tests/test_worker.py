@@ -480,6 +480,10 @@ def test_front_that_does_not_read_delays_nobody(loops: MakeLoops, control: str) 
         ({"prompt": (1, 32), "limit": 5}, "token id 32"),
         ({"limit": CONTEXT + 1}, "context"),
         ({"limit": 3}, "limit 3"),
+        ({"sampling": Sampling(1e308)}, "greatest temperature"),
+        ({"sampling": Sampling(1e-5)}, "least temperature"),
+        ({"sampling": Sampling(1.0, top_p=5e-324)}, "least top_p"),
+        ({"sampling": Sampling(1.0, min_p=5e-324)}, "least min_p"),
     ],
 )
 def test_impossible_request_is_refused_before_any_work(loops: MakeLoops, change: dict[str, int], said: str) -> None:
@@ -834,6 +838,35 @@ def test_model_that_gives_no_distribution_fails_its_request_only(loops: MakeLoop
     before = len(pair.target_model.fed)
     assert front.ask(submission(60, request=2)).tokens == simulated(submission(60))
     assert pair.target_model.fed[before] == len(PROMPT), "nothing of the cache was kept"
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
+    loops: MakeLoops, rule: str, chains: bool
+) -> None:
+    """Anybody who finds one could otherwise have the draft ended for all, each time, until it is given up."""
+    pair = loops()
+    draft = pair.draft(chains=chains)
+    fine = draft._distribution
+    draft._distribution = lambda tokens: fine(tokens) * (NAN if 30 in tokens[:4] else 1.0)
+    front = pair.front()
+    poisoned = replace(submission(40, rule=rule), prompt=(1, 2, 30))
+    for request in range(6):
+        told = front.ask(replace(poisoned, request=request))
+        assert told.statistics.draft_lost
+        assert told.tokens == simulated(replace(poisoned, decoding=Decoding("ar", rule=rule)))
+        sound = submission(120, rule=rule, request=100 + request)
+        told = front.ask(sound)
+        assert not told.statistics.draft_lost
+        assert told.statistics.num_accepted_draft_tokens
+        assert told.tokens == simulated(sound)
+    front.endpoint.send(replace(poisoned, request=7))
+    front.endpoint.send(replace(sound, request=8))  # begins while the draft may still be at the one before
+    for _ in range(2):
+        told = Told()
+        front.until(Finished, told)
+    assert told.tokens == simulated(sound)
 
 
 def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:

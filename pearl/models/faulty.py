@@ -22,7 +22,8 @@ _LATER = 6  # tokens that a draft has drafted before a target can be verifying t
 
 
 class FaultyRunner:
-    """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" and "nan" ever after.
+    """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" ever after, and so
+    "nan", but of a draft only until it is given a prompt of that length again.
 
     Args:
         name: "FAULT@PHASE". For a draft "verifying" is when it drafts beside a target that verifies.
@@ -40,13 +41,15 @@ class FaultyRunner:
         self.vocab_size, self.context = runner.vocab_size, runner.context
         self._fault, self._phase, self._role, self._once = fault, phase, role, once
         self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
-        self._struck = False
+        self._struck = self._cured = False
 
     @property
     def length(self) -> int:
         return self.runner.length
 
     def forward(self, tokens: Tokens, rows: int) -> torch.Tensor:
+        if self._struck and self._role == "draft" and self._fault == "nan" and [len(tokens)] == self._since_prompt[:1]:
+            self._cured = True  # fed again with what was committed since, it chokes again; another request is another
         if self._since_prompt or len(tokens) >= PROMPT:
             self._since_prompt.append(len(tokens))
         if not self._struck and self._is_time(len(tokens)) and self._is_first():
@@ -55,7 +58,8 @@ class FaultyRunner:
         if self._struck and self._fault == "slow":
             time.sleep(_SLOW_SECONDS)
         logits = self.runner.forward(tokens, rows)
-        return torch.full_like(logits, torch.nan) if self._struck and self._fault == "nan" else logits
+        nan = self._struck and self._fault == "nan" and not self._cured
+        return torch.full_like(logits, torch.nan) if nan else logits
 
     def _is_time(self, fed: int) -> bool:
         after = len(self._since_prompt) - 1

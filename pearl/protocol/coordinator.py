@@ -146,6 +146,7 @@ class Coordinator:
         self._fresh = True
         self._ending: FinishReason | None = None
         self._told_draft = 0  # prefix length that the draft knows of
+        self._undraftable = False  # the draft cannot go on with this request
         self._draft_until = 0
         self._grants = 0
         self._delivered = 0  # prefix length that the front knows of
@@ -265,8 +266,16 @@ class Coordinator:
         if self.request is not None and not self._ending:
             self._resynchronise(do)
 
-    def _draft_gone(self, _: DraftGone, do: Callable[[object], None]) -> None:
-        self.draft_context = self._told_draft = 0
+    def _draft_gone(self, event: DraftGone, do: Callable[[object], None]) -> None:
+        if event.request is None:
+            self.draft_context = 0
+        elif self.request is None or event.request != self.request.request or self._undraftable:
+            return
+        else:
+            self._undraftable = True
+            if self._told_draft:
+                do(Send(Finish(event.request)))  # it may have been given the prefix again meanwhile
+        self._told_draft = 0
         if self.request is None:
             return
         self._discard_pending()
@@ -327,7 +336,7 @@ class Coordinator:
 
         Depends on the draft's being there and on the position, never on what it drafted (invariant 9).
         """
-        return self._method.drafts and self.sequence.committed < self.draft_context
+        return self._method.drafts and not self._undraftable and self.sequence.committed < self.draft_context
 
     @property
     def _judgeable(self) -> int:

@@ -279,7 +279,8 @@ def told(event: dict[str, Any]) -> str | None:
     """What to say of an event that tells of something gone wrong, or right again."""
     match event["type"]:
         case "DraftGone":
-            return f"draft lost: {event['reason']}"
+            alone = event.get("request") is not None
+            return f"{'the draft cannot go on with this request' if alone else 'draft lost'}: {event['reason']}"
         case "DraftJoined":
             return "a draft joins"
         case "Stalled":

@@ -194,6 +194,8 @@ class TargetWorker:
                 self._handle(message)
             case Heartbeat() if peer == self._draft:
                 self._on_heartbeat(message)
+            case Error(request, "NumericalError", text) if peer == self._draft and request >= 0:
+                self._go_on_without_draft(request, text)
             case Error(_, kind, text) if peer == self._draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
             case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong():
@@ -331,6 +333,14 @@ class TargetWorker:
             self._channel = None
         self._handle(DraftGone(why))
         self._recorded()
+
+    def _go_on_without_draft(self, request: int, why: str) -> None:
+        """For this request only: what its model chokes on says nothing of the next one."""
+        current = self._coordinator.request
+        if current is not None and current.request == request:
+            log.warning("the draft cannot go on with this request: %s; the target goes on alone with it", why)
+            self._watch.draft_lost = True
+        self._handle(DraftGone(why, request))
 
     # ---- recording ----
 
