@@ -52,6 +52,7 @@ from pearl.transport.base import Endpoint, TensorChannel
 from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from pearl.worker import target as target_module
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.rows import RowPacker, inline, unpack
@@ -550,6 +551,28 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
     stranger.send(Ping(5))
     assert first(stranger, Pong).sent == 5
     assert front.ask(submission(50)).tokens == simulated(submission(50))
+
+
+def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few bytes each would become a whole vocabulary: 28 KB made 1.2 GB. Nor do they reach a draft that joins."""
+    unpacked: list[object] = []
+    monkeypatch.setattr(target_module, "unpack", lambda row, vocab: unpacked.append(row) or unpack(row, vocab))
+    pair = loops(expects_draft=False)
+    stranger, front = pair.endpoint(), pair.front()
+    row = _sparse([1], [1.0])
+    message = DraftTokens(1, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (row,)))
+    front.endpoint.send(submission(2000, "ar"))
+    front.until(Committed)
+    stranger.send(message)
+    # All at once, so that it is read before the loop has met the draft.
+    for one in (
+        Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST),
+        Heartbeat(0, "calibrated", 1, 1e-3),
+        *(replace(message, request=request, epoch=epoch) for request in (1, 2) for epoch in range(3)),
+    ):
+        stranger.send(one)
+    front.until(Finished)
+    assert not unpacked
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:

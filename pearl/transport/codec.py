@@ -50,6 +50,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.window import METHODS, WINDOWS
+from pearl.transport.extent import check_extent, is_plain
 
 Frame = bytes | bytearray | memoryview
 _Member = TypeVar("_Member", bound=Enum)
@@ -67,10 +68,9 @@ RULES = ("ratio", "coupled")
 
 _MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _MAX_NAME = 64
+_MAX_VALUES = 64 + 3 * MAX_RUN  # in one header: the fields, and MAX_RUN entries that are pairs
 _LIMITS = {
-    # No token list is a msgpack array, so arrays are short.  That bounds what nested headers can make the
-    # unpacker allocate: it makes room for every array when it sees its header, up to 1024 deep.
-    "max_array_len": MAX_RUN,
+    "max_array_len": MAX_RUN,  # no token list is a msgpack array, so arrays are short
     "max_bin_len": MAX_FRAME,
     "max_str_len": MAX_STATISTICS,
     "max_map_len": 0,
@@ -451,8 +451,11 @@ def received(frames: Sequence[Frame]) -> Message | RemoteProtocolError:
 
 
 def _unpack(header: Frame) -> tuple[Any, ...]:
+    packed = header if type(header) is bytes else bytes(header)
     try:
-        values = msgpack.unpackb(header, use_list=False, **_LIMITS)
+        if not is_plain(packed):
+            check_extent(packed, MAX_RUN, _MAX_VALUES)
+        values = msgpack.unpackb(packed, use_list=False, **_LIMITS)
     except ValueError as error:  # all of msgpack's own are ValueErrors, UnicodeDecodeError too
         raise RemoteProtocolError(f"a header that is no msgpack within limits: {error}") from None
     if type(values) is not tuple or not values or type(values[0]) is not int:
