@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from pearl import errors
 from pearl.config import Device, EngineConfig
@@ -34,6 +35,21 @@ _LAST_WORDS_SECONDS = 5.0  # for the status lines of ranks that are going down
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _MEASURED = re.compile(r"(?<!signal )(?<!exit code )\b\d[\d.]*")  # numbers that differ though the cause is the same
 _SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
+
+
+_workers: WeakSet[Worker] = WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked process: were it to hold the other end of their stdin, workers would not be told to end.
+
+    The numbers stay taken, by files that are nothing, for the copies of what is opened here will close them again.
+    """
+    for worker in _workers:
+        worker.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Worker:
@@ -67,6 +83,7 @@ class Worker:
             env=_environment(config.device(role, rank)) | {DIRECTORY: str(directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
         )
+        _workers.add(self)
         settings = {
             "role": role,
             "rank": rank,
@@ -165,6 +182,15 @@ class Worker:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):  # it was gone already
                 self._process.stdin.close()
+
+    def let_go(self) -> None:
+        """Leaves the worker to the process that started it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError, ValueError):  # it was closed already
+                if pipe is not None:
+                    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                    os.dup2(null, pipe.fileno(), inheritable=False)
+                    os.close(null)
 
     def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""
