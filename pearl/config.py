@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -27,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 
 # Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
@@ -35,6 +35,7 @@ MOST_TEMPERATURE = 1e30
 LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 
 Seconds = Annotated[float, Field(gt=0)]
+_MOST_NUMBERS = 4096  # of cores or GPUs in a name
 _ONE_HOST = ("ipc", "tcp")
 _ADDRESS = re.compile(
     r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
@@ -268,7 +269,8 @@ SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingPar
 
 
 def _told(error: Any) -> str:
-    return f"{error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
+    given = repr(error["input"])
+    return f"{error['msg'].removeprefix('Value error, ')} (got {given[:200]}{'...' if given[200:] else ''})"
 
 
 def _refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
@@ -319,11 +321,11 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `ConfigError` where there is none."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML that PEARL reads: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -358,7 +360,8 @@ class Device:
             return Device("cpu", cores=numbers and _usable(numbers))
         if name == "auto":
             return Device("auto")
-        raise ValueError(f"bad device {name!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
+        shown = name if len(name) < 80 else f"{name[:80]}..."
+        raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
 
     def part(self, rank: int, size: int) -> Device:
         """That of `rank` where `size` ranks share it equally; of auto and cpu, itself."""
@@ -375,7 +378,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        numbers += range(int(first), int(last if dash else first) + 1)
+        start, end = int(first), int(last if dash else first) + 1
+        if end - start + len(numbers) > _MOST_NUMBERS:
+            raise ValueError(text)
+        numbers += range(start, end)
     if not numbers:
         raise ValueError(text)
     return tuple(dict.fromkeys(numbers))
@@ -385,5 +391,6 @@ def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
     usable = os.sched_getaffinity(0)
     missing = sorted(set(cores) - usable)
     if missing:
-        raise ValueError(f"CPU cores {missing} are not there: this process may use {sorted(usable)}")
+        named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
+        raise ValueError(f"CPU cores [{named}] are not there: this process may use {sorted(usable)}")
     return cores

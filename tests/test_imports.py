@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a p
     {"pearl.text"},
     {"pearl.sampling", "pearl.verification"},
     {"pearl.protocol"},
-    {"pearl.config", "pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
+    {"pearl.config", "pearl.document", "pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
 IMPURE = {"torch", "time", "socket", "random", "threading", "asyncio", "zmq", "os", "numpy", "secrets", "datetime"}

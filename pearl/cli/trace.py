@@ -9,6 +9,7 @@ import click
 from rich.table import Table
 
 from pearl.cli.terminal import SafeConsole, say
+from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
 from pearl.trace import chrome
@@ -35,7 +36,7 @@ def trace() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(file: Path, as_json: bool) -> None:
     """Work, waits by cause, overlap and pace of the run in FILE."""
-    found = make_report(read(file))
+    found = _reported(file)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
         return
@@ -51,7 +52,7 @@ def report(file: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare(a: Path, b: Path, as_json: bool) -> None:
     """Two runs side by side: one of sd and one of pearl, say."""
-    reports = {str(path): make_report(read(path)) for path in (a, b)}
+    reports = {str(path): _reported(path) for path in (a, b)}
     if as_json:
         click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
         return
@@ -74,7 +75,8 @@ def compare(a: Path, b: Path, as_json: bool) -> None:
 @click.option("--html", "html_path", type=_FILE, help="Draw an HTML page instead; it opens offline and can be zoomed.")
 def show(file: Path, start: float | None, seconds: float | None, png_path: Path | None, html_path: Path | None) -> None:
     """Both workers on one time axis, in the terminal or as a picture."""
-    shown = chart(read(file), start, seconds)
+    with damaged(file, TraceError):
+        shown = chart(read(file), start, seconds)
     for path, draw in ((png_path, png), (html_path, html)):
         if path is not None:
             draw(shown, path)
@@ -92,7 +94,8 @@ def replay(file: Path) -> None:
 
     Feeds the recorded events into them and compares their commands with the recorded ones.
     """
-    outcome = run_again(read(file))
+    with damaged(file, TraceError):
+        outcome = run_again(read(file))
     if outcome.difference is None:
         click.echo(f"{outcome.decisions} decisions, all the same")
         return
@@ -122,12 +125,18 @@ def check(file: Path) -> None:
     Fields, names of processes and tracks, nesting of slices, pairing of flows.
     """
     document = read_document(file)
-    found = problems(document)
+    with damaged(file, TraceError):
+        found = problems(document)
     for problem in found[:20]:
         click.echo(printable(problem))
     if found:
         raise TraceError(f"{file}: {len(found)} problems")
     click.echo(printable(f"{file}: {len(document['traceEvents'])} events, sound"))
+
+
+def _reported(file: Path) -> Report:
+    with damaged(file, TraceError):
+        return make_report(read(file))
 
 
 def _table(reports: dict[str, Report]) -> Table:
