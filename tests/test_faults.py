@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -479,3 +481,19 @@ def test_message_fault(cell: Cell, temporary: Path) -> None:
             pair.close()
             directory.rmdir()
         assert not pair.errors
+
+
+# ---- many at random ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ["toy", "embedded"])
+def test_the_soak_has_as_many_faults_as_it_was_asked_for(pair: str) -> None:
+    """It once went on for so many seconds, and on a slow machine had one fault in 300."""
+    script = Path(__file__).parent.parent / "scripts" / "soak.py"
+    command = [sys.executable, str(script), "--faults", "2", "--pair", pair, "--seed", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stdout
+    struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", ended.stdout))
+    assert struck >= 2
+    assert f"{struck} faults in" in ended.stdout
