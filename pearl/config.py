@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -29,11 +28,16 @@ from pydantic import (
 )
 
 from pearl.decoding.registry import RULES, Parameters, find, named_parameters
+from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 
+# Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
 LEAST_TEMPERATURE = 1e-4
+MOST_TEMPERATURE = 1e30
+LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 
 Seconds = Annotated[float, Field(gt=0)]
+_MOST_NUMBERS = 4096  # of cores or GPUs in a name
 _ONE_HOST = ("ipc", "tcp")
 _ADDRESS = re.compile(
     r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
@@ -110,7 +114,9 @@ class EngineConfig(Section):
     draft_timeout: Seconds = Field(10.0, description="Seconds of silence after which the draft counts as lost.")
     target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
     startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
-    draft_restarts: int = Field(3, ge=0, description="How often in a row a lost draft is started again.")
+    draft_restarts: int = Field(
+        3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
     trace: str | None = Field(None, description="File to write a timeline of both workers to; see pearl trace --help.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")
@@ -249,11 +255,12 @@ class SamplingParams(Section):
     stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
 
-    @field_validator("temperature")
+    @field_validator("temperature", "top_p", "min_p")
     @classmethod
-    def _not_tiny(cls, value: float | None) -> float | None:
-        if value and value < LEAST_TEMPERATURE:  # logits / value would overflow, and every probability be NaN
-            raise ValueError(f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}")
+    def _within_float32(cls, value: float | None, known: ValidationInfo) -> float | None:
+        assert known.field_name is not None
+        if value is not None and (problem := sampling_problem(**{known.field_name: value})):
+            raise ValueError(problem)
         return value
 
     @field_validator("stop", mode="before")
@@ -267,6 +274,19 @@ class SamplingParams(Section):
     def with_seed(self) -> SamplingParams:
         """Itself, with a seed drawn where none was given."""
         return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+
+
+def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:
+    """Why nothing can be sampled so, though each is in its range as a number: every probability would be NaN, say."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
+    if temperature > MOST_TEMPERATURE:
+        return f"the greatest temperature is {MOST_TEMPERATURE:g}"
+    if top_p < LEAST_SHARE:
+        return f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone"
+    if 0 < min_p < LEAST_SHARE:
+        return f"0 is off; the least min_p above it is {LEAST_SHARE:g}"
+    return None
 
 
 # Known elsewhere, not here: refused by name, so that nobody believes they took effect.
@@ -287,7 +307,8 @@ SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingPar
 
 
 def _told(error: Any) -> str:
-    return f"{error['msg'].removeprefix('Value error, ')} (got {error['input']!r})"
+    given = repr(error["input"])
+    return f"{error['msg'].removeprefix('Value error, ')} (got {given[:200]}{'...' if given[200:] else ''})"
 
 
 def _refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
@@ -338,11 +359,11 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises `ConfigError` where there is none."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML that PEARL reads: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -377,7 +398,8 @@ class Device:
             return Device("cpu", cores=numbers and _usable(numbers))
         if name == "auto":
             return Device("auto")
-        raise ValueError(f"bad device {name!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
+        shown = name if len(name) < 80 else f"{name[:80]}..."
+        raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
 
     def part(self, rank: int, size: int) -> Device:
         """That of `rank` where `size` ranks share it equally; of auto and cpu, itself."""
@@ -394,7 +416,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        numbers += range(int(first), int(last if dash else first) + 1)
+        start, end = int(first), int(last if dash else first) + 1
+        if end - start + len(numbers) > _MOST_NUMBERS:
+            raise ValueError(text)
+        numbers += range(start, end)
     if not numbers:
         raise ValueError(text)
     return tuple(dict.fromkeys(numbers))
@@ -404,5 +429,6 @@ def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
     usable = os.sched_getaffinity(0)
     missing = sorted(set(cores) - usable)
     if missing:
-        raise ValueError(f"CPU cores {missing} are not there: this process may use {sorted(usable)}")
+        named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
+        raise ValueError(f"CPU cores [{named}] are not there: this process may use {sorted(usable)}")
     return cores

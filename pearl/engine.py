@@ -72,7 +72,7 @@ _READ_SECONDS = 0.1  # longest turn at the socket, so that a dead worker is noti
 
 
 class Engine:
-    """A pair of models in two processes, ready to generate.
+    """A pair of models in two processes, ready to generate. It belongs to the process that made it, not to its forks.
 
         with Engine() as engine:                         # the embedded pair
             print(engine.generate(["Hello!"])[0].text)
@@ -98,6 +98,7 @@ class Engine:
         progress: Progress = lambda _: None,
         **settings: Any,
     ) -> None:
+        self._owner = os.getpid()
         given = {"target": target, "draft": draft, **settings}
         known = config.model_dump() if config else {}
         self.config = EngineConfig(**{**known, **{k: v for k, v in given.items() if v is not None}})
@@ -215,8 +216,15 @@ class Engine:
                 self.close()
 
     def close(self) -> None:
-        """Ends the workers and removes what they left; a second time does nothing."""
+        """Ends the workers and removes what they left; a second time does nothing.
+
+        Nor does it in a forked process: nothing of an engine is its own there, and locks may be held by threads that
+        only the parent has.
+        """
         if self._closed:
+            return
+        if not self._is_ours:
+            self._closed = True
             return
         if self._recording is not None:
             with self._said_not_raised():
@@ -255,6 +263,17 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _is_ours(self) -> bool:
+        return os.getpid() == self._owner
+
+    def _check_ours(self) -> None:
+        if not self._is_ours:
+            raise EngineClosed(
+                f"this engine belongs to process {self._owner}, of which this one is a fork: make an engine here, or "
+                "attach to that one"
+            )
 
     # ---- generating ----
 
@@ -304,6 +323,7 @@ class Engine:
             RequestError: the prompt does not fit, say. Nothing was computed.
             TargetLost: (while iterating) the target is gone; the engine is of no more use.
         """
+        self._check_ours()
         if self._closed:
             raise EngineClosed("this engine has been closed; make another")
         submit = submission(
@@ -415,6 +435,7 @@ class Engine:
 
     def _read_until(self, done: Callable[[], bool]) -> None:
         """Returns once `done`. Of several threads that wait one reads, and the others look whenever it has."""
+        self._check_ours()
         while not done():
             with self._turns:
                 if self._reading:
@@ -525,7 +546,7 @@ class Engine:
 
     def _post(self, message: Message) -> None:
         """Sends, from any thread."""
-        if self._endpoint is None or self._closed:
+        if self._endpoint is None or self._closed or not self._is_ours:
             return
         try:
             self._endpoint.send(message)

@@ -9,15 +9,18 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from pearl import errors
 from pearl.config import Device, EngineConfig
@@ -30,7 +33,23 @@ END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
 _LOOK_SECONDS = 0.2  # between two looks at a draft
 _LAST_WORDS_SECONDS = 5.0  # for the status lines of ranks that are going down
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
+_MEASURED = re.compile(r"(?<!signal )(?<!exit code )\b\d[\d.]*")  # numbers that differ though the cause is the same
 _SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
+
+
+_workers: WeakSet[Worker] = WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked process: were it to hold the other end of their stdin, workers would not be told to end.
+
+    The numbers stay taken, by files that are nothing, for the copies of what is opened here will close them again.
+    """
+    for worker in _workers:
+        worker.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Worker:
@@ -64,6 +83,7 @@ class Worker:
             env=_environment(config.device(role, rank)) | {DIRECTORY: str(directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
         )
+        _workers.add(self)
         settings = {
             "role": role,
             "rank": rank,
@@ -163,6 +183,15 @@ class Worker:
             with contextlib.suppress(OSError):  # it was gone already
                 self._process.stdin.close()
 
+    def let_go(self) -> None:
+        """Leaves the worker to the process that started it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError, ValueError):  # it was closed already
+                if pipe is not None:
+                    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                    os.dup2(null, pipe.fileno(), inheritable=False)
+                    os.close(null)
+
     def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""
         self.close()
@@ -249,8 +278,9 @@ class Ranks(Worker):
 class DraftKeeper:
     """Keeps a draft worker alive: one that dies or falls silent is started again, later each time.
 
-    After `config.draft_restarts` in a row it is given up.  Silence is noticed here too, where no text is being made and
-    the target does not look; and a draft that hangs must be ended by somebody.
+    After `config.draft_restarts` in a row for one cause it is given up: one that was killed, then fell silent on a busy
+    machine, then lost its connection is not one that keeps failing.  Silence is noticed here too, where no text is
+    being made and the target does not look; and a draft that hangs must be ended by somebody.
     """
 
     def __init__(
@@ -258,7 +288,7 @@ class DraftKeeper:
     ) -> None:
         self._config, self._address, self._directory = config, address, directory
         self._closing = threading.Event()
-        self._restarts = 0
+        self._restarts: Counter[str] = Counter()  # by cause
         self._starts = count()
         self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
@@ -278,33 +308,37 @@ class DraftKeeper:
             trouble = self._trouble()
             if trouble is None:
                 continue
+            cause, what = trouble
             if self.worker.ready_since and time.monotonic() - self.worker.ready_since > _SOUND_SECONDS:
-                self._restarts = 0
+                self._restarts.clear()
             self.worker.kill()
             self.worker.end()
-            if self._restarts == self._config.draft_restarts:
-                log.error("%s; it is not started again, the target goes on alone", trouble)
+            if self._restarts[cause] == self._config.draft_restarts:
+                log.error("%s; it is not started again, the target goes on alone", what)
                 return
-            self._restarts += 1
-            log.warning("%s; starting it again (%d)", trouble, self._restarts)
-            if not self._closing.wait(min(0.5 * 2**self._restarts, _MOST_BACK_OFF_SECONDS)):
+            self._restarts[cause] += 1
+            log.warning("%s; starting it again (%d)", what, self._restarts[cause])
+            # Of all causes together: one that dies now of this and now of that must not become a busy loop either.
+            if not self._closing.wait(min(0.5 * 2 ** self._restarts.total(), _MOST_BACK_OFF_SECONDS)):
                 try:
                     self.worker = self._launch(tensors="frames")
                 except (OSError, RuntimeError) as error:  # no process, thread or memory now; the next turn counts it
                     log.warning("a draft worker could not be started: %s", error)
 
-    def _trouble(self) -> str | None:
-        """What is wrong with the draft, if anything."""
+    def _trouble(self) -> tuple[str, str] | None:
+        """The cause and what to say, if anything is wrong with the draft."""
         worker, config = self.worker, self._config
         if not worker.alive:
             with contextlib.suppress(errors.PearlError):  # its last words may still be on their way
                 worker.wait_for("gone", time.monotonic() + 1.0)
-            return str(worker.fate())
+            what = str(worker.fate())
+            return _MEASURED.sub("", what), what
         if worker.reached("ready"):
             silent = worker.silence.seconds
-            return f"draft worker was silent for {silent:.1f} s" if silent > config.draft_timeout else None
+            late = silent > config.draft_timeout
+            return ("silence", f"draft worker was silent for {silent:.1f} s") if late else None
         late = time.monotonic() - worker.began > config.startup_timeout
-        return "draft worker is not ready in time; see startup_timeout" if late else None
+        return ("start", "draft worker is not ready in time; see startup_timeout") if late else None
 
     def close(self) -> None:
         self._closing.set()

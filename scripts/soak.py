@@ -1,11 +1,14 @@
-"""Requests under random faults, for as long as you like: every text must be whole, or fail by its name.
+"""Requests under random faults, as many as you like: every text must be whole, or fail by its name.
 
-Toy pairs in real processes. Each round makes an engine, asks for texts, and meanwhile does something to a worker:
-SIGKILL, SIGSTOP with or without SIGCONT, a hang, an exception, NaN, slowness.  Prints counts; exits with 1 where a text
-was wrong, an error was none of those that may come, or something was left behind.
+Pairs in real processes: toys, or with `--pair embedded` the real one.  Each round makes an engine, asks for texts, and
+meanwhile does one thing after another to its workers, until it has lost its target or has had enough: SIGKILL, SIGSTOP
+with or without SIGCONT and, of toys, a hang, an exception, NaN, slowness.  It goes on until so many faults have
+*struck*: how long that takes is the machine's affair.  Prints counts; exits with 1 where a text was wrong, an error was
+none of those that may come, or something was left behind.
 
-    scripts/soak                             # a minute
-    scripts/soak --seconds 3600 --seed 7
+    scripts/soak                             # 20 faults
+    scripts/soak --faults 1000 --seed 7
+    scripts/soak --faults 10 --pair embedded
 """
 
 from __future__ import annotations
@@ -34,99 +37,167 @@ from pearl.models.toy import alpha_pair
 ALPHA, VOCAB = 0.7, 32
 SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 METHODS = ("pearl", "pearl", "pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "ar")
+ROLES = ("target", "draft", "draft", "draft")  # a target that is lost ends the round
 INFLICTED = ("hang", "raise", "nan", "kill", "stop", "slow")  # by a worker on itself
 FATAL = ("hang", "raise", "kill", "stop", "SIGKILL", "SIGSTOP")  # to a target
-SIGNALLED = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "nothing")
-TIMEOUT = 2.0  # of both workers: seconds of silence
+SIGNALLED = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "SIGSTOP, SIGCONT")
+MOST_OF_AN_ENGINE = 6  # faults: later, its draft is restarted only after half a minute
+TIMEOUT = {"toy": 2.0, "embedded": 6.0}  # of both workers: seconds of silence
+PATIENCE = 60.0  # seconds for a draft to come back
+
+Fault = tuple[str, str]  # which, of whom
 
 
-def greedy(prompt: list[int], length: int) -> list[int]:
-    """What the target says by itself."""
-    target, _ = alpha_pair(VOCAB, ALPHA)
-    tokens = list(prompt)
-    for _ in range(length):
-        tokens.append(int(target(tokens).argmax()))
-    return tokens[len(prompt) :]
+class Toys:
+    """Pairs whose texts are known without any of the runtime."""
+
+    timeout = TIMEOUT["toy"]
+
+    def specs(self, role: str, fault: str) -> dict[str, str]:
+        specs = {"target": SPEC, "draft": SPEC}
+        specs[role] += fault
+        return specs
+
+    settings = {"target_pace": 0.004, "draft_pace": 0.001}  # noqa: RUF012
+
+    def request(self, noise: random.Random) -> tuple[list[int], int]:
+        return [noise.randrange(VOCAB) for _ in range(noise.randint(40, 60))], noise.randint(1, 120)
+
+    def text(self, prompt: list[int], length: int) -> list[int]:
+        """What the target says by itself."""
+        target, _ = alpha_pair(VOCAB, ALPHA)
+        tokens = list(prompt)
+        for _ in range(length):
+            tokens.append(int(target(tokens).argmax()))
+        return tokens[len(prompt) :]
 
 
-@contextmanager
-def struck(noise: random.Random, pid: int, fault: str) -> Iterator[None]:
-    """Sends signals to a worker, a while from now."""
+class Embedded:
+    """The real pair; what it says is found by an engine to which nothing happens."""
 
-    def strike() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL if fault == "SIGKILL" else signal.SIGSTOP)
-            if fault == "SIGSTOP, SIGCONT":
-                time.sleep(noise.uniform(0.05, 0.5))
-                os.kill(pid, signal.SIGCONT)
+    timeout = TIMEOUT["embedded"]
+    settings: dict[str, float] = {}  # noqa: RUF012
+    _LENGTH = 60
 
-    timer = threading.Timer(noise.uniform(0.0, 0.6), strike)
-    if fault != "nothing":
-        timer.start()
-    yield
-    timer.cancel()
-    if timer.ident is not None:
-        timer.join()
+    def __init__(self) -> None:
+        noise = random.Random(0)
+        prompts = [[noise.randrange(1000, 20_000) for _ in range(noise.randint(10, 60))] for _ in range(4)]
+        params = SamplingParams(temperature=0, max_tokens=self._LENGTH, ignore_eos=True)
+        with Engine("embedded", "none", log_level="error") as engine:
+            texts = engine.generate(prompts, params, method="ar")
+        self._texts = {tuple(prompt): result.tokens for prompt, result in zip(prompts, texts, strict=True)}
+
+    def specs(self, role: str, fault: str) -> dict[str, str]:
+        return {"target": "embedded", "draft": "embedded-draft"}
+
+    def request(self, noise: random.Random) -> tuple[list[int], int]:
+        return list(noise.choice(sorted(self._texts))), noise.randint(1, self._LENGTH)
+
+    def text(self, prompt: list[int], length: int) -> list[int]:
+        return self._texts[tuple(prompt)][:length]
 
 
 class Soak:
-    """`counts`: what happened; `wrong`: what must not have."""
+    """`counts`: what happened; `faults`: how many of those struck; `wrong`: what must not have."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
-        self.noise, self.directory = random.Random(seed), directory
+    def __init__(self, seed: int, directory: Path, pair: Toys | Embedded) -> None:
+        self.noise, self.directory, self.pair = random.Random(seed), directory, pair
         self.counts: Counter[str] = Counter()
+        self.faults = 0
         self.wrong: list[str] = []
 
     def round(self, number: int) -> None:
         """One engine, from its start to its end."""
-        noise = self.noise
-        role = noise.choice(("target", "draft", "draft"))
-        fault = noise.choice(INFLICTED if noise.random() < 0.5 else SIGNALLED)
-        specs = {"target": SPEC, "draft": SPEC}
-        if fault in INFLICTED:
-            phase = noise.choice(("prefill", "drafting", "verifying"))
-            specs[role] += f",fault={fault}@{phase},once={self.directory / str(number)}"
-        self.counts[f"fault: {fault} of the {role}"] += 1
+        noise, once = self.noise, self.directory / str(number)
+        inflicted: Fault | None = None
+        named = ""
+        role = noise.choice(ROLES)
+        if isinstance(self.pair, Toys) and noise.random() < 0.5:
+            inflicted = noise.choice(INFLICTED), role
+            named = f",fault={inflicted[0]}@{noise.choice(('prefill', 'drafting', 'verifying'))},once={once}"
+        had: list[Fault] = []  # what was done to this engine
         try:
             with Engine(
-                specs["target"],
-                specs["draft"],
-                target_pace=0.004,
-                draft_pace=0.001,
-                draft_timeout=TIMEOUT,
-                target_timeout=2 * TIMEOUT,
+                **self.pair.specs(role, named),  # type: ignore[arg-type]
+                **self.pair.settings,  # type: ignore[arg-type]
+                draft_timeout=self.pair.timeout,
+                target_timeout=2 * self.pair.timeout,
+                draft_restarts=MOST_OF_AN_ENGINE,
                 log_level="error",
             ) as engine:
-                assert engine._target is not None
-                assert engine._draft is not None
-                workers = {"target": engine._target.pid, "draft": engine._draft.worker.pid}
-                with struck(noise, workers[role], fault if fault in SIGNALLED else "nothing"):
-                    for _ in range(noise.randint(1, 6)):
-                        self.ask(engine, role, fault)
+                if inflicted is not None:
+                    had.append(inflicted)
+                    self.ask(engine, had)
+                while len(had) < MOST_OF_AN_ENGINE and noise.random() < 0.9:
+                    self.wait_for_draft(engine)
+                    with self.struck(engine, had):
+                        for _ in range(noise.randint(1, 3)):
+                            self.ask(engine, had)
         except TargetLost:
-            fatal = role == "target" and fault in FATAL
-            self.check(fatal, f"round {number}: TargetLost after {fault} of the {role}")
+            fatal = any(of == "target" and fault in FATAL for fault, of in had)
+            self.check(fatal, f"round {number}: TargetLost after {had}")
             self.counts["TargetLost"] += 1
         except NumericalError:
-            self.check(
-                (role, fault) == ("target", "nan"), f"round {number}: NumericalError after {fault} of the {role}"
-            )
+            self.check(("nan", "target") in had, f"round {number}: NumericalError after {had}")
             self.counts["NumericalError"] += 1
         except PearlError as error:
-            self.wrong.append(f"round {number}: {type(error).__name__}: {error}")
+            self.wrong.append(f"round {number}: {type(error).__name__}: {error}, after {had}")
+        if inflicted is not None and once.exists():
+            self.note(inflicted)
         self.check_nothing_left(number)
 
-    def ask(self, engine: Engine, role: str, fault: str) -> None:
-        noise = self.noise
-        prompt = [noise.randrange(VOCAB) for _ in range(noise.randint(40, 60))]
-        length, method = noise.randint(1, 120), noise.choice(METHODS)
+    @contextmanager
+    def struck(self, engine: Engine, had: list[Fault]) -> Iterator[None]:
+        """Sends signals to a worker, a while from now."""
+        fault, role = self.noise.choice(SIGNALLED), self.noise.choice(ROLES)
+        delay, pause = self.noise.uniform(0.0, 0.6), self.noise.uniform(0.05, 0.5)
+
+        def strike() -> None:
+            assert engine._target is not None
+            assert engine._draft is not None
+            worker = engine._target if role == "target" else engine._draft.worker
+            if not worker.alive:
+                return
+            had.append((fault, role))  # before: its consequences may come at once
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL if fault == "SIGKILL" else signal.SIGSTOP)
+                self.note((fault, role))
+                if fault == "SIGSTOP, SIGCONT":
+                    time.sleep(pause)
+                    os.kill(worker.pid, signal.SIGCONT)
+
+        timer = threading.Timer(delay, strike)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()  # texts may end sooner: then it strikes an idle worker
+
+    def wait_for_draft(self, engine: Engine) -> None:
+        """A fault can strike only what is there: one that is gone is on its way back."""
+        assert engine._draft is not None
+        deadline = time.monotonic() + PATIENCE
+        while not (engine._draft.worker.alive and engine._draft.worker.reached("ready")):
+            if time.monotonic() > deadline:
+                self.wrong.append("a draft has not come back")
+                return
+            time.sleep(0.05)
+
+    def ask(self, engine: Engine, had: list[Fault]) -> None:
+        prompt, length = self.pair.request(self.noise)
+        method = self.noise.choice(METHODS)
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         (result,) = engine.generate([prompt], params, method=method)
         self.counts["texts"] += 1
         self.counts["texts that lost their draft"] += result.statistics.draft_lost
         self.counts["texts with accepted draft tokens"] += bool(result.statistics.num_accepted_draft_tokens)
         self.counts["tokens"] += len(result.tokens)
-        self.check(result.tokens == greedy(prompt, length), f"wrong text: {method}, {fault} of the {role}")
+        self.check(result.tokens == self.pair.text(prompt, length), f"wrong text: {method}, after {had}")
+
+    def note(self, fault: Fault) -> None:
+        """A fault that has struck."""
+        self.faults += 1
+        self.counts[f"fault: {fault[0]} of the {fault[1]}"] += 1
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
@@ -144,30 +215,34 @@ class Soak:
 
 
 @click.command()
-@click.option("--seconds", default=60.0, help="After which no new round begins.")
+@click.option("--faults", default=20, type=click.IntRange(min=1), help="After so many have struck no new round begins.")
+@click.option("--seconds", default=None, type=float, help="Nor after so long; fewer faults are then an error.")
+@click.option("--pair", type=click.Choice(list(TIMEOUT)), default="toy", help="The real one takes signals only.")
 @click.option("--seed", default=0, help="Of the faults and the requests.")
-def main(seconds: float, seed: int) -> None:
+def main(faults: int, seconds: float | None, pair: str, seed: int) -> None:
     """Prints what happened, by count."""
     console = Console(soft_wrap=True, highlight=False)
     began, rounds = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name
         os.environ.pop("XDG_RUNTIME_DIR", None)
-        soak = Soak(seed, Path(name))
+        soak = Soak(seed, Path(name), Toys() if pair == "toy" else Embedded())
         with Progress(console=console) as progress:
-            task = progress.add_task("soak", total=seconds)
-            while time.monotonic() - began < seconds:
+            task = progress.add_task("faults", total=faults)
+            while soak.faults < faults and (seconds is None or time.monotonic() - began < seconds):
                 soak.round(rounds)
                 rounds += 1
-                progress.update(task, completed=time.monotonic() - began)
+                progress.update(task, completed=soak.faults)
         tempfile.tempdir = None
+    soak.check(soak.faults >= faults, f"only {soak.faults} of {faults} faults have struck in {seconds} s")
     table = Table("what", "count", box=None, padding=(0, 2, 0, 0))
     for what, count in sorted(soak.counts.items()):
         table.add_row(what, str(count))
     console.print(table)
     for wrong in soak.wrong:
         console.print(wrong, style="red")
-    console.print(f"{rounds} engines in {time.monotonic() - began:.0f} s, seed {seed}: {len(soak.wrong)} wrong")
+    took = time.monotonic() - began
+    console.print(f"{soak.faults} faults in {rounds} engines, {took:.0f} s, seed {seed}: {len(soak.wrong)} wrong")
     raise SystemExit(bool(soak.wrong))
 
 

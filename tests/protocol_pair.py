@@ -37,7 +37,7 @@ from pearl.protocol.events import (
     Stalled,
     Wait,
 )
-from pearl.protocol.messages import Begin, Committed, Decoding, Preview, Provenance, Sampling, Submit, Verdict
+from pearl.protocol.messages import Begin, Committed, Decoding, Error, Preview, Provenance, Sampling, Submit, Verdict
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.window import Speeds
@@ -143,6 +143,20 @@ class ScriptDraft:
         if tuple(self.cache.tokens) != self.text[:position]:
             return LOST
         return WRONG if position in self.wrong else self.text[position]
+
+
+class ChokingDraft(ScriptDraft):
+    """A draft whose logits are not finite for a position in `chokes`."""
+
+    def __init__(self, text: Sequence[int], wrong: Collection[int] = (), chokes: Collection[int] = ()) -> None:
+        super().__init__(text, wrong)
+        self.chokes = chokes
+
+    def execute(self, command: object) -> object | None:
+        event = super().execute(command)
+        if isinstance(event, Drafted) and event.token is not None and len(self.cache.tokens) in self.chokes:
+            return Drafted(None, failure="not finite")
+        return event
 
 
 @dataclass
@@ -330,6 +344,8 @@ class Pair:
         for command in self.drafter.handle(event):
             self.log.append(command)
             match command:
+                case Send(Error(request, _, why)):
+                    self.to_target.append(DraftGone(why, request))  # as the worker
                 case Send(message):
                     self.to_target.append(message)
                 case Wait():

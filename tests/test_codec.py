@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
 from pearl.protocol.window import METHODS, WINDOWS
-from pearl.transport import codec
+from pearl.transport import codec, extent
 from pearl.transport.codec import TYPE_CODES, decode, encode
 from tests import lenient_rule
 
@@ -45,9 +45,13 @@ counts = st.integers(0, 2**63 - 1)
 positions = st.integers(0, 2**31 - 1)
 words = st.integers(0, 2**64 - 1)
 tokens = st.lists(positions, max_size=5).map(tuple)
-seconds = st.floats(0, allow_infinity=False, allow_nan=False)
+seconds = st.just(0.0) | st.floats(codec.LEAST_SECONDS, codec.MOST_SECONDS)
+vocabs = st.integers(0, codec.MAX_VOCAB)
+temperatures = st.floats(0, allow_infinity=False, allow_nan=False)
 names = st.text(max_size=16)
-samplings = st.builds(m.Sampling, seconds, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts)
+samplings = st.builds(
+    m.Sampling, temperatures, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts
+)
 epsilons = st.lists(st.tuples(st.just("epsilon"), st.floats(0, 1)), max_size=1).map(tuple)
 rules = st.sampled_from(["ratio", "coupled"]).map(lambda name: (name, ())) | st.tuples(st.just("lenient"), epsilons)
 
@@ -91,14 +95,14 @@ BUILDERS: dict[type, st.SearchStrategy] = {
         m.Hello,
         st.integers(0, 65535),
         st.sampled_from(m.Role),
-        positions,
+        vocabs,
         positions,
         st.binary(max_size=64),
     ),
     m.Welcome: st.builds(
         m.Welcome,
         st.integers(0, 65535),
-        positions,
+        vocabs,
         positions,
         positions,
         seconds,
@@ -327,6 +331,11 @@ def _swap(values: list, index: int, value: object) -> list:
         (DRAFT, {"seconds": float("nan")}),
         (DRAFT, {"seconds": float("inf")}),
         (DRAFT, {"seconds": -1.0}),
+        (DRAFT, {"seconds": 5e-324}),
+        (DRAFT, {"seconds": 1e308}),
+        (DRAFT, {"waited": 1e10}),
+        (HELLO, {"vocab_size": codec.MAX_VOCAB + 1}),
+        (m.Heartbeat(1, "calibrated", 1, 0.1), {"seconds": 5e-324}),
         (DRAFT, {"tokens": _ids(*range(codec.MAX_RUN + 1))}),
         (DRAFT, {"rows": [4, []]}),
         (DRAFT, {"rows": [True, []]}),
@@ -473,3 +482,81 @@ def test_a_hostile_header_costs_little_memory_and_time(header: bytes) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 32 << 20
+
+
+ROW = b"\x92\xc4\x04abcd\xc4\x04abcd"
+COSTLY = {
+    "nested in 3 KB": b"\xdc\x08\x00" * 1020 + b"\x01",
+    "nested in a short header": b"\xdc\x08\x00" * 340,
+    "nested, 32 bits": b"\xdd\x00\x00\x08\x00" * 1000,
+    "nested small": b"\x9f" * 1024,
+    "nested small, long": b"\x9f" * (1 << 20),
+    "in a field": b"\x98\x08" + b"\xdc\x08\x00" * 1000,
+    "in a run of rows": b"\x98\x08\x01\x01\x01\xc4\x00\xcb" + bytes(8) + b"\x92\x01" + b"\xdc\x08\x00" * 1000,
+    "wide": b"\x98\x08" + (b"\xdc\x08\x00" + b"\x01" * 2048) * 2048,
+    "wide and deep": (b"\xdc\x08\x00" + (b"\xdc\x08\x00" + b"\x01" * 2048) * 2047) * 2,
+    "many small": b"\x98\x08" + b"\xdc\x08\x00" + (b"\x9f" + b"\x9f" * 15) * 2048,
+    "long integers": b"\x9f" + b"\xcf" * (1 << 20),
+    "announced bytes": b"\x9f" + b"\xc6\x00\xff\xff\xff" * 1000,
+    "nested in a string": b"\x92\x03\xda\xff\xff" + b"\xdc\x08\x00" * 1000,
+}
+
+
+@pytest.mark.parametrize("header", COSTLY.values(), ids=COSTLY)
+def test_a_header_is_refused_for_little_more_than_its_bytes_cost(header: bytes) -> None:
+    """3 KB took 16 ms, for the unpacker makes room for an array where it sees its length. Medians, of CPU time."""
+
+    def seconds(work: typing.Callable[[], object]) -> float:
+        taken = []
+        for _ in range(11):
+            began = time.process_time()
+            work()
+            taken.append(time.process_time() - began)
+        return sorted(taken)[5]
+
+    largest = [msgpack.packb([8, 1, 1, 1, bytes(4 * codec.MAX_RUN), 0.5, [1, [[bytes(4)] * 2] * codec.MAX_RUN], 0.5])]
+    assert isinstance(decode(largest), m.DraftTokens)
+    assert isinstance(codec.received([header]), RemoteProtocolError)
+    assert seconds(lambda: codec.received([header])) < 4 * seconds(lambda: decode(largest))
+
+
+def test_what_the_wire_allows_passes_though_it_is_long() -> None:
+    """The pass over the lengths must not refuse the largest of what is valid: rows, stop strings, speeds."""
+    rows = m.Rows(m.RowKind.SPARSE, ((b"\xdc\x08\x00\x00", b"\xdd\xdd\xdd\xdd"),) * codec.MAX_RUN)
+    for message in (
+        m.DraftTokens(1, 0, 2, (7,) * codec.MAX_RUN, 0.5, rows),
+        dataclasses.replace(SUBMIT, stops=("\u0708" * 9,) * codec.MAX_RUN, prompt=(0xDC,) * 100_000),
+        m.Welcome(2, 5, 5, 5, 0.5, tuple((2**40 + n, 0.5) for n in range(codec.MAX_RUN)), 4),
+    ):
+        assert decode(encode(message)) == message
+
+
+@settings(max_examples=400, deadline=None)
+@given(values, st.binary(max_size=3))
+def test_the_pass_over_lengths_agrees_with_the_unpacker(value: object, after: bytes) -> None:
+    """What it lets through is one whole value; what it refuses is none, has a map in it, or is nested too deep."""
+    packed = msgpack.packb(value) + after
+    try:
+        read = msgpack.unpackb(packed, strict_map_key=False)
+        whole, depth = True, _depth(read)
+    except ValueError:
+        whole, depth = False, 0
+    try:
+        extent.check_extent(packed, codec.MAX_RUN, 10_000)
+        passed = True
+    except ValueError:
+        passed = False
+    assert passed == (whole and depth <= extent.DEEPEST)
+
+
+def _depth(value: object) -> int:
+    """Of lists within each other; a map, which is never allowed, counts as too many."""
+    if isinstance(value, dict):
+        return 99
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_message)
+def test_the_pass_over_lengths_refuses_no_message(message: m.Message) -> None:
+    extent.check_extent(encode(message)[0], codec.MAX_RUN, codec._MAX_VALUES)

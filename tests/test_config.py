@@ -79,6 +79,9 @@ def test_core_that_is_not_there_is_refused() -> None:
         (SamplingParams, {"temperature": float("nan")}, "temperature"),
         (SamplingParams, {"temperature": float("inf")}, "temperature"),
         (SamplingParams, {"temperature": 1e-40}, "0 is greedy"),  # logits overflowed and took the target with them
+        (SamplingParams, {"temperature": 1e308}, "temperature: the greatest temperature is 1e\\+30"),
+        (SamplingParams, {"top_p": 5e-324}, "top_p: the least top_p is 1e-30"),  # float32 makes 0 of it: NaN
+        (SamplingParams, {"min_p": 5e-324}, "min_p: 0 is off"),
         (SamplingParams, {"top_p": 0}, "top_p"),
         (SamplingParams, {"top_p": 1.01}, "top_p"),
         (SamplingParams, {"top_k": -1}, "top_k"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,12 +195,12 @@ def strike(cell: Cell, engine: Engine) -> None:
         os.kill(pids(engine)[cell.of], signal.SIGKILL if cell.fault == "SIGKILL" else signal.SIGSTOP)
 
 
-def wait_until_speculation_resumes(engine: Engine, first: int) -> None:
+def wait_until_speculation_resumes(engine: Engine, first: int, restarted: bool = True) -> None:
     deadline = time.monotonic() + BOUND
     while (statistics := text(engine)).draft_lost or not statistics.num_accepted_draft_tokens:
         assert time.monotonic() < deadline, "the draft has not come back"
         time.sleep(0.05)
-    assert pids(engine)["draft"] != first
+    assert (pids(engine)["draft"] != first) == restarted
 
 
 def check_survived(cell: Cell, engine: Engine) -> None:
@@ -219,7 +221,7 @@ def check_survived(cell: Cell, engine: Engine) -> None:
         assert statistics.draft_lost
         assert statistics.provenance["direct"] > 0
         if cell.phase == "drafting":
-            wait_until_speculation_resumes(engine, first)
+            wait_until_speculation_resumes(engine, first, restarted=cell.fault != "NaN")
 
 
 def check_ends(cell: Cell, engine: Engine) -> None:
@@ -479,3 +481,19 @@ def test_message_fault(cell: Cell, temporary: Path) -> None:
             pair.close()
             directory.rmdir()
         assert not pair.errors
+
+
+# ---- many at random ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ["toy", "embedded"])
+def test_the_soak_has_as_many_faults_as_it_was_asked_for(pair: str) -> None:
+    """It once went on for so many seconds, and on a slow machine had one fault in 300."""
+    script = Path(__file__).parent.parent / "scripts" / "soak.py"
+    command = [sys.executable, str(script), "--faults", "2", "--pair", pair, "--seed", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stdout
+    struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", ended.stdout))
+    assert struck >= 2
+    assert f"{struck} faults in" in ended.stdout

@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [  # from top to bottom; a name covers a module, or a p
     {"pearl.protocol"},
     {"pearl.config"},
     {"pearl.decoding.registry"},  # of the package above, what configuration and codec read: no torch
-    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
+    {"pearl.document", "pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
 IMPURE = {"torch", "time", "socket", "random", "threading", "asyncio", "zmq", "os", "numpy", "secrets", "datetime"}

@@ -310,6 +310,39 @@ def test_the_limit_is_bytes_at_once_and_by_time() -> None:
     refused(Gate(clock), b"a", gate.AT_ONCE)
 
 
+def test_what_messages_cost_counts_as_their_bytes_do() -> None:
+    """A twentieth of a core for long, whatever they hold; and of what is no message 64 a second."""
+    clock = Clock()
+    for seconds, malformed, most in ((0.01, False, 5.5), (0.0, True, 66)):
+        limits, heard = Gate(clock), 0
+        for _ in range(600_000):
+            clock.now += 1e-4
+            try:
+                if limits.admits(b"a", 0):
+                    heard += 1
+                    limits.decoded(b"a", seconds, malformed)
+            except RemoteProtocolError:
+                pass
+        assert most / 3 < heard / 60 < most * 1.5
+
+
+def test_a_debt_is_bounded_and_worked_off() -> None:
+    clock = Clock()
+    limits = Gate(clock)
+    assert limits.admits(b"a", 0)
+    limits.decoded(b"a", 3600.0)
+    with pytest.raises(RemoteProtocolError, match="not heard for 8 s"):
+        limits.admits(b"a", 0)
+    clock.now = 7.9
+    assert not limits.admits(b"a", 0)
+    clock.now = 8.1
+    assert limits.admits(b"a", 0)
+    limits.decoded(b"unknown", 1.0)
+    limits.trust(b"b")
+    limits.decoded(b"b", 3600.0)
+    assert limits.admits(b"b", 1 << 40)
+
+
 def test_who_is_trusted_is_heard_and_only_the_last_is() -> None:
     limits = Gate(Clock())
     limits.trust(b"a")

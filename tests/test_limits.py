@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -16,14 +17,30 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ProtocolError, RequestError
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import PROTOCOL_VERSION, Decoding, Error, Hello, Role, Sampling, Submit, Trace, Welcome
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Decoding,
+    DraftTokens,
+    Error,
+    Hello,
+    Role,
+    RowKind,
+    Rows,
+    Sampling,
+    Submit,
+    Trace,
+    Welcome,
+)
 from pearl.simulate import paired_executors
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode
 from pearl.transport.keys import OWN_KEYS, read_keys
 from pearl.transport.memory import MemoryEndpoint, memory_hub
 from pearl.worker import admission
+from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
+from pearl.worker.notices import Notices
 from pearl.worker.target import TargetSettings, TargetWorker
 from tests.conftest import greedy_text
 from tests.test_transport import show_keys
@@ -73,6 +90,26 @@ def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, in
         take(limits, owners, b"b", asked)
     del owners[first]
     take(limits, owners, b"b", asked)
+
+
+# ---- what is logged of it ----
+
+
+def test_of_one_peer_a_line_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """With how many there were between; another peer's first is said at once; and neither memory nor log grows."""
+    now = 0.0
+    notices = Notices(logging.getLogger("test"), lambda: now)
+    for _ in range(1000):
+        notices.warn(b"a", "dropped: %s", "x")
+    notices.warn(b"b", "dropped: %s", "y")
+    assert caplog.messages == ["dropped: x", "dropped: y"]
+    now = notices_module.PERIOD + 1
+    notices.warn(b"a", "dropped: %s", "z")
+    assert caplog.messages[2:] == ["dropped: z (and 999 more of this peer's)"]
+    for number in range(10_000):
+        notices.warn(str(number).encode(), "dropped: %s", "x")
+    assert len(caplog.messages) < 3 + 2 * notices_module._MANY
+    assert len(notices._peers) <= notices_module._MANY + 1
 
 
 # ---- in the loop ----
@@ -199,6 +236,49 @@ def test_a_front_of_the_same_user_finds_the_keys_and_a_stranger_gets_nothing(eng
         assert stranger.poll(0) == 0
         stranger.disable_monitor()
         monitor.close(0)
+
+
+DEEP = b"\xdc\x08\x00" * 1020 + b"\x01"
+ROWS = DraftTokens(1, 0, 0, (1,) * 2048, rows=Rows(RowKind.SPARSE, ((b"\1\0\0\0", b"\0\0\x80\x3f"),) * 2048))
+FLOODS = {
+    "nested headers": [DEEP],
+    "short ones": [DEEP[:999]],
+    "no msgpack": [b"\xc1"],
+    "unknown types": [b"\x91\x7f"],
+    "another's rows": encode(ROWS),
+    "prompts that do not fit": encode(Submit(1, (40,) * 100_000, CONTEXT, Sampling(), Decoding("ar"))),
+    "requests that are cancelled": encode(Cancel(1)),
+}
+
+
+@pytest.mark.parametrize("frames", FLOODS.values(), ids=FLOODS)
+def test_one_front_delays_another_hardly(
+    engine: Engine, frames: list[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As fast as it can, for as long as the other's text takes: 3 s. Sixty nested headers made it 15."""
+    hostile, ended = Hostile(engine), threading.Event()
+    hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+    hostile.hears(Welcome)
+
+    def flood() -> None:
+        while not ended.is_set():
+            for _ in range(20):
+                hostile.socket.send_multipart(frames)
+            ended.wait(0.005)  # 4,000 a second, and the test itself must not take the machine
+
+    thread = threading.Thread(target=flood)
+    capfd.readouterr()
+    thread.start()
+    try:
+        began = time.monotonic()
+        assert engine.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+        took = time.monotonic() - began
+    finally:
+        ended.set()
+        thread.join()
+        hostile.close()
+    assert took < 2 * 60 * 0.05, f"{took:.1f} s"
+    assert capfd.readouterr().err.count("dropped a message") <= 3
 
 
 def test_a_front_is_told_when_it_says_too_much(engine: Engine) -> None:

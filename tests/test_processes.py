@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.errors import ModelError, PearlError, StartError, TargetLost
+from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
 from pearl.processes import DraftKeeper
 from pearl.stream import Stream
 from tests.conftest import TOY, greedy_text
@@ -266,6 +267,26 @@ class DeadDraft:
         return StartError("it has died")
 
 
+class Slow(DeadDraft):
+    """Its numbers differ each time, its cause does not."""
+
+    number = 40
+
+    def fate(self) -> PearlError:
+        Slow.number += 1
+        return StartError(f"draft worker: {self.number} ms a token, where 1.{self.number} ms are usual")
+
+
+class Crashed(DeadDraft):
+    def fate(self) -> PearlError:
+        return StartError("draft worker was killed by signal 11")
+
+
+class Killed(DeadDraft):
+    def fate(self) -> PearlError:
+        return StartError("draft worker was killed by signal 9")
+
+
 class LivedLong(DeadDraft):
     @property
     def ready_since(self) -> float:  # type: ignore[override]
@@ -290,12 +311,14 @@ class Clock:
         ([DeadDraft] * 8, 7, [1, 2, 4, 8, 16, 30, 30]),
         ([DeadDraft, DeadDraft, LivedLong, DeadDraft, DeadDraft], 2, [1, 2, 1, 2]),
         ([DeadDraft], 0, []),
+        ([Killed, Slow, Crashed, Slow, Killed, Slow], 2, [1, 2, 4, 8, 16]),
+        ([Killed, Crashed, Killed, Slow, Killed], 2, [1, 2, 4, 8]),
     ],
 )
 def test_a_draft_is_started_again_later_each_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: list[type], restarts: int, expected: list[float]
 ) -> None:
-    """And as soon as at first where it has lived long in between."""
+    """And as soon as at first where it has lived long in between. What it died of is counted by cause."""
     left = [draft() for draft in drafts]
     monkeypatch.setattr(DraftKeeper, "_launch", lambda *_, **__: left.pop(0))
     keeper = DraftKeeper(EngineConfig(draft_restarts=restarts), "", tmp_path)
@@ -401,3 +424,124 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
         assert threads_now <= threads
         # A kept prompt takes 2 kB as a list of numbers that are there anyway, 1 kB as bytes: either would show.
         assert memory_now - memory < 1 << 20
+
+
+# ---- a fork of the front ----
+
+
+@contextmanager
+def forked(body: Callable[[], None]) -> Iterator[int]:
+    """Runs `body` in a fork of this process, which ends with 0 once it has returned, and with 3 where it raised."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def ended(pid: int, seconds: float = 5.0) -> int | None:
+    """Its exit code; None where it has none after so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return None
+
+
+def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
+    """A fork's copy closes at once, though a thread of the parent holds the engine's locks, and harms nothing."""
+    with Engine(TOY, TOY, **PACED) as engine:
+        expected = greedy_text(PROMPT, 60)
+        open_stream = engine.stream(PROMPT, greedy(60))
+        next(open_stream)
+        held, let_go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine._turns, engine._ending:
+                held.set()
+                assert let_go.wait(BOUND)
+
+        def use_and_close() -> None:
+            for use in (
+                lambda: engine.generate([PROMPT], greedy(5)),
+                lambda: next(open_stream),
+                engine.wait_until_lost,
+            ):
+                with pytest.raises(EngineClosed, match=f"belongs to process {os.getppid()}"):
+                    use()
+            open_stream.close()
+            with engine:
+                pass
+            engine.close()
+            engine.__del__()
+            with pytest.raises(EngineClosed):
+                engine.generate([PROMPT], greedy(5))
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(BOUND)
+        with forked(use_and_close) as child:
+            code = ended(child)
+            let_go.set()
+            thread.join()
+            assert code == 0
+        for _ in open_stream:
+            pass
+        assert open_stream.result.tokens == expected
+        assert engine.directory.exists()
+        assert engine.generate([PROMPT], greedy(60))[0].tokens == expected
+
+
+@pytest.mark.parametrize("leave", ["dropped", "in a with", "by exit"])
+def test_a_fork_that_ends_harms_nothing(temporary: Path, leave: str) -> None:
+    """However it ends, also through the interpreter's own end."""
+    body = {
+        "dropped": "del engine; import gc; gc.collect()",
+        "in a with": "with engine: pass",
+        "by exit": "import multiprocessing",
+    }[leave]
+    front, directory, workers = start_front(
+        f"import os, sys\nif (child := os.fork()) == 0:\n  {body}\n  sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)\n"
+        "print(len(engine.generate([[1, 2, 5]], greedy)[0].tokens))\n"
+        "engine.close()"
+    )
+    assert front.stdout is not None
+    assert front.stdout.readline() == "9\n"
+    assert check_nothing_left(front, directory, workers) == ""
+    assert front.returncode == 0
+
+
+def test_an_engine_ends_though_a_fork_lives(temporary: Path) -> None:
+    """It inherits the other ends of the workers' stdin: they were not told to end, and had to be killed."""
+    engine = Engine(TOY, TOY)
+    with forked(lambda: time.sleep(2 * BOUND)):
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 5
+
+
+def test_a_fork_makes_an_engine_of_its_own(temporary: Path) -> None:
+    with Engine(TOY, TOY) as engine:
+
+        def use_another() -> None:
+            engine.close()
+            with Engine(TOY, TOY) as own:
+                assert own.generate([PROMPT], greedy(20))[0].tokens == greedy_text(PROMPT, 20)
+
+        with forked(use_another) as child:
+            assert ended(child, BOUND) == 0
+        assert engine.generate([PROMPT], greedy(20))[0].tokens == greedy_text(PROMPT, 20)

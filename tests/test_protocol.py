@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 
 import pytest
 
@@ -18,8 +18,10 @@ from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
     Deliver,
     Draft,
+    Drafted,
     End,
     Forward,
+    Open,
     Phase,
     Rollback,
     Send,
@@ -42,6 +44,7 @@ from tests.protocol_pair import (
     PROMPT,
     TEXT,
     WRONG,
+    ChokingDraft,
     Pair,
     ScriptDraft,
     ScriptTarget,
@@ -49,6 +52,7 @@ from tests.protocol_pair import (
     check_counts,
     draft_in,
     make_pair,
+    script,
     submission,
     until,
 )
@@ -304,6 +308,76 @@ def test_cancelling_an_unknown_request_does_nothing() -> None:
     before = freeze(pair.coordinator)
     assert pair.coordinator.handle(Cancel(5)) == []
     assert freeze(pair.coordinator) == before
+
+
+# ---- a draft that cannot go on with a request ----
+
+
+@pytest.mark.parametrize("window", ["fixed", "stream"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_draft_may_choke_at_any_position(method: str, window: str) -> None:
+    """The text goes on with the target alone; the next request, of which it does not choke, is drafted."""
+    other = script(40, (5, 6))
+    for seed, chokes in product(range(6), range(2, len(TEXT))):
+        settings = {"window": window, "gamma": 2}
+        submits = [submission(TEXT, method, **settings), submission(other, method, request=2, **settings)]
+        target = BothTargets(TEXT, other)
+        pair = Pair(submits, target, lambda chokes=chokes: BothDrafts(TEXT, other, chokes))  # type: ignore[misc]
+        pair.run(at_random(seed))
+        for request, text in ((1, TEXT), (2, other)):
+            assert tuple(pair.results[request].tokens) == text[len(PROMPT) :]
+            check_counts(pair.results[request])
+        drafts = method != "ar"
+        assert bool(pair.results[2].counts.accepted) == drafts
+        if chokes == len(PROMPT):
+            assert not pair.results[1].counts.judged
+
+
+class BothTargets(ScriptTarget):
+    """A target that would write either text, by how it begins."""
+
+    def __init__(self, *texts: tuple[int, ...]) -> None:
+        super().__init__(texts[0])
+        self.texts = texts
+
+    def execute(self, command: object) -> object | None:
+        if isinstance(command, Open):
+            self.text = next(text for text in self.texts if text[0] == command.prompt[0])
+        return super().execute(command)
+
+
+class BothDrafts(ChokingDraft):
+    """Likewise; it chokes on the first text only."""
+
+    def __init__(self, first: tuple[int, ...], second: tuple[int, ...], chokes: int) -> None:
+        super().__init__(first, (9,))
+        self.texts, self.position = (first, second), chokes
+
+    def execute(self, command: object) -> object | None:
+        if isinstance(command, Draft):
+            held = (*self.cache.tokens[: command.start], *command.tokens)
+            self.text = next(text for text in self.texts if text[0] == held[0])
+            self.chokes = (self.position,) if self.text is self.texts[0] else ()
+        return super().execute(command)
+
+
+def test_a_draft_that_chokes_keeps_nothing_of_its_cache() -> None:
+    """What it holds may be what it choked on."""
+    machine = draft_in(draft_side.State.DRAFTING)
+    machine.handle(Drafted(None, failure="not finite"))
+    assert machine.state is draft_side.State.IDLE
+    again = machine.handle(Begin(2, 0, PROMPT, 3, Sampling(), "ratio", extend_digest(0, PROMPT)))
+    assert [type(command) for command in again] == [Open, Rollback, Draft]
+    assert again[1] == Rollback(0)
+
+
+def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
+    """The prefix that it choked on no longer stands: a verdict, or another request, came meanwhile."""
+    machine = draft_in(draft_side.State.DRAFTING)
+    machine.handle(Begin(2, 0, (*PROMPT, 8), 9, Sampling(), "ratio", extend_digest(0, (*PROMPT, 8))))
+    commands = machine.handle(Drafted(None, failure="not finite"))
+    assert not any(isinstance(command, Send) for command in commands)
+    assert commands[-1] == Draft(0, (*PROMPT, 8), True, True)
 
 
 # ---- several requests ----

@@ -8,6 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -16,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from pearl.config import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
 from pearl.decoding import sampling as module
 from pearl.decoding.keys import Purpose, draw_key, exponentials, uniform
 from pearl.decoding.sampling import greedy, pick, pick_on_device, probabilities, race, race_on_device, read_draw
@@ -268,3 +271,30 @@ def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(sampling: Sam
                 draw(probabilities(logits, sampling), 7)
         with pytest.raises(NumericalError, match="not finite"):
             greedy(logits)
+
+
+temperatures = st.floats(LEAST_TEMPERATURE, MOST_TEMPERATURE)
+shares = st.floats(LEAST_SHARE, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@example(LEAST_TEMPERATURE, LEAST_SHARE, LEAST_SHARE, [1e4, -1e4, 0.0])
+@example(MOST_TEMPERATURE, LEAST_SHARE, 1.0, [0.0, 0.0, 0.0])
+@given(temperatures, shares, st.just(0.0) | shares, st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8))
+def test_whatever_is_admitted_can_be_sampled(
+    temperature: float, top_p: float, min_p: float, logits: list[float]
+) -> None:
+    """In float32, also where ids that a model lacks have minus infinity: else a request would end its draft."""
+    assert sampling_problem(temperature, top_p, min_p) is None
+    rows = torch.tensor([*logits, -torch.inf], dtype=torch.float32)
+    probs = probabilities(rows, Sampling(temperature, 0, top_p, min_p))
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-4)
+    assert probs[-1] == 0
+
+
+@pytest.mark.parametrize("values", [{"temperature": 1e308}, {"top_p": 5e-324}, {"top_p": 1e-46}], ids=str)
+def test_what_float32_cannot_hold_gives_no_distribution(values: dict[str, float]) -> None:
+    """Why it is refused: of each, every probability is NaN."""
+    assert sampling_problem(**values)
+    rows = torch.tensor([1.0, 2.0, -torch.inf])
+    assert probabilities(rows, Sampling(**{"temperature": 1.0, **values})).isnan().any()

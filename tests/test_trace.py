@@ -753,7 +753,7 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
-        assert engine._draft._restarts == 1
+        assert engine._draft._restarts.total() == 1
         engine.stop_trace()
     assert replay(read(path)).difference is None
 

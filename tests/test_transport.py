@@ -350,7 +350,7 @@ class TestMailbox:
             assert isinstance(error, LocalProtocolError if isinstance(link.listener, ZmqListener) else TransportError)
 
     def test_messages_pass_through_both_hooks(self, link: Link) -> None:
-        def incoming(message: Message) -> Message:
+        def incoming(peer: Peer, message: Message) -> Message:
             if message == Ping(2):
                 raise RemoteProtocolError("not two")
             return Ping(-message.sent)  # type: ignore[union-attr]
@@ -366,7 +366,7 @@ class TestMailbox:
             assert isinstance(two, RemoteProtocolError)
 
     def test_a_thread_that_failed_tells_its_owner(self, link: Link) -> None:
-        def incoming(message: Message) -> Message:
+        def incoming(peer: Peer, message: Message) -> Message:
             raise ZeroDivisionError
 
         link.connect().send(Ping(1))

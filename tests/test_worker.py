@@ -53,6 +53,7 @@ from pearl.transport.base import Endpoint, TensorChannel
 from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from pearl.worker import target as target_module
 from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.rows import RowPacker, inline, unpack
@@ -481,6 +482,10 @@ def test_front_that_does_not_read_delays_nobody(loops: MakeLoops, control: str) 
         ({"prompt": (1, 32), "limit": 5}, "token id 32"),
         ({"limit": CONTEXT + 1}, "context"),
         ({"limit": 3}, "limit 3"),
+        ({"sampling": Sampling(1e308)}, "greatest temperature"),
+        ({"sampling": Sampling(1e-5)}, "least temperature"),
+        ({"sampling": Sampling(1.0, top_p=5e-324)}, "least top_p"),
+        ({"sampling": Sampling(1.0, min_p=5e-324)}, "least min_p"),
     ],
 )
 def test_impossible_request_is_refused_before_any_work(loops: MakeLoops, change: dict[str, int], said: str) -> None:
@@ -496,12 +501,12 @@ def test_front_of_another_version_is_refused(loops: MakeLoops) -> None:
     pair = loops(expects_draft=False)
     endpoint = pair.endpoint()
     endpoint.send(Hello(PROTOCOL_VERSION + 1, Role.FRONT, 0, 0))
-    answer = _first(endpoint, Error)
+    answer = first(endpoint, Error)
     assert str(PROTOCOL_VERSION + 1) in answer.message
     assert pair.front().ask(submission(5, "ar")).tokens
 
 
-def _first(endpoint: Endpoint, kind: type) -> object:
+def first(endpoint: Endpoint, kind: type) -> object:
     deadline = time.monotonic() + BOUND
     while time.monotonic() < deadline:
         for _, message in endpoint.receive(0.2):
@@ -532,7 +537,7 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
     for frames in GARBAGE:
         for endpoint in (front.endpoint, stranger):
             endpoint.send_frames(frames)  # type: ignore[attr-defined]
-            assert _first(endpoint, Error).kind == "RemoteProtocolError"
+            assert first(endpoint, Error).kind == "RemoteProtocolError"
     for message in (
         submission(5),
         Cancel(1),
@@ -541,12 +546,34 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
         Committed(1, 0, (), ()),
     ):
         stranger.send(message)  # it never said hello
-        assert _first(stranger, Error).kind == "RemoteProtocolError"
+        assert first(stranger, Error).kind == "RemoteProtocolError"
     stranger.send(DraftTokens(1, 0, 3, (1,)))  # as from a draft that was replaced: ignored
     stranger.send(Resync(1, 0))
     stranger.send(Ping(5))
-    assert _first(stranger, Pong).sent == 5
+    assert first(stranger, Pong).sent == 5
     assert front.ask(submission(50)).tokens == simulated(submission(50))
+
+
+def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few bytes each would become a whole vocabulary: 28 KB made 1.2 GB. Nor do they reach a draft that joins."""
+    unpacked: list[object] = []
+    monkeypatch.setattr(target_module, "unpack", lambda row, vocab: unpacked.append(row) or unpack(row, vocab))
+    pair = loops(expects_draft=False)
+    stranger, front = pair.endpoint(), pair.front()
+    row = _sparse([1], [1.0])
+    message = DraftTokens(1, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (row,)))
+    front.endpoint.send(submission(2000, "ar"))
+    front.until(Committed)
+    stranger.send(message)
+    # All at once, so that it is read before the loop has met the draft.
+    for one in (
+        Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST),
+        Heartbeat(0, "calibrated", 1, 1e-3),
+        *(replace(message, request=request, epoch=epoch) for request in (1, 2) for epoch in range(3)),
+    ):
+        stranger.send(one)
+    front.until(Finished)
+    assert not unpacked
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
@@ -562,11 +589,11 @@ class FakeDraft:
     def __init__(self, pair: Loops) -> None:
         self.endpoint = pair.endpoint()
         self.endpoint.send(Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST))
-        _first(self.endpoint, Welcome)
+        first(self.endpoint, Welcome)
         self.endpoint.send(Heartbeat(0, "calibrated", 1, 1e-3))
 
     def say(self, *messages: DraftTokens | Resync | list[bytes]) -> None:
-        begin = _first(self.endpoint, Begin)
+        begin = first(self.endpoint, Begin)
         assert isinstance(begin, Begin)
         for message in messages:
             if isinstance(message, list):
@@ -671,7 +698,7 @@ def test_stale_and_duplicate_draft_messages_are_dropped_and_counted(loops: MakeL
     text = simulated(submission(3, "ar", GREEDY))
     wrong = (text[0] + 1) % 32
     fake.say(DraftTokens(0, 0, 3, (wrong,)))
-    verdict = _first(fake.endpoint, Verdict)
+    verdict = first(fake.endpoint, Verdict)
     assert isinstance(verdict, Verdict)
     assert verdict.tokens == (text[0],)
     request, epoch = verdict.request, verdict.epoch
@@ -744,7 +771,7 @@ def test_request_survives_a_draft_that_ends(loops: MakeLoops) -> None:
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(submission(60))
-    _first(fake.endpoint, Begin)
+    first(fake.endpoint, Begin)
     fake.endpoint.close()
     told = Told()
     front.until(Finished, told)
@@ -835,6 +862,35 @@ def test_model_that_gives_no_distribution_fails_its_request_only(loops: MakeLoop
     before = len(pair.target_model.fed)
     assert front.ask(submission(60, request=2)).tokens == simulated(submission(60))
     assert pair.target_model.fed[before] == len(PROMPT), "nothing of the cache was kept"
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
+    loops: MakeLoops, rule: str, chains: bool
+) -> None:
+    """Anybody who finds one could otherwise have the draft ended for all, each time, until it is given up."""
+    pair = loops()
+    draft = pair.draft(chains=chains)
+    fine = draft._distribution
+    draft._distribution = lambda tokens: fine(tokens) * (NAN if 30 in tokens[:4] else 1.0)
+    front = pair.front()
+    poisoned = replace(submission(40, rule=rule), prompt=(1, 2, 30))
+    for request in range(6):
+        told = front.ask(replace(poisoned, request=request))
+        assert told.statistics.draft_lost
+        assert told.tokens == simulated(replace(poisoned, decoding=Decoding("ar", rule=rule)))
+        sound = submission(120, rule=rule, request=100 + request)
+        told = front.ask(sound)
+        assert not told.statistics.draft_lost
+        assert told.statistics.num_accepted_draft_tokens
+        assert told.tokens == simulated(sound)
+    front.endpoint.send(replace(poisoned, request=7))
+    front.endpoint.send(replace(sound, request=8))  # begins while the draft may still be at the one before
+    for _ in range(2):
+        told = Told()
+        front.until(Finished, told)
+    assert told.tokens == simulated(sound)
 
 
 def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:

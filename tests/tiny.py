@@ -45,9 +45,16 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [4.0, 9.0, 20.0, 40.0],
+}
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
+_NEOX = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _SIZES),
     "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": False}),
@@ -59,11 +66,15 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "Llama",
         _SIZES | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
+    "phi3-long": ("Phi3", _SIZES | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}),
     "gpt2": ("GPT2", _GPT2),
     "opt": ("OPT", _OPT),
     "bloom": ("Bloom", {"hidden_size": 32, "n_head": 4, "initializer_range": 0.1}),  # ALiBi, no position ids
     "mistral": ("Mistral", _SIZES | {"sliding_window": None}),
     "mistral-sliding": ("Mistral", _SIZES | {"sliding_window": 8}),
+    "mistral-wide": ("Mistral", _SIZES | {"sliding_window": 64}),
+    "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer
+    "gpt-neox": ("GPTNeoX", _NEOX),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
     "bert": ("Bert", _SIZES),

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pearl import theory
 from pearl.bench.run import AR, FIXED, PEARL, SD, Measured, Plan, Row, Sample, Watcher, devices_of, measure
 from pearl.bench.tasks import Task
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.experiments.compare import sd_at_best
 from pearl.experiments.workload import Totals, independent, run
@@ -105,15 +105,15 @@ def pairs(path: Path | None = None) -> list[Pair]:
     """Those of the paper, or of a file like it. Raises `ConfigError`."""
     source = path if path is not None else files("pearl.bench") / "paper.yaml"
     try:
-        return TypeAdapter(list[Pair]).validate_python(yaml.safe_load(source.read_text(encoding="utf-8")))
+        return TypeAdapter(list[Pair]).validate_python(parse_yaml(source.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"cannot read the pairs {source}: {error.strerror}") from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"]) or "file"
         raise ConfigError(f"{source}: {where}: {problem['msg']}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:  # after the one above, which is a ValueError too
+        raise ConfigError(f"{source} is not YAML that PEARL reads: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
+import os
 import sys
 
 import click
@@ -26,6 +28,9 @@ _HEAVY = {
     "evaluate-draft": "pearl.cli.evaluate:evaluate_draft",
     "simulate": "pearl.cli.simulate:simulate",
 }
+
+
+_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # of a write
 
 
 class _Group(click.Group):
@@ -56,19 +61,65 @@ cli.add_command(serve)
 cli.add_command(trace)
 
 
+def _open_what_is_closed() -> bool:
+    """Standard streams that whoever started us has closed; whether standard output was one.
+
+    Else the next file or socket gets its number, and what is printed goes there, or is lost without a word.
+    """
+    closed = sys.stdout is None
+    for number, name, path, mode in (
+        (0, "stdin", os.devnull, os.O_RDONLY),
+        (1, "stdout", "/dev/full", os.O_WRONLY),
+        (2, "stderr", os.devnull, os.O_WRONLY),
+    ):
+        if getattr(sys, name) is None:
+            opened = os.open(path, mode)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    return closed
+
+
+def _discard(number: int) -> None:
+    """What is still to be written there: at the interpreter's end it would fail once more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)
+
+
+def _tell(text: str) -> None:
+    """To standard error, should it take it; else the exit code must do."""
+    try:
+        say(text)
+    except OSError:
+        _discard(2)
+
+
 def main() -> None:
-    """Entry point: an error on purpose is told in a line or two; Ctrl-C is 130, a broken pipe click's own 1."""
+    """Entry point: an error on purpose is told in a line or two; Ctrl-C is 130, a broken pipe click's own 1.
+
+    Output that cannot be written, for there is no room or nobody has opened it, is an error too: 4.
+    """
+    closed = _open_what_is_closed()
     try:
         code = cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _LOST or error.filename is not None:
+            raise
+        _tell(f"error: output is lost: {'standard output is closed' if closed else error.strerror}")
+        _discard(1)
+        code = 4
     except click.ClickException as error:
         shown = io.StringIO()  # usage and all, which may quote what somebody else has put into a script
         error.show(shown)
-        say(shown.getvalue().rstrip("\n"))
+        _tell(shown.getvalue().rstrip("\n"))
         code = error.exit_code
     except click.exceptions.Abort:
-        click.echo("interrupted", err=True)
+        _tell("interrupted")
         code = 130
     except PearlError as error:
-        say(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
+        _tell(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from pearl.document import parse_json
 from pearl.errors import ConfigError
 
 
@@ -71,7 +72,7 @@ def named_file(argument: str) -> tuple[str, Path]:
 def read_json(path: Path) -> Any:
     """Raises `ConfigError`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:

@@ -9,6 +9,7 @@ import click
 from rich.table import Table
 
 from pearl.cli.terminal import SafeConsole, say
+from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
 from pearl.trace import chrome
@@ -35,7 +36,7 @@ def trace() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(file: Path, as_json: bool) -> None:
     """Work, waits by cause, overlap and pace of the run in FILE."""
-    found = make_report(read(file))
+    found = _reported(file)
     if as_json:
         click.echo(json.dumps(found.as_dict()))
         return
@@ -56,11 +57,12 @@ def compare(a: Path, b: Path, as_json: bool, png_path: Path | None, seconds: flo
     if seconds is not None and png_path is None:
         raise click.UsageError("--seconds says how much a picture shows: give --png FILE too")
     if png_path is not None:
-        shown = same_time([read(a), read(b)], seconds)
+        with damaged(a, TraceError):
+            shown = same_time([read(a), read(b)], seconds)
         png(shown, png_path)
         say(f"{png_path}: {a} above {b}, {max(c.end for c in shown):.3f} s of each")
         return
-    reports = {str(path): make_report(read(path)) for path in (a, b)}
+    reports = {str(path): _reported(path) for path in (a, b)}
     if as_json:
         click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
         return
@@ -83,7 +85,8 @@ def compare(a: Path, b: Path, as_json: bool, png_path: Path | None, seconds: flo
 @click.option("--html", "html_path", type=_FILE, help="Draw an HTML page instead; it opens offline and can be zoomed.")
 def show(file: Path, start: float | None, seconds: float | None, png_path: Path | None, html_path: Path | None) -> None:
     """Both workers on one time axis, in the terminal or as a picture."""
-    shown = chart(read(file), start, seconds)
+    with damaged(file, TraceError):
+        shown = chart(read(file), start, seconds)
     if png_path is not None:
         png([shown], png_path)
     if html_path is not None:
@@ -103,7 +106,8 @@ def replay(file: Path) -> None:
 
     Feeds the recorded events into them and compares their commands with the recorded ones.
     """
-    outcome = run_again(read(file))
+    with damaged(file, TraceError):
+        outcome = run_again(read(file))
     if outcome.difference is None:
         click.echo(f"{outcome.decisions} decisions, all the same")
         return
@@ -133,12 +137,18 @@ def check(file: Path) -> None:
     Fields, names of processes and tracks, nesting of slices, pairing of flows.
     """
     document = read_document(file)
-    found = problems(document)
+    with damaged(file, TraceError):
+        found = problems(document)
     for problem in found[:20]:
         click.echo(printable(problem))
     if found:
         raise TraceError(f"{file}: {len(found)} problems")
     click.echo(printable(f"{file}: {len(document['traceEvents'])} events, sound"))
+
+
+def _reported(file: Path) -> Report:
+    with damaged(file, TraceError):
+        return make_report(read(file))
 
 
 def _table(reports: dict[str, Report]) -> Table:

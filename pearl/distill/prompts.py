@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from pearl.distill.answers import Answer, answer, batched
 from pearl.distill.benchmarks import is_benchmark
 from pearl.distill.teacher import Teacher
+from pearl.document import parse_json
 from pearl.errors import ConfigError
 
 _HEAT, _TOP = 1.0, 64  # invented prompts are drawn at this temperature, from so many tokens
@@ -42,7 +42,7 @@ def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
 
 def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
     try:
-        record: Any = json.loads(line)
+        record: Any = parse_json(line)
         text = record.get("prompt") or record.get("question")
         turns = (text,) if text else tuple(record["turns"])
     except (ValueError, AttributeError, LookupError, TypeError):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pearl.distill.answers import Answer
+from pearl.document import parse_json
 from pearl.errors import DistillError
 
 _MANIFEST = "manifest.json"
@@ -50,7 +51,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Raises `DistillError` for what is no JSON; None where there is no file."""
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

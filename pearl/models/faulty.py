@@ -23,7 +23,8 @@ _LATER = 6  # tokens that a draft has drafted before a target can be verifying t
 
 
 class FaultyRunner(WrappedRunner):
-    """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" and "nan" ever after.
+    """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" ever after, and so
+    "nan", but of a draft only until it is given a prompt of that length again.
 
     Args:
         name: "FAULT@PHASE". For a draft "verifying" is when it drafts beside a target that verifies.
@@ -40,10 +41,12 @@ class FaultyRunner(WrappedRunner):
         super().__init__(runner)
         self._fault, self._phase, self._role, self._once = fault, phase, role, once
         self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
-        self._struck = False
+        self._struck = self._cured = False
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         fed = sum(len(feed.tokens) for feed in feeds)
+        if self._struck and self._role == "draft" and self._fault == "nan" and [fed] == self._since_prompt[:1]:
+            self._cured = True  # fed again with what was committed since, it chokes again; another request is another
         if self._since_prompt or fed >= PROMPT:
             self._since_prompt.append(fed)
         if not self._struck and self._is_time(fed) and self._is_first():
@@ -52,7 +55,7 @@ class FaultyRunner(WrappedRunner):
         if self._struck and self._fault == "slow":
             time.sleep(_SLOW_SECONDS)
         found = self._runner.forward(feeds)
-        if self._struck and self._fault == "nan":
+        if self._struck and self._fault == "nan" and not self._cured:
             return [torch.full_like(logits, torch.nan) for logits in found]
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pearl.errors import ModelError
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds
@@ -62,7 +62,8 @@ class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
     Raises `ModelError` at construction, naming the model, where its cache cannot be rolled back:
-    sliding-window, chunked, linear-attention and hybrid layers forget or mix what a rollback would need.
+    linear-attention and hybrid layers, and windows or chunks shorter than the context, forget or mix what a rollback
+    would need.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
@@ -70,7 +71,7 @@ class HFRunner:
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self._model = model.eval()
         config = model.config.get_text_config(decoder=True)
-        self._layers = [FixedLayer(context) for _ in range(_count_layers(model))]
+        self._layers = [FixedLayer(context) for _ in range(_count_layers(model, context))]
         self._cache = Cache(layers=list(self._layers))
         self._length = 0
         self.context = context
@@ -147,18 +148,38 @@ class HFRunner:
         return arguments
 
 
-def _count_layers(model: PreTrainedModel) -> int:
+def _count_layers(model: PreTrainedModel, context: int) -> int:
     """Number of cache layers, all of the one kind that can be rolled back; `ModelError` for any other."""
     name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder or getattr(config, "is_decoder", None) is False:
+    if config.is_encoder_decoder or (getattr(config, "is_decoder", None) is False and not _is_causal(model)):
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
-    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
-    offending = sorted({kind.__name__ for kind in kinds if kind is not DynamicLayer})
+    layers = DynamicCache(config=config).layers
+    windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
+    window = min(windows, default=context)
+    offending = sorted({type(layer).__name__ for layer in layers if not _can_roll_back(layer, context)})
     if getattr(model, "_is_stateful", False):
         offending.append("recurrent state")
+    if offending == [DynamicSlidingWindowLayer.__name__]:
+        offending[0] += f" of {window} tokens, which a context of {window} would never move: max_context {window}"
     if offending:
         raise ModelError(
             f"{name} cannot be used here: its cache cannot be rolled back after a rejected token "
             f"({', '.join(offending)}). Use a model whose layers all have full attention."
         )
-    return len(kinds)
+    return len(layers)
+
+
+def _can_roll_back(layer: object, context: int) -> bool:
+    """A window as long as the context never slides: it is full attention."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return bool(layer.sliding_window >= context)
+    return type(layer) is DynamicLayer
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether a row depends only on what stands before it. GPT-NeoX's does, though its configuration says otherwise."""
+    tokens = [[0, *following] for following in ((1, 1, 1), (2, 3, 4))]
+    device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+    with torch.inference_mode():
+        rows = [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, 0] for ids in tokens]
+    return torch.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-4 * float(rows[0].abs().max()))

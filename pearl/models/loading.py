@@ -5,6 +5,7 @@ It must not know toy or paced runners, nor roles.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,9 @@ from pearl.models.shard import ALONE, Group, cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
+_CHANGING = ("longrope", "su")  # and all that are "dynamic"; "su" is what longrope was called at first
 DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so the longest context is taken only when asked for
 
 
@@ -236,9 +240,44 @@ def available_memory(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sy
 
 def _context(spec: str, model: PreTrainedModel, wanted: int | None) -> int:
     """Tokens that the cache is to hold. Some models name no limit; then the default is theirs too."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    steady = _steady_positions(config)
+    if steady is not None and (limit is None or steady < limit):
+        if wanted is not None and wanted > steady:
+            raise ModelError(
+                f"max_context {wanted} is beyond the {steady} positions up to which the rope of {spec!r} is the same: "
+                "longer texts turn all keys otherwise, and those in the cache are turned already. "
+                f"Give max_context {steady} or less."
+            )
+        if wanted is None and steady < min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT):
+            log.warning("the context of %r is %d tokens: beyond, its rope changes with the length", spec, steady)
+        limit = steady
     if wanted is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if wanted < 1 or (limit and wanted > limit):
         raise ModelError(f"max_context {wanted} is not within 1 and the {limit} positions of {spec!r}.")
     return wanted
+
+
+def _steady_positions(config: Any) -> int | None:
+    """Positions within which the rope's angles do not depend on how long the text is; None: they never do.
+
+    transformers chooses the angles of each forward by its largest position ("longrope": long or short factors;
+    "dynamic": a base that grows). A key that went into the cache before keeps the others, and which those are
+    depends on how the text was cut into forwards: so on method, window and chunks of the prompt.
+    """
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    own = [getattr(config, name, None) for name in names]
+    limits = [limit for rope in _ropes(config) for limit in (rope.get(names[0]), *own) if limit]
+    return min(limits, default=None)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The ropes whose angles depend on the length; some models have one for each kind of layer."""
+    named = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(named, dict):
+        return []
+    nested = [rope for rope in named.values() if isinstance(rope, dict)]
+    kinds = [(rope, str(rope.get("rope_type", rope.get("type", "")))) for rope in (named, *nested)]
+    return [rope for rope, kind in kinds if kind in _CHANGING or "dynamic" in kind]

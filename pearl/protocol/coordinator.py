@@ -225,8 +225,16 @@ class RequestMachine(Machine):
         if not self.request.ending:
             self._resynchronise(do)
 
-    def _draft_gone(self, _: DraftGone, do: Do) -> None:
-        self.draft_context = self.request.told_draft = 0
+    def _draft_gone(self, event: DraftGone, do: Do) -> None:
+        if event.request is None:
+            self.draft_context = 0
+        elif self.request.is_undraftable:
+            return
+        else:
+            self.request.is_undraftable = True
+            if self.request.told_draft:
+                do(Send(Finish(self.number)))  # it may have been given the prefix again meanwhile
+        self.request.told_draft = 0
         self._discard_pending()
         if self.state in (State.HELD, State.GATHERING):
             self._decide(do)
@@ -479,6 +487,8 @@ class Coordinator:
             case DraftTokens() | Resync() if event.request not in self.running:
                 self.counts.stale += 1
                 commands = []
+            case DraftGone(request=int(request)):
+                commands = self.running[request].handle(event) if request in self.running else []
             case DraftJoined() | DraftGone():
                 commands = self._draft_changed(event)
             case _:

@@ -13,7 +13,7 @@ from pearl.errors import RemoteProtocolError
 from pearl.protocol.coordinator import PREFILL_CHUNK
 from pearl.protocol.events import Cause, Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.machine import Do, Machine, Table
-from pearl.protocol.messages import Begin, DraftTokens, Finish, Resync, Verdict
+from pearl.protocol.messages import Begin, DraftTokens, Error, Finish, Resync, Verdict
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
 
@@ -110,7 +110,9 @@ class Drafter(Machine):
 
     def _drafted(self, event: Drafted, do: Do) -> None:
         self.state = State.WAITING
-        if self._overtaken:
+        if event.failure:
+            self._give_up(event.failure, do)
+        elif self._overtaken:
             self.counts.wasted += event.token is not None
         elif event.token is not None:
             assert self.begun is not None
@@ -121,6 +123,15 @@ class Drafter(Machine):
             tokens = (event.token,)
             do(Send(DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, event.rows)))
         self._go_on(do)
+
+    def _give_up(self, why: str, do: Do) -> None:
+        """Drafts no more for this request, unless the prefix that the model choked on no longer stands."""
+        self.sequence.drop_pending()
+        self.sequence.fed = 0  # what the cache holds may be what the model choked on
+        if self.begun is not None and not self._overtaken:
+            do(Send(Error(self.begun.request, "NumericalError", why)))
+            self.begun = None
+            self._lost = False
 
     # ---- what to do next ----
 

@@ -72,9 +72,10 @@ class DraftJoined:
 
 @dataclass(frozen=True, slots=True)
 class DraftGone:
-    """The draft died, fell silent or broke the protocol."""
+    """The draft died, fell silent or broke the protocol; or cannot go on with `request`, and only with that."""
 
     reason: str
+    request: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,15 @@ class Failed:
 class Drafted:
     """The draft's forward is done. `token` is None where it only fed a part of a long prefix.
 
-    `seconds`: of the forward; `draw`: of drawing the token.
+    `seconds`: of the forward; `draw`: of drawing the token. `failure`: why none could be drawn, for its logits are not
+    finite; only this request's drafting ends by it.
     """
 
     token: int | None
     seconds: float = 0.0
     rows: Rows = NO_ROWS
     draw: float = 0.0
+    failure: str = ""
     request: int = field(default=-1, kw_only=True)
 
 

@@ -38,6 +38,7 @@ class RequestState:
         proposals: for the tokens that are pending in the sequence, and others.
         epoch: raised whenever pending tokens are discarded.
         is_fresh: whether the last commit was no accepted draft token (or there was none yet).
+        is_undraftable: whether the draft cannot go on with this request.
         ending: why the request ends with what is committed, once that is known.
         told_draft, told_front: prefix lengths that these know of; 0: the draft does not take part.
         draft_until: the position up to which the draft was allowed to draft.
@@ -53,6 +54,7 @@ class RequestState:
     counts: Counts = field(default_factory=Counts)
     epoch: int = 0
     is_fresh: bool = True
+    is_undraftable: bool = False
     ending: FinishReason | None = None
     told_draft: int = 0
     told_front: int = 0

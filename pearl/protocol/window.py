@@ -84,7 +84,8 @@ class Speeds:
         """The c that maximises expected tokens a second. With t_target constant it is Theorem 1's ratio."""
         if not self.ratio:
             return _DEFAULT_WINDOW
-        most = min(MAX_WINDOW, int(2 * self.ratio) + 2)  # past twice the ratio the draft alone sets the pace
+        # Past twice the ratio the draft alone sets the pace. The minimum first: a ratio of sound numbers may be inf.
+        most = int(min(MAX_WINDOW, 2 * self.ratio + 2))
         t1 = self.t_target(1)
         acceptance = min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
         rates = [expected_rate(c, acceptance, self.t_draft, t1, self.t_target(c)) for c in range(1, most + 1)]

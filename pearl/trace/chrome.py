@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
@@ -35,6 +36,11 @@ def merge(trace: Path, recorded: Path | None = None) -> None:
     taken; those of others, which were cut off, and what is no part at all are left alone. Raises `TraceError` where
     there are none, or the file cannot be written.
     """
+    with damaged(recorded or trace, TraceError):
+        _merge(trace, recorded)
+
+
+def _merge(trace: Path, recorded: Path | None) -> None:
     parts: list[Part] = []
     why = f"no target has left a part {trace.name}.target-*.part"
     for path in part_paths(recorded or trace):
@@ -279,7 +285,8 @@ def told(event: dict[str, Any]) -> str | None:
     """What to say of an event that tells of something gone wrong, or right again."""
     match event["type"]:
         case "DraftGone":
-            return f"draft lost: {event['reason']}"
+            alone = event.get("request") is not None
+            return f"{'the draft cannot go on with this request' if alone else 'draft lost'}: {event['reason']}"
         case "DraftJoined":
             return "a draft joins"
         case "Stalled":

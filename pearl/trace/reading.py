@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pearl.document import damaged, parse_json
 from pearl.errors import TraceError
 from pearl.trace.chrome import VERSION, Event
 from pearl.trace.recorder import LOOP, part_paths
@@ -74,6 +75,11 @@ class Trace:
 
 def read(path: Path) -> Trace:
     """Raises `TraceError`: what the file is instead of a trace of ours, and what to do."""
+    with damaged(path, TraceError):
+        return _read(path)
+
+
+def _read(path: Path) -> Trace:
     document = read_document(path)
     metadata = document.get("metadata")
     if not isinstance(metadata, dict) or "pearl_trace" not in metadata:
@@ -109,16 +115,20 @@ def read_document(path: Path) -> dict[str, Any]:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path} is no trace: it is not text") from None
+    except ValueError as error:
+        raise TraceError(f"cannot read {path}: {error}") from None
     if not text.strip():
         raise TraceError(f"{path} is empty")
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
             raise TraceError(
                 f"{path} is cut off at line {error.lineno}: it was not written or copied to its end"
             ) from None
         raise TraceError(f"{path} is no trace: not JSON at line {error.lineno}, column {error.colno}") from None
+    except ValueError as error:
+        raise TraceError(f"{path} is no trace: {error}") from None
     if not isinstance(document, dict) or "traceEvents" not in document:
         raise TraceError(f"{path} is JSON, but no trace: it has no traceEvents")
     return document

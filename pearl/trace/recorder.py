@@ -37,6 +37,9 @@ VERDICT, TRANSPORT = "verdict", "transport"
 _MOST_WAITING = 128  # records
 _WAITING_NS = 250_000_000
 _HEADER, _END = "pearl-trace", "end"
+_KNOWN = {"role": str, "opened": int, "run": str, "pid": int, "host": str, "machine": str, "boot": str}
+_RECORD = (int, str, str, int, int, dict)
+_MOST_ELEMENTS = 1 << 20  # of one array: a prompt's tokens
 
 
 class Record(NamedTuple):
@@ -126,7 +129,8 @@ def asked_for(directory: Path, number: int) -> Path:
 
 
 def part_paths(trace: Path) -> list[Path]:
-    return sorted(trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part"))
+    found = trace.parent.glob(f"{glob.escape(trace.name)}.*-*.part")
+    return sorted(path for path in found if path.is_file())
 
 
 def being_written(trace: Path) -> bool:
@@ -164,24 +168,35 @@ class Part:
         if first[1] != FORMAT:
             raise TraceError(f"{path} is a part of a trace in format {first[1]}; this version reads {FORMAT}")
         self.header: dict[str, Any] = first[2]
+        if not (isinstance(self.header, dict) and all(type(self.header.get(n)) is k for n, k in _KNOWN.items())):
+            raise TraceError(f"{path} is a damaged part of a trace: its header lacks {', '.join(_KNOWN)}")
 
     def records(self) -> Iterator[Record]:
         """In the order written, which is that of their ends (those of other threads than the loop: nearly)."""
         items = self._items()
         next(items)
         for item in items:
-            if item[0] == _END:
-                self.end = item[1]
-            else:
+            if isinstance(item, list) and item[:1] == [_END] and isinstance(item[-1], dict):
+                self.end = item[-1]
+            elif isinstance(item, list) and tuple(map(type, item)) == _RECORD:
                 yield Record(*item)
+            else:
+                raise TraceError(f"{self.path} is a damaged part of a trace: it holds what is no record")
 
     def _items(self) -> Iterator[Any]:
-        with self.path.open("rb") as file:
-            unpacker = msgpack.Unpacker(file, strict_map_key=False)
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
+        with file:
+            # An element takes a byte at least, so what announces more is none of ours.
+            most = min(os.fstat(file.fileno()).st_size, _MOST_ELEMENTS)
+            limits = {"max_array_len": most, "max_map_len": most, "max_ext_len": 0}
+            unpacker = msgpack.Unpacker(file, strict_map_key=False, **limits)
             while True:
                 try:
                     yield unpacker.unpack()
                 except msgpack.OutOfData:
                     return
-                except ValueError:  # what is no msgpack: only a file that is none of ours holds any
-                    return
+                except (ValueError, TypeError, OverflowError, MemoryError, msgpack.UnpackException):
+                    return  # what is no msgpack of ours: only a file that is none of ours holds any

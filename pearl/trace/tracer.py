@@ -248,7 +248,7 @@ class Tracer:
 
     # ---- communication and waiting ----
 
-    def mailbox(self, endpoint: Endpoint, **hooks: Callable[[Message], Message]) -> Mailbox:
+    def mailbox(self, endpoint: Endpoint, **hooks: Callable[..., Message]) -> Mailbox:
         return _TracedMailbox(self, endpoint, **hooks)
 
     def channel(self, channel: TensorChannel) -> TensorChannel:
@@ -264,7 +264,7 @@ class Tracer:
 
 
 class _TracedMailbox(Mailbox):
-    def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[[Message], Message]) -> None:
+    def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Message]) -> None:
         self._tracer = tracer
         self._traced = _TracedEndpoint(endpoint, tracer)
         super().__init__(self._traced, **hooks)

@@ -52,6 +52,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.window import METHODS, WINDOWS
+from pearl.transport.extent import check_extent, is_plain
 
 Frame = bytes | bytearray | memoryview
 _Member = TypeVar("_Member", bound=Enum)
@@ -61,14 +62,16 @@ MAX_TOKENS = 1 << 20  # in one list
 MAX_RUN = 2048  # drafted tokens in one message, and elements of any msgpack array: twice the largest gamma
 MAX_FRAMES = 1 + MAX_RUN
 MAX_GAMMA = 1024
+MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
+LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock tells less
+MOST_SECONDS = 1e9  # thirty years
 MAX_STATISTICS = 1 << 20  # bytes of UTF-8
 
 _MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _MAX_NAME = 64
+_MAX_VALUES = 64 + 3 * MAX_RUN  # in one header: the fields, and MAX_RUN entries that are pairs
 _LIMITS = {
-    # No token list is a msgpack array, so arrays are short.  That bounds what nested headers can make the
-    # unpacker allocate: it makes room for every array when it sees its header, up to 1024 deep.
-    "max_array_len": MAX_RUN,
+    "max_array_len": MAX_RUN,  # no token list is a msgpack array, so arrays are short
     "max_bin_len": MAX_FRAME,
     "max_str_len": MAX_STATISTICS,
     "max_map_len": 0,
@@ -104,6 +107,13 @@ def _real(low: float, high: float, *, above: bool = False) -> _Kind:
         raise ValueError(f"must be a finite float {'above' if above else 'from'} {low} to {high}")
 
     return _Kind(check, float)
+
+
+def _seconds(value: object) -> object:
+    """Quotients and multiples of these are formed, and must stay numbers."""
+    if type(value) is float and (LEAST_SECONDS <= value <= MOST_SECONDS or value == 0):
+        return value
+    raise ValueError(f"must be a float: 0, or from {LEAST_SECONDS} to {MOST_SECONDS:.0e}")
 
 
 def _sized(kind: type[str] | type[bytes], most: int) -> _Kind:
@@ -248,7 +258,8 @@ _ROW_CODES = {member: code for code, member in _ROW_KINDS.items()}
 _COUNT = _integer(0, 2**63)
 _POSITION = _integer(0, 2**31)
 _WORD = _integer(0, 2**64)
-_SECONDS = _real(0.0, inf)
+_VOCAB = _integer(0, MAX_VOCAB + 1)
+_SECONDS = _Kind(_seconds, float)
 _TOKENS = _token_list(MAX_TOKENS)
 _RUN = _token_list(MAX_RUN)
 _NAME = _sized(str, _MAX_NAME)
@@ -328,14 +339,14 @@ _SHAPES: dict[int, _Shape] = {
         Hello,
         version=_integer(0, 2**16),
         role=_member(Role),
-        vocab_size=_POSITION,
+        vocab_size=_VOCAB,
         context=_POSITION,
         vocab_digest=_sized(bytes, _MAX_NAME),
     ),
     2: _Shape(
         Welcome,
         version=_integer(0, 2**16),
-        vocab_size=_POSITION,
+        vocab_size=_VOCAB,
         context=_POSITION,
         draft_context=_POSITION,
         t_draft=_SECONDS,
@@ -467,8 +478,11 @@ def received(frames: Sequence[Frame]) -> Message | RemoteProtocolError:
 
 
 def _unpack(header: Frame) -> tuple[Any, ...]:
+    packed = header if type(header) is bytes else bytes(header)
     try:
-        values = msgpack.unpackb(header, use_list=False, **_LIMITS)
+        if not is_plain(packed):
+            check_extent(packed, MAX_RUN, _MAX_VALUES)
+        values = msgpack.unpackb(packed, use_list=False, **_LIMITS)
     except ValueError as error:  # all of msgpack's own are ValueErrors, UnicodeDecodeError too
         raise RemoteProtocolError(f"a header that is no msgpack within limits: {error}") from None
     if type(values) is not tuple or not values or type(values[0]) is not int:

@@ -1,5 +1,7 @@
 """How much a listener takes from each of its peers, decided on sizes before anything is decoded.
 
+What a message then costs to decode, and that it was none, counts against its peer afterwards.
+
 Pure but for a clock. Knows no sockets and no messages.
 """
 
@@ -14,6 +16,8 @@ from pearl.transport.base import Peer
 AT_ONCE = 16 << 20  # bytes from one peer
 PER_SECOND = 4 << 20  # bytes from one peer, after that
 MESSAGE = 4 << 10  # bytes that a message counts beside its own, for the work it makes: 4,096 at once, 1,024 a second
+WORK = 80 << 20  # bytes that a second of decoding counts: a twentieth of a core, for long, and 0.2 s at once
+MALFORMED = 60 << 10  # bytes that one counts beside, which is refused, logged and answered: 256 at once, 64 a second
 _MANY = 1024  # peers that are remembered before those are forgotten that have been silent
 
 
@@ -34,6 +38,9 @@ class Gate:
         self._trusted = peer
         self._forget(peer)
 
+    def trusts(self, peer: Peer) -> bool:
+        return peer == self._trusted
+
     def admits(self, peer: Peer, size: int) -> bool:
         """Whether a message of `size` bytes is to be looked at.
 
@@ -42,20 +49,29 @@ class Gate:
         if peer == self._trusted:
             return True
         now = self._clock()
-        left = self._left(peer, now)
+        left = before = self._left(peer, now)
         if peer in self._shut:
             return left >= AT_ONCE and self._open(peer) and self.admits(peer, size)
         left -= size + MESSAGE
         if len(self._levels) >= _MANY and peer not in self._levels:
             self._forget_the_silent(now)
-        self._levels[peer] = (max(left, 0.0), now)
+        self._levels[peer] = (max(left, min(before, 0.0)), now)  # what is not looked at adds to no debt
         if left < 0:
             self._shut.add(peer)
             raise RemoteProtocolError(
                 f"too much at once: a peer may send {AT_ONCE >> 20} MiB, then {PER_SECOND >> 20} MiB a second, each "
-                f"message counting {MESSAGE >> 10} KiB more; it is not heard for {AT_ONCE / PER_SECOND:.0f} s"
+                f"message counting {MESSAGE >> 10} KiB more, one that is none {MALFORMED >> 10} KiB, and a second of "
+                f"decoding {WORK >> 20} MiB; it is not heard for {(AT_ONCE - self._levels[peer][0]) / PER_SECOND:.0f} s"
             )
         return True
+
+    def decoded(self, peer: Peer, seconds: float, malformed: bool = False) -> None:
+        """Counts what a message that was admitted has cost."""
+        if peer not in self._levels:
+            return
+        left, since = self._levels[peer]
+        left -= seconds * WORK + malformed * MALFORMED
+        self._levels[peer] = (max(left, -AT_ONCE), since)
 
     def _left(self, peer: Peer, now: float) -> float:
         left, since = self._levels.get(peer, (AT_ONCE, now))

@@ -26,14 +26,15 @@ class Mailbox:
 
     Args:
         outgoing: what a message goes through before it is sent.
-        incoming: what one that has come goes through; may raise `ProtocolError`, which then stands in its place.
+        incoming: what one that has come from a peer goes through; may raise `ProtocolError`, which then stands in its
+            place.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         outgoing: Callable[[Message], Message] = lambda message: message,
-        incoming: Callable[[Message], Message] = lambda message: message,
+        incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
     ) -> None:
         self._endpoint = endpoint
         self._outgoing, self._incoming = outgoing, incoming
@@ -110,10 +111,10 @@ class Mailbox:
     def _collect(self) -> None:
         with self._receiving:
             for peer, message in self._endpoint.receive(0):
-                self._inbox.put((peer, self._checked(message)))
+                self._inbox.put((peer, self._checked(peer, message)))
 
-    def _checked(self, message: Message | Fault) -> Message | Fault:
+    def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         try:
-            return message if isinstance(message, Exception) else self._incoming(message)
+            return message if isinstance(message, Exception) else self._incoming(peer, message)
         except ProtocolError as error:
             return error

@@ -212,10 +212,17 @@ class ZmqListener(_Socket):
         return [heard for peer, *frames in self._receive(timeout) for heard in self._heard(peer, frames)]
 
     def _heard(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
+        if self._gate.trusts(peer):
+            return [(peer, received(frames))]
         try:
-            return [(peer, received(frames))] if self._gate.admits(peer, sum(map(len, frames))) else []
+            if not self._gate.admits(peer, sum(map(len, frames))):
+                return []
         except RemoteProtocolError as error:
             return [(peer, error)]
+        began = time.thread_time()
+        message = received(frames)
+        self._gate.decoded(peer, time.thread_time() - began, isinstance(message, Exception))
+        return [(peer, message)]
 
     def trust(self, peer: Peer) -> None:
         self._gate.trust(peer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pearl.config import LEAST_TEMPERATURE
+from pearl.config import sampling_problem
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.protocol.window import METHODS
@@ -52,8 +52,9 @@ class Admission:
             return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
         if "" in submit.stops:
             return "a stop string must not be empty"
-        if 0 < submit.sampling.temperature < LEAST_TEMPERATURE:
-            return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
+        sampling = submit.sampling
+        if problem := sampling_problem(sampling.temperature, sampling.top_p, sampling.min_p):
+            return problem
         if max(submit.prompt) >= self._vocab_size:
             return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {self._vocab_size - 1}"
         if submit.limit > self._context or submit.limit <= len(submit.prompt):

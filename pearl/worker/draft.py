@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from pearl import errors
-from pearl.errors import ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
+from pearl.errors import ModelError, NumericalError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.protocol.drafter import Drafter, State
-from pearl.protocol.events import Draft, Rollback, Send, Wait
+from pearl.protocol.events import Draft, Drafted, Rollback, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -173,6 +173,12 @@ class DraftWorker:
     def _inlined(self, message: Message) -> Message:
         return inline(message, self._waited)
 
+    def _attempt(self, command: object) -> object | None:
+        try:
+            return self._execute(command)
+        except NumericalError as error:
+            return Drafted(None, failure=str(error))
+
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
         assert self._packer is not None
@@ -195,7 +201,7 @@ class DraftWorker:
                 if isinstance(command, Draft) and len(command.tokens) > LONG:
                     self._announce(len(command.tokens))
                 began = time.monotonic()
-                event = self._execute(command)
+                event = self._attempt(command)
                 if isinstance(command, Draft):
                     self._steps += 1
                     if len(command.tokens) > LONG:

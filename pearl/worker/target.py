@@ -54,6 +54,7 @@ from pearl.worker.calibrate import calibrate_target
 from pearl.worker.draft import LONG
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.health import DraftHealth
+from pearl.worker.notices import Notices
 from pearl.worker.rows import are_probabilities, unpack, with_rows
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 _PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
+_NOBODYS = DraftTokens(-1, 0, 0, ())  # of no request: in place of what has not been looked at
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 
 
@@ -108,6 +110,7 @@ class TargetWorker:
         self._requests: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
         self._admission = Admission(self._requests, settings.vocab_size, settings.context)
         self._numbers = count(1)
+        self._notices = Notices(log)
         self._watch = Stopwatch()
         self._waiting: tuple[str, float] | None = None  # cause, since
         self._is_ready = False
@@ -137,13 +140,17 @@ class TargetWorker:
     def _patience(self) -> float:
         return _PROBE_SECONDS if self._waiting and self._coordinator.state is not State.IDLE else _IDLE_SECONDS
 
-    def _examined(self, message: Message) -> Message:
+    def _examined(self, peer: Peer, message: Message) -> Message:
         """In the mailbox's thread: what can be told of a draft's message by itself. Rows become tensors.
+
+        Only the draft's: a few bytes of anybody else's would be made into a vocabulary for each token.
 
         Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them.
         """
         if not isinstance(message, DraftTokens):
             return message
+        if peer != self._draft:
+            return _NOBODYS
         vocab, rows = self._settings.vocab_size, message.rows
         if message.tokens and max(message.tokens) >= vocab:
             raise RemoteProtocolError(f"draft sent token {max(message.tokens)}, the target has ids up to {vocab - 1}")
@@ -178,7 +185,7 @@ class TargetWorker:
                 self._meet_front(peer, message)
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
-            case Pong():
+            case Pong() if peer == self._draft:
                 self._tracer.pong(message)
             case Submit() if peer in self._fronts:
                 self._submit(peer, message)
@@ -195,9 +202,11 @@ class TargetWorker:
                 self._handle(message)
             case Heartbeat() if peer == self._draft:
                 self._on_heartbeat(message)
+            case Error(request, "NumericalError", text) if peer == self._draft and request >= 0:
+                self._go_on_without_draft(request, text)
             case Error(_, kind, text) if peer == self._draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
-            case DraftTokens() | Resync() | Heartbeat() | Trace():
+            case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong():
                 pass  # from a draft that has been replaced
             case _:
                 raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
@@ -208,7 +217,7 @@ class TargetWorker:
         elif isinstance(error, TransportError):
             self._lose_front(peer)
         else:
-            log.warning("dropped a message: %s", error)
+            self._notices.warn(peer, "dropped a message: %s", error)
             self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
 
     # ---- fronts ----
@@ -336,6 +345,15 @@ class TargetWorker:
             self._channel = None
         self._handle(DraftGone(why))
         self._recorded()
+
+    def _go_on_without_draft(self, request: int, why: str) -> None:
+        """For this request only: what its model chokes on says nothing of the next one."""
+        current = self._coordinator.request
+        if current is not None and current.request == request:
+            front = self._requests[request][0] if request in self._requests else b""
+            self._notices.warn(front, "the draft cannot go on with this request: %s; the target goes on alone", why)
+            self._watch.draft_lost = True
+        self._handle(DraftGone(why, request))
 
     # ---- recording ----
 

@@ -1,0 +1,79 @@
+"""Documents that somebody else has written, as JSON or YAML: data, or one ValueError that says what is wrong.
+
+Knows nothing of what stands in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from pearl.errors import PearlError
+
+_MOST_YAML = 1 << 16  # characters; a configuration has two thousand, and PyYAML takes 0.1 s for so many
+_DEEPEST_YAML = 8
+# What goes wrong where something of another shape is taken for what it should be.
+_WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError, `json.JSONDecodeError` where it is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deep") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("a number has too many digits") from None
+
+
+class _Plain(yaml.SafeLoader):
+    """Knows numbers, true, false, null and text. A date is text."""
+
+
+_Plain.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":merge", ":value"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str) -> Any:
+    """One YAML document without tags, anchors and aliases: a few of those expand to more than any memory holds.
+
+    Raises ValueError.
+    """
+    if len(text) > _MOST_YAML:
+        raise ValueError(f"it has {len(text):,} characters, at most {_MOST_YAML:,} are read")
+    try:
+        _check_plain(text)
+        return _Plain(text).get_single_data()
+    except (yaml.YAMLError, *_WRONG) as error:
+        raise ValueError(" ".join(str(error).split())[:300] or type(error).__name__) from None
+
+
+def _check_plain(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Plain):
+        where = f"line {event.start_mark.line + 1}" if event.start_mark else "somewhere"
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ValueError(f"{where}: anchors and aliases are not read: write it out")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"{where}: tags are not read")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_YAML:
+            raise ValueError(f"{where}: nested more than {_DEEPEST_YAML} deep")
+
+
+@contextmanager
+def damaged(what: object, kind: type[PearlError]) -> Iterator[None]:
+    """For what reads a file whose every value may be of any shape: what then goes wrong is the file's fault."""
+    try:
+        yield
+    except _WRONG as error:
+        why = " ".join(str(error).split())[:200]
+        raise kind(f"{what} is damaged: {type(error).__name__}{': ' if why else ''}{why}") from error

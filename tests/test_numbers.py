@@ -1,0 +1,286 @@
+"""Every number that a peer can send, at its extremes: it is refused, or the loop that reads it goes on.
+
+A number may be sound by itself and still ruin what is computed from it: 5e-324 seconds a token made a speed ratio of
+infinity, and that ended the engine for everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf, isfinite, nan
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pearl.errors import DraftLost, PearlError, RemoteProtocolError
+from pearl.metrics import Stopwatch, fold
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol import messages as m
+from pearl.protocol.coordinator import Counts
+from pearl.protocol.sequence import extend_digest
+from pearl.protocol.window import MAX_WINDOW, Speeds
+from pearl.trace.tracer import Tracer
+from pearl.transport import codec
+from pearl.transport.codec import decode, encode, received
+from pearl.transport.memory import memory_hub
+from pearl.worker.draft import DraftWorker
+from pearl.worker.execute import DraftExecutor
+from pearl.worker.health import DraftHealth
+from pearl.worker.rows import RowPacker
+from tests.test_worker import (
+    BOUND,
+    CONTEXT,
+    DIGEST,
+    GREEDY,
+    PROMPT,
+    FakeDraft,
+    MakeLoops,
+    first,
+    loops,
+    simulated,
+    submission,
+)
+
+__all__ = ["loops"]  # a fixture
+
+INTEGERS = (-(2**63), -1, 0, 1, 1024, 1025, 2**22, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1)
+FLOATS = (
+    nan,
+    inf,
+    -inf,
+    -1.0,
+    -0.0,
+    0.0,
+    5e-324,
+    2.3e-308,
+    1e-300,
+    1e-46,
+    1e-13,
+    1e-12,
+    0.5,
+    1.0,
+    1e9,
+    1e10,
+    1e39,
+    1e308,
+)
+SAMPLING = m.Sampling(1.0, 5, 0.9, 0.1, 1, 1)
+PREFIX = (1, 2, 3)
+BEGIN = m.Begin(1, 0, PREFIX, 6, SAMPLING, "ratio", extend_digest(0, PREFIX))
+EXAMPLES: tuple[m.Message, ...] = (
+    m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, CONTEXT, DIGEST),
+    m.Hello(m.PROTOCOL_VERSION, m.Role.FRONT, 0, 0),
+    m.Welcome(m.PROTOCOL_VERSION, 32, CONTEXT, CONTEXT, 1e-3, ((1, 1e-2), (4, 2e-2)), 4),
+    m.Submit(9, PROMPT, 6, SAMPLING, m.Decoding(gamma=4), (2,)),
+    m.Committed(1, 3, (4,), (m.Provenance.DIRECT,)),
+    m.Preview(1, 3, (4,)),
+    m.Finished(1, m.FinishReason.LENGTH, "{}"),
+    BEGIN,
+    m.DraftTokens(1, 0, 3, (1,), 1e-3, m.NO_ROWS, 1e-3),
+    m.Verdict(1, 0, 3, (4,), 9, extend_digest(BEGIN.digest, (4,))),
+    m.Resync(1, 0),
+    m.Finish(1),
+    m.Cancel(1),
+    m.Heartbeat(1, "prefill", 1, 1e-3),
+    m.Heartbeat(1, "calibrated", 1, 1e-3),
+    m.Heartbeat(1, "waiting", 1, 1e-3),
+    m.Ping(1),
+    m.Pong(1, 2),
+    m.Error(1, "NumericalError", "so it goes"),
+    m.Trace(1, True),
+)
+
+
+def places(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], type]]:
+    """Where the numbers of a packed message are, its type code apart."""
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            if path or index:
+                yield from places(inner, (*path, index))
+    elif type(value) in (int, float):
+        yield path, type(value)
+
+
+def changed(message: m.Message, path: tuple[int, ...], number: float) -> list[bytes]:
+    header = msgpack.unpackb(encode(message)[0])
+    inner = header
+    for index in path[:-1]:
+        inner = inner[index]
+    inner[path[-1]] = number
+    return [msgpack.packb(header), *encode(message)[1:]]
+
+
+def extremes(message: m.Message) -> Iterator[tuple[tuple[int, ...], float]]:
+    for path, kind in places(msgpack.unpackb(encode(message)[0])):
+        for number in INTEGERS if kind is int else FLOATS:
+            yield path, number
+
+
+def test_every_class_and_every_field_is_tried() -> None:
+    """Else a field that is added later would be forgotten here."""
+    assert {type(message) for message in EXAMPLES} == set(codec.TYPE_CODES)
+    assert sum(1 for message in EXAMPLES for _ in places(msgpack.unpackb(encode(message)[0]))) > 60
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_what_is_let_in_is_a_number_to_compute_with(data: st.DataObject) -> None:
+    """Any number in any place: products and quotients of two that were let in are numbers too."""
+    message = data.draw(st.sampled_from(EXAMPLES))
+    found = list(places(msgpack.unpackb(encode(message)[0])))
+    path, kind = data.draw(st.sampled_from(found))
+    number = data.draw(st.integers(-(2**63), 2**64 - 1) if kind is int else st.floats() | st.sampled_from(FLOATS))
+    try:
+        read = decode(changed(message, path, number))
+    except RemoteProtocolError:
+        return
+    assert decode(encode(read)) == read
+    if isinstance(read, m.DraftTokens | m.Heartbeat | m.Welcome) and kind is float:
+        assert number == 0 or (isfinite(1e18 / number) and isfinite(1e18 * number))
+
+
+sound = st.floats(codec.LEAST_SECONDS, codec.MOST_SECONDS)
+any_float = st.floats(0, allow_nan=False)
+
+
+@settings(max_examples=300, deadline=None)
+@example(5e-324, {1: 0.01}, 0.5)
+@example(1e-300, {1: 1e300, 4: inf}, 1.0)
+@given(sound | any_float, st.dictionaries(st.integers(1, 600), sound | any_float, max_size=4), st.floats(0, 1))
+def test_a_window_comes_of_any_speeds(t_draft: float, t_target: dict[int, float], acceptance: float) -> None:
+    speeds = Speeds(0.0, acceptance)
+    speeds.observe_draft(t_draft)
+    for fed, seconds in t_target.items():
+        speeds.observe_target(fed, seconds)
+    assert 1 <= speeds.best_window() <= MAX_WINDOW
+    fold(Counts(), Stopwatch(), speeds, 1, 1).to_json()
+
+
+@given(sound, sound, st.lists(sound, max_size=10))
+def test_health_comes_of_any_times(usual: float, announced: float, took: list[float]) -> None:
+    health, speeds = DraftHealth(1.0), Speeds()
+    health.calibrated(usual)
+    health.announced(announced)
+    assert health.silent >= -10.0, "a draft cannot ask for ever"
+    with contextlib.suppress(DraftLost):
+        for seconds in took:
+            health.took(seconds, speeds)
+
+
+# ---- what the loops do with them ----
+
+
+def test_no_number_of_a_draft_ends_the_target(loops: MakeLoops) -> None:
+    """In the middle of a request, and read by all that follows it: choosing a window, statistics, a welcome."""
+    pair = loops()
+    front = None
+    for message in EXAMPLES:
+        for path, number in extremes(message):
+            draft = FakeDraft(pair)
+            front = front or pair.front()
+            front.endpoint.send(submission(3, sampling=GREEDY))
+            begin = first(draft.endpoint, m.Begin)
+            current = replace(message, request=begin.request) if hasattr(message, "request") else message  # type: ignore[type-var]
+            draft.endpoint.send_frames(changed(current, path, number))  # type: ignore[attr-defined]
+            front.endpoint.send(m.Cancel(1))
+            front.endpoint.send(submission(3, sampling=GREEDY, request=2))  # for which a window is chosen anew
+            draft.endpoint.send_frames([b"\xc1"])  # type: ignore[attr-defined]  # and it is gone
+            front.until(m.Finished)
+            front.until(m.Finished)
+            assert not pair.errors, (current, path, number)
+    again = pair.front()
+    assert again.ask(submission(40, sampling=GREEDY)).tokens == simulated(submission(40, "ar", GREEDY))
+
+
+def test_no_number_of_a_front_ends_the_target(loops: MakeLoops) -> None:
+    pair = loops()
+    draft = FakeDraft(pair)
+    witness = pair.front()
+    for message in EXAMPLES:
+        if isinstance(message, m.Hello) and message.role is m.Role.DRAFT:
+            continue  # as a draft, it is tried above
+        hostile = pair.front()
+        for path, number in extremes(message):
+            hostile.endpoint.send_frames(changed(message, path, number))  # type: ignore[attr-defined]
+        hostile.endpoint.close()
+    draft.endpoint.close()
+    assert witness.ask(submission(40, sampling=GREEDY)).tokens == simulated(submission(40, "ar", GREEDY))
+
+
+WELCOME = m.Welcome(m.PROTOCOL_VERSION, 32, 64, 64, 1e-3, (), 4)
+TOLD = [message for message in EXAMPLES if not isinstance(message, m.Hello | m.Submit | m.Resync | m.Cancel)]
+
+
+@pytest.mark.parametrize("message", TOLD, ids=lambda message: type(message).__name__)
+def test_no_number_of_a_target_ends_a_draft_without_a_name(message: m.Message) -> None:
+    """A draft may end because of what its target says, but by an error of ours: its launcher then starts another."""
+    worker = None
+    for path, number in extremes(message):
+        frames = changed(message, path, number)
+        if isinstance(received(frames), RemoteProtocolError) and worker is not None:
+            continue  # one refusal is as good as another, and costs a worker
+        worker = worker if worker and worker.alive else Told()
+        if not isinstance(message, m.Welcome):
+            worker.tell(encode(WELCOME))
+            worker.tell(encode(BEGIN))
+        worker.tell(frames)
+        worker.settle()
+        assert worker.fate is None or isinstance(worker.fate, PearlError), (path, number, worker.fate)
+        if worker.alive and isinstance(message, m.Welcome):
+            worker.close()
+    if worker is not None:
+        worker.close()
+
+
+class Told:
+    """A draft worker in a thread, that is told what a target might say."""
+
+    def __init__(self) -> None:
+        self._hub, self._ended = memory_hub(), threading.Event()
+        hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, 64, DIGEST)
+        connection = self._hub.connect()
+        worker = DraftWorker(connection, hello, self._welcomed, lambda: None, self._ended.is_set, 5.0, Tracer())
+        self.fate: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(worker,))
+        self._thread.start()
+        ((self._peer, _),) = self._hub.listener.receive(BOUND)
+
+    @staticmethod
+    def _welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
+        return DraftExecutor(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size), RowPacker()
+
+    def _run(self, worker: DraftWorker) -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            self.fate = error
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def tell(self, frames: list[bytes]) -> None:
+        self._hub.listener.send_frames(frames, self._peer)
+
+    def settle(self) -> None:
+        """Returns once it has worked off what it was told, or has ended."""
+        self.tell(encode(m.Ping(77)))
+        deadline = time.monotonic() + BOUND
+        while self.alive and time.monotonic() < deadline:
+            if any(
+                message == m.Pong(77, getattr(message, "received", 0))
+                for _, message in self._hub.listener.receive(0.05)
+            ):
+                return
+        assert not self.alive, "it does not answer"
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(BOUND)
+        assert not self._thread.is_alive()
