@@ -291,7 +291,8 @@ class RequestMachine(Machine):
 
         Depends on the draft's being there and on the position, never on what it drafted (invariant 9).
         """
-        return self._method.drafts and self.sequence.committed < self.draft_context
+        can_draft = self._method.drafts and not self.request.is_undraftable
+        return can_draft and self.sequence.committed < self.draft_context
 
     @property
     def _judgeable(self) -> int:
