@@ -368,7 +368,7 @@ def test_a_draft_that_chokes_keeps_nothing_of_its_cache() -> None:
     assert machine.state is draft_side.State.IDLE
     again = machine.handle(Begin(2, 0, PROMPT, 3, Sampling(), "ratio", extend_digest(0, PROMPT)))
     assert [type(command) for command in again] == [Open, Rollback, Draft]
-    assert again[1] == Rollback(0)
+    assert again[1] == Rollback(0, request=2)
 
 
 def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
@@ -377,7 +377,7 @@ def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     machine.handle(Begin(2, 0, (*PROMPT, 8), 9, Sampling(), "ratio", extend_digest(0, (*PROMPT, 8))))
     commands = machine.handle(Drafted(None, failure="not finite"))
     assert not any(isinstance(command, Send) for command in commands)
-    assert commands[-1] == Draft(0, (*PROMPT, 8), True, True)
+    assert commands[-1] == Draft(0, (*PROMPT, 8), True, True, request=2)
 
 
 # ---- several requests ----

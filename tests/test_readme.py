@@ -99,7 +99,9 @@ def flags(command: click.Command) -> set[str]:
 )
 def test_every_flag_named_is_a_flag(page: str, flag: str) -> None:
     torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
-    assert flag in flags(cli) | torchrun | {"--help", "--dry-run", "--model", "--run"}, page  # and those of our scripts
+    assert flag in flags(cli) | torchrun | {"--help", "--dry-run", "--model", "--run", "--faults"}, (
+        page
+    )  # and those of our scripts
 
 
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]

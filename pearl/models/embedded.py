@@ -7,7 +7,6 @@ it, under a file lock, and renamed.  Knows nothing of runners or devices.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from pearl.errors import ModelError
 
@@ -106,14 +107,17 @@ def _flush(directory: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds an exclusive lock; the kernel drops it when the holder dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process to prepare the embedded model")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold an exclusive lock; the kernel drops it when the holder dies."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        progress("waiting for another process to prepare the embedded model")
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _build_target(building: Path, progress: Progress) -> None:
