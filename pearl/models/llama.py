@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -243,7 +244,10 @@ class LlamaRunner:
         asked = [row for rows in rows_of for row in rows]
         if not asked:
             return [torch.empty(0, self.vocab_size) for _ in rows_of]
-        every = asked + [row for row in range(len(hidden)) if row not in asked][: self._least_rows - len(asked)]
+        every = asked
+        if len(asked) < self._least_rows:
+            others = (row for row in range(len(hidden)) if row not in asked)
+            every = [*asked, *islice(others, self._least_rows - len(asked))]
         is_run = every == list(range(every[0], every[0] + len(every)))
         chosen = hidden[every[0] : every[0] + len(every)] if is_run else hidden[every]
         return list(self._logits(chosen)[: len(asked)].split([len(rows) for rows in rows_of]))
