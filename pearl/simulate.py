@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -233,9 +233,9 @@ class _Simulation:
         event, seconds = self._executors[actor].execute(command), self._seconds(command)
         if isinstance(event, Forwarded):
             self.outcome.watch.busy += seconds
-            event = replace(event, seconds=seconds)
+            event = Forwarded(seconds, request=event.request)
         elif isinstance(event, Drafted):
-            event = replace(event, seconds=seconds)
+            event = Drafted(event.token, seconds, event.rows, request=event.request)
         return event, seconds
 
     def _seconds(self, command: object) -> float:

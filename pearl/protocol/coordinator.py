@@ -478,29 +478,28 @@ class Coordinator:
         Raises `LocalProtocolError` for an event that the request's state does not allow, and `RemoteProtocolError` for
         a message that the draft had no right to send; nothing has changed then.
         """
+        machine = self.running.get(getattr(event, "request", None))  # type: ignore[arg-type]
+        if machine is not None and type(event) is not Submit:  # first: it stands between two forwards
+            commands = machine.handle(event)
+            return commands + self._go_on() if machine.has_ended else commands
         match event:
             case Submit():
                 self._scheduler.submit(event)
-                commands: list[object] = []
-            case Cancel(request) if request not in self.running:
+                return self._go_on()
+            case Cancel(request):
                 is_waiting = self._scheduler.cancel(request)
-                commands = [End(request, FinishReason.CANCELLED, 0, Counts(), 0)] if is_waiting else []
-            case DraftTokens() | Resync() if event.request not in self.running:
+                return [End(request, FinishReason.CANCELLED, 0, Counts(), 0)] if is_waiting else []
+            case DraftTokens() | Resync():
                 self.counts.stale += 1
-                commands = []
-            case DraftGone(request=int(request)):
-                commands = self.running[request].handle(event) if request in self.running else []
+                return []
+            case DraftGone(request=int()):
+                return []
             case DraftJoined() | DraftGone():
-                commands = self._draft_changed(event)
-            case _:
-                number = getattr(event, "request", -1)
-                if number not in self.running:
-                    raise LocalProtocolError(
-                        f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}: "
-                        f"it works on {list(self.running) or 'no request'}"
-                    )
-                commands = self.running[number].handle(event)
-        return commands + self._go_on()
+                return self._draft_changed(event) + self._go_on()
+        raise LocalProtocolError(
+            f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}: "
+            f"it works on {list(self.running) or 'no request'}"
+        )
 
     def _draft_changed(self, event: DraftJoined | DraftGone) -> list[object]:
         self.draft_context = 0

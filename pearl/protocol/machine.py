@@ -35,7 +35,7 @@ class Machine:
     epoch: int
 
     def __init__(self) -> None:
-        self._story: deque[tuple[Enum, str, Enum]] = deque(maxlen=_STORY)
+        self._story: deque[tuple[Enum, type, Enum]] = deque(maxlen=_STORY)
 
     def handle(self, event: object) -> list[object]:
         """Take one event; return the commands it leads to, in order.
@@ -52,11 +52,11 @@ class Machine:
         commands: list[object] = []
         self.handlers[kind](self, event, commands.append)
         assert self.state is before or self.state in (allowed or ()), (self.role, event, self.state, self.story)
-        self._story.append((before, kind.__name__, self.state))
+        self._story.append((before, kind, self.state))
         return commands
 
     @property
     def story(self) -> str:
         """The last transitions, oldest first, in words."""
-        steps = (f"{before.value} -{event}-> {after.value}" for before, event, after in self._story)
+        steps = (f"{before.value} -{event.__name__}-> {after.value}" for before, event, after in self._story)
         return ", ".join(steps) or "nothing"
