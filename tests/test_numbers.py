@@ -22,7 +22,7 @@ from pearl.errors import DraftLost, PearlError, RemoteProtocolError
 from pearl.metrics import Stopwatch, fold
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
-from pearl.protocol.coordinator import Counts
+from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.window import MAX_WINDOW, Speeds
 from pearl.trace.tracer import Tracer
