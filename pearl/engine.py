@@ -482,7 +482,8 @@ class Engine:
             if self._ended:
                 return
             self._ended = True
-            workers = [w for w in (self._draft, self._target) if w is not None]
+            # The target first: it must not see its draft go before it knows that it is to end itself.
+            workers = [w for w in (self._target, self._draft) if w is not None]
             for worker in workers:
                 worker.close()
             for worker in workers:

@@ -642,8 +642,9 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     trace = read(path)
     assert len(trace.metadata["workers"]) == len(trace.drafts) + 1 >= 2
     assert replay(trace).difference is None
-    marks = [e["name"] for e in read_document(path)["traceEvents"] if e["ph"] == "i"]
-    assert [mark.partition(":")[0] for mark in marks] == ["a draft joins", "draft lost", "a draft joins"]
+    marks = [e["name"].partition(":")[0] for e in read_document(path)["traceEvents"] if e["ph"] == "i"]
+    assert marks[:3] == ["a draft joins", "draft lost", "a draft joins"]
+    assert set(marks[3:]) <= {"draft lost"}  # on a busy machine the second may end well before the target does
     notes = " ".join(report(trace).notes)
     assert "s: draft lost: the peer is gone" in notes
     assert "s: a draft joins" in notes

@@ -334,7 +334,13 @@ class TargetWorker:
         return replace(message, rows=Rows(RowKind.CHANNEL, tuple(rows)))
 
     def _lose_draft(self, why: str) -> None:
-        """Goes on alone. A draft that still listens ends by what it is told, and its launcher starts a sound one."""
+        """Goes on alone. A draft that still listens ends by what it is told, and its launcher starts a sound one.
+
+        Where this worker is ending too, its draft is not lost: both have been told to end.
+        """
+        if self._stopping():
+            self._draft = None
+            return
         log.warning("draft lost: %s; the target goes on alone", why)
         if self._draft is not None:
             self._mail.post(Error(-1, "DraftLost", why), self._draft)
