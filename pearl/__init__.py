@@ -13,8 +13,8 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.version import __version__
 
 if TYPE_CHECKING:
+    from pearl.client.stream import Result
     from pearl.engine import Engine
-    from pearl.stream import Result
 
 __all__ = ["DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
 

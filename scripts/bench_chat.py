@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl import Engine, SamplingParams
-from pearl.bench.interval import bootstrapped
-from pearl.bench.machine import Stolen, hardware, in_words
-from pearl.conversation import Conversation
+from pearl.client.conversation import Conversation
+from pearl.lab.bench.interval import bootstrapped
+from pearl.lab.bench.machine import Stolen, hardware, in_words
 
 SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bird", "the rain", "a lamp", "the wind"]
 

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from pearl import Engine, SamplingParams
-from pearl.bench.interval import median_of
+from pearl.lab.bench.interval import median_of
 from pearl.trace.reading import read
 from pearl.trace.report import report
 

@@ -3,7 +3,7 @@
 Without --run shapes are compared, not trained models: a forward takes as long whatever the weights are.  Each shape
 and the target take turns on one thread, so that a slow minute hits all; the time of a forward is the median of
 the CPU time of its repeats, which is the wall's on a core that nobody else uses.  Tokens a second are the virtual
-clock's (`pearl.simulate`): an estimate, with i.i.d. acceptance and messages that cost nothing.
+clock's (`pearl.lab.simulate`): an estimate, with i.i.d. acceptance and messages that cost nothing.
 
     python scripts/compare_drafts.py                  # of the embedded target: about a minute
     python scripts/compare_drafts.py --run DIR ...    # drafts that were trained, at the agreement that each has reached
@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from pearl.distill.draft import head, hidden_states
-from pearl.distill.shards import Shards
+from pearl.lab.distill.draft import head, hidden_states
+from pearl.lab.distill.shards import Shards
+from pearl.lab.simulate import CoinDraft, CoinTarget, Timing, simulate
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.simulate import CoinDraft, CoinTarget, Timing, simulate
 
 CPU = torch.device("cpu")
 TRIMMED = (16384, 8192)  # output tokens, tried on the first run

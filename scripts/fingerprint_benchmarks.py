@@ -1,4 +1,4 @@
-"""Makes pearl/distill/benchmarks.npy from the prompts of HumanEval, GSM8K and MT-bench.
+"""Makes pearl/lab/distill/benchmarks.npy from the prompts of HumanEval, GSM8K and MT-bench.
 
     python scripts/fingerprint_benchmarks.py humaneval.jsonl gsm8k.jsonl mt_bench.jsonl
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from pearl.distill.benchmarks import FINGERPRINTS, fingerprints
+from pearl.lab.distill.benchmarks import FINGERPRINTS, fingerprints
 
 
 @click.command()

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from pearl.cli.chat import Chat, status
 from pearl.cli.reply import GUESSED, STYLES, Reply
+from pearl.client.conversation import Conversation
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.conversation import Conversation
 from pearl.engine import Engine
 from pearl.protocol.messages import Provenance
 

@@ -13,7 +13,7 @@ import click
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pearl.bench.exactness import compare_cuts
+from pearl.lab.bench.exactness import compare_cuts
 from pearl.models.graphs import FED
 from pearl.models.llama import LlamaRunner
 

@@ -13,20 +13,21 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from pearl import SamplingParams, theory
-from pearl.bench import calibrate, paper, plots, run, tasks
-from pearl.bench.calibrate import ALL_DEVICES, Times, Verdict
-from pearl.bench.emulation import simulated
-from pearl.bench.interval import bootstrapped, median_of
-from pearl.bench.machine import Stolen, hardware, in_words
-from pearl.bench.run import AR, FIXED, PEARL, SD, Measured, Plan, Row, Sample, measure, rows_for
-from pearl.bench.summary import document, figures
-from pearl.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
-from pearl.bench.tasks import Task, read_tasks
+from pearl import SamplingParams
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError, ModelError, RequestError, StartError
+from pearl.lab import theory
+from pearl.lab.bench import calibrate, paper, plots, run, tasks
+from pearl.lab.bench.calibrate import ALL_DEVICES, Times, Verdict
+from pearl.lab.bench.emulation import simulated
+from pearl.lab.bench.interval import bootstrapped, median_of
+from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.run import AR, FIXED, PEARL, SD, Measured, Plan, Row, Sample, measure, rows_for
+from pearl.lab.bench.summary import document, figures
+from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
+from pearl.lab.bench.tasks import Task, read_tasks
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
 from tests.conftest import TOY

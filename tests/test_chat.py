@@ -22,10 +22,10 @@ import pytest
 from rich.console import Console
 
 from pearl import SamplingParams
-from pearl.attach import AttachedEngine, find_engine, running_engines
 from pearl.cli.commands import COMMANDS
 from pearl.cli.reply import MarkdownReply, TokenReply
 from pearl.engine import Engine
+from pearl.engine.attach import AttachedEngine, find_engine, running_engines
 from pearl.errors import ConfigError, TargetLost
 from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read

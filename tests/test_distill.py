@@ -21,13 +21,13 @@ from click.testing import CliRunner
 
 from pearl.cli import cli
 from pearl.config import SamplingParams
-from pearl.distill.config import DistillConfig, load_config
-from pearl.distill.plan import plan, rate
-from pearl.distill.prompts import read_prompts, training_prompts
-from pearl.distill.run import Distillation
-from pearl.distill.shards import Shards, written_whole
 from pearl.engine import Engine
 from pearl.errors import ConfigError, DistillError, ModelError
+from pearl.lab.distill.config import DistillConfig, load_config
+from pearl.lab.distill.plan import plan, rate
+from pearl.lab.distill.prompts import read_prompts, training_prompts
+from pearl.lab.distill.run import Distillation
+from pearl.lab.distill.shards import Shards, written_whole
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
 from tests.tiny import VOCAB_SIZE, tiny_model

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.bench.paper import pairs
 from pearl.cli import cli
 from pearl.config import Device, EngineConfig, load_settings
 from pearl.document import parse_json, parse_yaml
 from pearl.errors import ConfigError, PearlError, TraceError
+from pearl.lab.bench.paper import pairs
 from pearl.trace.chrome import merge
 from pearl.trace.reading import read
 from pearl.trace.recorder import Recorder, part_path, part_paths

@@ -21,9 +21,9 @@ import transformers
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
+from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
-from pearl.simulate import Timing, paired_executors, simulate
 from tests.conftest import TOY, greedy_text
 from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
 

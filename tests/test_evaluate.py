@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from pearl.cli import cli
-from pearl.distill.answers import answer
-from pearl.distill.draft import check_head
-from pearl.distill.evaluate import GreedyAnswers, Observations, evaluate, figures, observe, repeated
-from pearl.distill.loss import head_loss
-from pearl.distill.plan import generator
-from pearl.distill.teacher import load_teacher
 from pearl.errors import ModelError
+from pearl.lab.distill.answers import answer
+from pearl.lab.distill.draft import check_head
+from pearl.lab.distill.evaluate import GreedyAnswers, Observations, evaluate, figures, observe, repeated
+from pearl.lab.distill.loss import head_loss
+from pearl.lab.distill.plan import generator
+from pearl.lab.distill.teacher import load_teacher
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from tests.tiny import EOS_ID, tiny_model

@@ -17,8 +17,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
-from pearl.bench.exactness import check_rows, check_texts, compare_cuts
 from pearl.errors import ModelError
+from pearl.lab.bench.exactness import check_rows, check_texts, compare_cuts
 from pearl.models import attention
 from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner

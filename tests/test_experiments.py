@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pearl import theory
 from pearl.cli import cli
 from pearl.errors import ConfigError, TraceError
-from pearl.experiments import checks, plots, sweeps
-from pearl.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
-from pearl.experiments.recorded import interpolated, recorded
-from pearl.experiments.workload import Totals, independent, run
+from pearl.lab import theory
+from pearl.lab.experiments import checks, plots, sweeps
+from pearl.lab.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
+from pearl.lab.experiments.recorded import interpolated, recorded
+from pearl.lab.experiments.workload import Totals, independent, run
+from pearl.lab.simulate import CoinTarget, Executor, Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Judge, Judged
 from pearl.protocol.messages import Decoding, RowKind, Rows, Sampling, Submit
-from pearl.simulate import CoinTarget, Executor, Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import part_path

@@ -12,10 +12,11 @@ import psutil
 import pytest
 import zmq
 
-from pearl.attach import AttachedEngine
 from pearl.config import SamplingParams
 from pearl.engine import Engine
+from pearl.engine.attach import AttachedEngine
 from pearl.errors import ProtocolError, RequestError
+from pearl.lab.simulate import paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -32,7 +33,6 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
-from pearl.simulate import paired_executors
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode
 from pearl.transport.keys import OWN_KEYS, read_keys

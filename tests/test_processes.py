@@ -21,11 +21,11 @@ import psutil
 import pytest
 import torch
 
+from pearl.client.stream import Stream
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
-from pearl.processes import DraftKeeper
-from pearl.stream import Stream
 from tests.conftest import TOY, greedy_text
 
 BOUND = 60.0  # seconds; far more than anything here takes
@@ -199,7 +199,7 @@ def test_vocabularies_of_two_sizes_are_no_pair_unless_one_is_padding(temporary: 
 
 def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed for lack of memory, say: there is nothing but its exit code."""
-    from pearl import processes
+    from pearl.engine import processes
 
     class Doomed(processes.Ranks):
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM
 from pearl.config import EngineConfig, SamplingParams
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.engine import Engine
+from pearl.engine.processes import Ranks, Worker
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.processes import Ranks, Worker
 from pearl.protocol.messages import Sampling
 from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
@@ -588,7 +588,7 @@ def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_direct
     def none(*_: Any, **__: Any) -> Worker:
         raise BlockingIOError("no process to be had")
 
-    monkeypatch.setattr("pearl.processes.Worker", none)  # of the others; the first is a class of its own
+    monkeypatch.setattr("pearl.engine.processes.Worker", none)  # of the others; the first is a class of its own
     try:
         with pytest.raises(OSError, match="no process"):
             Ranks("draft", EngineConfig(draft_tp=2), "ipc:///nowhere", directory, [1])

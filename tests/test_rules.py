@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pearl.cli.options import field_option
+from pearl.client.request import submission as submit_from
 from pearl.config import DecodingConfig, SamplingParams, with_registered_rules
 from pearl.decoding.registry import (
     MAX_PARAMETERS,
@@ -25,12 +26,11 @@ from pearl.decoding.registry import (
 )
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.errors import ConfigError, RequestError
+from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import Distribution, ToyRunner
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.request import submission as submit_from
-from pearl.simulate import Timing, paired_executors, simulate
 from pearl.worker.execute import TargetExecutor
 from tests import lenient_rule, test_worker
 from tests.test_worker import MakeLoops, loops, submission

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.protocol.window import METHODS
-from pearl.simulate import Outcome, Timing, paired_executors, simulate
 
 VOCAB = 12
 TOKENS = 60

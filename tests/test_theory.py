@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from pearl import theory
+from pearl.lab import theory
 from pearl.protocol.window import expected_rate
 
 RATES = [0.0, 0.3, 0.6, 0.8, 0.9, 1.0]

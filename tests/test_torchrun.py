@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 
-from pearl import torchrun
 from pearl.config import EngineConfig
+from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain

@@ -24,11 +24,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.attach import AttachedEngine
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
+from pearl.engine.attach import AttachedEngine
 from pearl.errors import ConfigError, TargetLost, TraceError
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
@@ -36,7 +37,6 @@ from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
 from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sampling, Submit
 from pearl.protocol.sequence import extend_digest
-from pearl.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.trace import chrome
 from pearl.trace.gantt import _PAUSE, Bar, _merged, chart, same_time, terminal
 from pearl.trace.reading import Trace, read, read_document
@@ -762,7 +762,7 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
 KILLED_FRONT = """
 import sys, time
 from pathlib import Path
-from pearl.attach import AttachedEngine
+from pearl.engine.attach import AttachedEngine
 engine = AttachedEngine(Path(sys.argv[1]))
 engine.start_trace(sys.argv[2])
 print("recording", flush=True)

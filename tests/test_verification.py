@@ -23,10 +23,10 @@ from pearl.decoding.rules.direct import DirectDraft, DirectDraw, DirectTarget
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
+from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Open, Phase, Sample, Sampled
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.simulate import Timing, paired_executors, simulate
 from pearl.worker.execute import TargetExecutor
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
+from pearl.lab.simulate import CoinDraft, CoinTarget, Outcome, Timing, simulate
 from pearl.protocol.events import Forward, Judge, Judged, Phase
 from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.protocol.window import MAX_WINDOW, METHODS, Speeds, Window
-from pearl.simulate import CoinDraft, CoinTarget, Outcome, Timing, simulate
 
 TOKENS = 12_000  # enough for 1 %
 FEWER = 4_000  # enough for 2 %

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
+from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed
@@ -46,7 +47,6 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
-from pearl.simulate import Timing, paired_executors, simulate
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel

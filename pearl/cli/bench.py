@@ -1,4 +1,4 @@
-"""`pearl bench`: methods side by side on real runs. Arguments and tables; the measuring is `pearl.bench`'s."""
+"""`pearl bench`: methods side by side on real runs. Arguments and tables; the measuring is `pearl.lab.bench`'s."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pearl.bench import paper as tables
-from pearl.bench import plots
-from pearl.bench.interval import Interval
-from pearl.bench.machine import Stolen, hardware, in_words
-from pearl.bench.run import Measured, Plan, devices_of, emulated, measure, rows_for
-from pearl.bench.summary import Figures, document, figures
-from pearl.bench.tasks import HUMANEVAL, Task, read_tasks
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, refuse_options, table_console, write_json
 from pearl.cli.options import settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.config import SamplingParams, Settings
 from pearl.errors import ConfigError
+from pearl.lab.bench import paper as tables
+from pearl.lab.bench import plots
+from pearl.lab.bench.interval import Interval
+from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.run import Measured, Plan, devices_of, emulated, measure, rows_for
+from pearl.lab.bench.summary import Figures, document, figures
+from pearl.lab.bench.tasks import HUMANEVAL, Task, read_tasks
 from pearl.printable import log_to_stderr
 
 _COUNT = click.IntRange(min=1)

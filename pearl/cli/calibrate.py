@@ -8,14 +8,14 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pearl.bench.calibrate import PROMPTS, Calibration, calibrate
-from pearl.bench.machine import Stolen, hardware, in_words
 from pearl.cli.numbers import STDOUT, Number, json_option, table_console, write_json
 from pearl.cli.options import settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.config import Settings
-from pearl.distill.prompts import read_prompts
 from pearl.errors import ConfigError
+from pearl.lab.bench.calibrate import PROMPTS, Calibration, calibrate
+from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 
 _TOKENS = 64

@@ -20,14 +20,14 @@ from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply
 from pearl.cli.terminal import LineReader, SafeConsole, WatchKeys, ended_by_signals, keys_are_keys, state_directory
+from pearl.client.conversation import Conversation
+from pearl.client.stream import Result, Stream
 from pearl.config import DecodingConfig, SamplingParams, Settings
-from pearl.conversation import Conversation
 from pearl.engine import Engine
 from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
 from pearl.metrics import Statistics
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
-from pearl.stream import Result, Stream
 from pearl.text import CONTEXT, REPLACEMENT
 
 _LEAST_ROOM = 16  # tokens of the context that a reply must have

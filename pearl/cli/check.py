@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
-from pearl.experiments.checks import CLOSE, Check, checks
+from pearl.lab.experiments.checks import CLOSE, Check, checks
 
 
 @click.command()

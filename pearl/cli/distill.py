@@ -1,4 +1,4 @@
-"""`pearl distill`: a draft for a target. Arguments and progress bars; the work is `pearl.distill`'s."""
+"""`pearl distill`: a draft for a target. Arguments and progress bars; the work is `pearl.lab.distill`'s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from pearl.cli.options import field_option
-from pearl.distill.config import DistillConfig, load_config
+from pearl.lab.distill.config import DistillConfig, load_config
 
 
 class Bars:
@@ -78,7 +78,7 @@ def distill(config: DistillConfig, resume: bool) -> None:
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
     on them. A killed run goes on with --resume, and loses nothing. The draft is OUT/draft, an ordinary directory.
     """
-    from pearl.distill.run import Distillation
+    from pearl.lab.distill.run import Distillation
 
     logging.basicConfig(level="WARNING")
     console = Console(stderr=True, highlight=False)

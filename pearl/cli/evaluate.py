@@ -11,10 +11,10 @@ from rich.table import Table
 
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import named_file
-from pearl.distill.evaluate import TOPS, Figures, GreedyAnswers, as_dict, evaluate
-from pearl.distill.plot import plot
-from pearl.distill.prompts import read_prompts
-from pearl.distill.teacher import choose_device, load_teacher
+from pearl.lab.distill.evaluate import TOPS, Figures, GreedyAnswers, as_dict, evaluate
+from pearl.lab.distill.plot import plot
+from pearl.lab.distill.prompts import read_prompts
+from pearl.lab.distill.teacher import choose_device, load_teacher
 from pearl.models.embedded import cache_directory
 from pearl.models.loading import load_model
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer

@@ -9,16 +9,16 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pearl.bench.calibrate import PROMPTS
-from pearl.bench.exactness import Finding, check_rows, check_texts
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import settings_options
 from pearl.cli.terminal import SafeConsole
+from pearl.client.request import Prompt
 from pearl.config import Settings
-from pearl.distill.prompts import read_prompts
 from pearl.engine import Engine
+from pearl.lab.bench.calibrate import PROMPTS
+from pearl.lab.bench.exactness import Finding, check_rows, check_texts
+from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
-from pearl.request import Prompt
 
 _TOKENS = 48
 _ROWS = 300

@@ -9,13 +9,13 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
-from pearl import __version__, torchrun
+from pearl import __version__
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.config import Settings
 from pearl.decoding.registry import find
-from pearl.engine import Result, Stream
+from pearl.engine import Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.printable import printable
 

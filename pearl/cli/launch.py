@@ -10,10 +10,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from pearl import torchrun
-from pearl.attach import AttachedEngine, find_engine
 from pearl.config import EngineConfig
-from pearl.engine import Engine, Progress
+from pearl.engine import Engine, Progress, torchrun
+from pearl.engine.attach import AttachedEngine, find_engine
 from pearl.errors import ConfigError
 from pearl.printable import log_to_stderr
 

@@ -1,4 +1,4 @@
-"""`pearl simulate`: all methods in virtual time. Arguments and tables; the numbers come from `pearl.experiments`."""
+"""`pearl simulate`: all methods in virtual time. Arguments and tables; the numbers are of `pearl.lab.experiments`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pearl.cli.check import check
 from pearl.cli.numbers import POSITIVE, STDOUT, Number, Times, json_option, refuse_options, write_json
 from pearl.cli.sweep import sweep
 from pearl.errors import ConfigError
-from pearl.experiments.compare import compare
-from pearl.experiments.recorded import Recorded, interpolated, recorded
-from pearl.experiments.workload import Totals, Workload, independent, run
-from pearl.simulate import Timing
+from pearl.lab.experiments.compare import compare
+from pearl.lab.experiments.recorded import Recorded, interpolated, recorded
+from pearl.lab.experiments.workload import Totals, Workload, independent, run
+from pearl.lab.simulate import Timing
 from pearl.trace.reading import read
 
 _COUNT = click.IntRange(min=1)

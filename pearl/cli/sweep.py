@@ -11,10 +11,10 @@ from rich.table import Table
 
 from pearl.cli.numbers import POSITIVE, Number, Times, write_json
 from pearl.errors import ConfigError
-from pearl.experiments import plots, sweeps
-from pearl.experiments.recorded import interpolated
-from pearl.experiments.sweeps import Point
-from pearl.simulate import Timing
+from pearl.lab.experiments import plots, sweeps
+from pearl.lab.experiments.recorded import interpolated
+from pearl.lab.experiments.sweeps import Point
+from pearl.lab.simulate import Timing
 
 _AXES = {  # name -> label, from seconds to its unit
     "jitter": ("jitter: standard deviation of a forward, as a share of it", 1.0),

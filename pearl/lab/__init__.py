@@ -1,0 +1,1 @@
+"""What measures: simulator, theory, benchmarks, experiments, making and judging drafts. Nothing else imports it."""

@@ -1,0 +1,163 @@
+"""Whether a pair's rows and texts are equal bit for bit on this machine: what `pearl check` runs.
+
+Rows: the logits of one token sequence, cut into forwards at random, against one cut in equal pieces.  Texts: every
+method and window against `ar` where the target's own draw is committed (greedy, coupled), and against one another
+where it is not (ratio).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pearl.client.request import Prompt
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.models.graphs import FED
+from pearl.models.runner import ModelRunner, feed_chain
+from pearl.worker.build import make_runner, place
+
+_PIECE = 512
+_CUTS = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
+_ALONE = ("ar", "stream", None)
+_DIRECT = (  # method, window, gamma
+    ("sd", "stream", None),
+    ("sd", "stream", 3),
+    ("pearl", "stream", None),
+    ("pearl", "fixed", 3),
+    ("pearl-no-pre-verify", "stream", None),
+    ("pearl-no-post-verify", "stream", None),
+)
+_RATIO = (("pearl", "fixed", 1), ("pearl", "fixed", 3), ("pearl-no-pre-verify", "stream", None))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`equal` of `count` rows or texts are as they should be. `first`: where the first difference is, in words."""
+
+    what: str
+    reference: str
+    count: int
+    equal: int
+    first: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.equal == self.count
+
+
+def check_rows(config: EngineConfig, role: str, tokens: int, seed: int = 0) -> Finding:
+    """Feed one random sequence in random cuts, with rollbacks between them, and compare all logits."""
+    runner = make_runner(config, role, place(config, role), lambda _: None)
+    piece = FED if runner.device.type == "cuda" else _PIECE
+    return compare_cuts(runner, role, min(tokens, runner.context), seed, piece)
+
+
+def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _PIECE) -> Finding:
+    """As `check_rows`, of a runner; leaves its cache empty.
+
+    Args:
+        tokens: at most the runner's context.
+        piece: tokens of the forwards that are compared with, and the most of a cut. On a GPU at most `FED`: a prompt's
+            forwards take other kernels there.
+    """
+    rng = random.Random(seed)
+    ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
+    runner.rollback(0)
+    whole = torch.cat(
+        [feed_chain(runner, ids[i : i + piece], len(ids[i : i + piece])) for i in range(0, tokens, piece)]
+    )
+    runner.rollback(0)
+    differing: list[str] = []
+    position = fed = 0
+    while position < tokens:
+        count = min(rng.choice([cut for cut in _CUTS if cut <= piece]), tokens - position)
+        rows = feed_chain(runner, ids[position : position + count], count)
+        for i in torch.nonzero((rows != whole[position : position + count]).any(-1)).flatten().tolist():
+            off = float((rows[i] - whole[position + i]).abs().max())
+            differing.append(f"position {position + i} in a forward of {count} tokens, by up to {off:.2g}")
+        position, fed = position + count, fed + count
+        if rng.random() < 0.2:  # a rejection: what was fed is forgotten, and fed again
+            position -= rng.randint(0, count)
+            runner.rollback(position)
+    runner.rollback(0)
+    first = differing[0] if differing else ""
+    return Finding(f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first)
+
+
+def check_texts(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, *, kill: bool) -> Iterator[Finding]:
+    """Compare the texts of all methods.
+
+    Under a direct rule they are compared with those of `ar`, under the ratio rule with those of `pearl` by stream.
+
+    Args:
+        params: with a temperature, for the sampled ones.
+        kill: whether to decode texts in the middle of which the draft is killed, too.
+    """
+    greedy = params.model_copy(update={"temperature": 0.0})
+    for rule, sampling in (("greedy", greedy), ("coupled", params)):
+        wanted = [_text(engine, prompt, sampling, rule, *_ALONE) for prompt in prompts]
+        for case in _DIRECT if engine.config.has_draft else ():
+            texts = [_text(engine, prompt, sampling, rule, *case) for prompt in prompts]
+            yield _compared(f"{rule}: {_named(*case)}", "ar", texts, wanted)
+        if kill and engine.config.has_draft:
+            texts = [_text(engine, prompt, sampling, rule, "pearl", "stream", None, kill=True) for prompt in prompts]
+            yield _compared(f"{rule}: pearl stream, draft killed", "ar", texts, wanted)
+    if engine.config.has_draft:
+        _with_a_draft(engine)
+        wanted = [_text(engine, prompt, params, "ratio", "pearl", "stream", None) for prompt in prompts]
+        for case in _RATIO:
+            texts = [_text(engine, prompt, params, "ratio", *case) for prompt in prompts]
+            yield _compared(f"ratio: {_named(*case)}", "pearl stream", texts, wanted)
+
+
+def _text(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    rule: str,
+    method: str,
+    window: str,
+    gamma: int | None,
+    kill: bool = False,
+) -> list[int]:
+    decoding = DecodingConfig(
+        method=method,
+        window=window,
+        gamma=gamma,
+        rule="ratio" if rule == "ratio" else "coupled",
+    )
+    with engine.stream(prompt, params, decoding=decoding) as stream:
+        for done, _ in enumerate(stream, 1):
+            if kill and done == 3 and engine.draft_pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(engine.draft_pid, signal.SIGKILL)
+    return stream.result.tokens
+
+
+def _with_a_draft(engine: Engine) -> None:
+    """Decode short texts until the draft takes part again."""
+    few = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for _ in range(200):
+        if engine.generate([[1, 2, 3]], few, method="sd")[0].statistics.num_draft_tokens:
+            return
+
+
+def _named(method: str, window: str, gamma: int | None) -> str:
+    return f"{method} {window}" + (f"({gamma})" if gamma else "")
+
+
+def _compared(what: str, reference: str, texts: list[list[int]], wanted: list[list[int]]) -> Finding:
+    wrong = [(i, *pair) for i, pair in enumerate(zip(texts, wanted, strict=True)) if pair[0] != pair[1]]
+    first = ""
+    if wrong:
+        number, text, want = wrong[0]
+        at = next((k for k, (a, b) in enumerate(zip(text, want, strict=False)) if a != b), min(len(text), len(want)))
+        first = f"text {number + 1}, token {at}"
+    return Finding(what, reference, len(texts), len(texts) - len(wrong), first)

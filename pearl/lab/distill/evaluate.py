@@ -1,0 +1,207 @@
+"""A draft against the target's own answers: how often PEARL's target would accept what this draft guesses.
+
+The target answers greedily, once for each prompt (kept in a file, for the next draft); then both models read the
+answers, teacher-forced, and every answer token is an observation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pearl.errors import ModelError
+from pearl.lab.distill.answers import answer
+from pearl.lab.distill.draft import check_head, head, hidden_states
+from pearl.lab.distill.shards import read_json, write_json
+from pearl.lab.distill.teacher import Teacher
+
+REPEATED = 8  # a token that ends a run of so many which the answer has had already: a greedy loop
+BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # positions in the answer, by which acceptance is told
+TOPS = (2, 4, 8)
+_ROWS = 4096  # tokens of a batch, padding included
+_LOGITS = 256  # rows whose logits of both models exist at one time
+
+
+@dataclass(frozen=True)
+class Observations:
+    """One entry for each answer token.
+
+    Attributes:
+        rank: how many tokens the draft holds likelier than the target's choice; 0: it guesses right.
+        overlap: 1 - TV of the two distributions at temperature 1: the rate at which sampled tokens are accepted.
+        repeated: whether it ends a run of `REPEATED` tokens that the answer has had already.
+        position: in the answer, from 0.
+    """
+
+    rank: torch.Tensor
+    overlap: torch.Tensor
+    repeated: torch.Tensor
+    position: torch.Tensor
+
+    def __add__(self, other: Observations) -> Observations:
+        return Observations(*(torch.cat((getattr(self, f.name), getattr(other, f.name))) for f in fields(self)))
+
+    def only(self, wanted: torch.Tensor) -> Observations:
+        return Observations(*(getattr(self, f.name)[wanted] for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the observations come to. None where there is nothing to take a mean of.
+
+    Attributes:
+        by_position: first position of a bin -> (agreement, tokens).
+        correction_in_top: k -> of the positions that the draft guessed wrong, the share where the target's token was
+            among the draft's k likeliest.
+    """
+
+    tokens: int
+    agreement: float | None
+    overlap: float | None
+    repeated: float | None
+    agreement_unrepeated: float | None
+    overlap_unrepeated: float | None
+    by_position: dict[int, tuple[float, int]]
+    correction_in_top: dict[int, float | None]
+
+
+def figures(seen: Observations) -> Figures:
+    """See `Figures`."""
+    new, wrong = seen.only(~seen.repeated), seen.rank[seen.rank > 0]
+    bins = {a: seen.rank[(seen.position >= a) & (seen.position < b)] for a, b in pairwise(BINS)}
+    return Figures(
+        tokens=len(seen.rank),
+        agreement=_mean(seen.rank == 0),
+        overlap=_mean(seen.overlap),
+        repeated=_mean(seen.repeated),
+        agreement_unrepeated=_mean(new.rank == 0),
+        overlap_unrepeated=_mean(new.overlap),
+        by_position={a: (float((ranks == 0).double().mean()), len(ranks)) for a, ranks in bins.items() if len(ranks)},
+        correction_in_top={k: _mean(wrong < k) for k in TOPS},
+    )
+
+
+def _mean(values: torch.Tensor) -> float | None:
+    return float(values.double().mean()) if len(values) else None
+
+
+def repeated(tokens: Sequence[int]) -> list[bool]:
+    """For each token, whether it ends a run of `REPEATED` that has been there before."""
+    seen: set[tuple[int, ...]] = set()
+    again = []
+    for end in range(1, len(tokens) + 1):
+        run = tuple(tokens[max(0, end - REPEATED) : end])
+        again.append(len(run) == REPEATED and run in seen)
+        seen.add(run)
+    return again
+
+
+class GreedyAnswers:
+    """The target's greedy answers, up to `limit` tokens; kept in `directory` for every target and prompt."""
+
+    def __init__(self, teacher: Teacher, directory: Path, limit: int) -> None:
+        self._teacher, self._limit = teacher, limit
+        self._path = directory / f"answers-{teacher.digest}-{limit}.json"
+        self._known: dict[str, list[int]] = read_json(self._path) or {}
+
+    def of(
+        self, prompts: Sequence[list[int]], batch: int, tick: Callable[[int], object] = lambda tokens: None
+    ) -> list[list[int]]:
+        missing = sorted((p for p in prompts if _digest(p) not in self._known), key=len)
+        for start in range(0, len(missing), batch):
+            some = missing[start : start + batch]
+            made = answer(self._teacher.model, some, limit=self._limit, eos=self._teacher.eos, circles=True, tick=tick)
+            self._known |= {_digest(one.prompt): one.tokens for one in made}
+            write_json(self._path, self._known)
+        return [self._known[_digest(prompt)] for prompt in prompts]
+
+
+def _digest(prompt: Sequence[int]) -> str:
+    return hashlib.blake2b(",".join(map(str, prompt)).encode(), digest_size=16).hexdigest()
+
+
+@torch.inference_mode()
+def observe(
+    target: PreTrainedModel, draft: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> Observations:
+    """What both models make of every token of the answers to the prompts."""
+    parts = []
+    for some in _batches([(p, a) for p, a in zip(prompts, answers, strict=True) if a]):
+        longest = max(len(p) + len(a) for p, a in some)
+        ids = torch.tensor([[*p, *a, *[0] * (longest - len(p) - len(a))] for p, a in some])
+        rows = torch.cat([i * longest + torch.arange(len(p) - 1, len(p) + len(a) - 1) for i, (p, a) in enumerate(some)])
+        tokens = torch.tensor([token for _, a in some for token in a])
+        ranks, overlaps = _compared(target, draft, ids, rows, tokens)
+        again = torch.tensor([flag for _, a in some for flag in repeated(a)])
+        position = torch.cat([torch.arange(len(a)) for _, a in some])
+        parts.append(Observations(ranks, overlaps, again, position))
+    if not parts:
+        empty = torch.empty(0)
+        return Observations(empty.long(), empty, empty.bool(), empty.long())
+    return sum(parts[1:], parts[0])
+
+
+def _compared(
+    target: PreTrainedModel, draft: PreTrainedModel, ids: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks and overlaps at the rows of the flattened ids, where the states stand that predict `tokens`."""
+    theirs, ours = (
+        hidden_states(model, ids.to(model.device)).flatten(0, 1)[rows.to(model.device)] for model in (target, draft)
+    )
+    ranks, overlaps = [], []
+    for states, guesses, wanted in zip(theirs.split(_LOGITS), ours.split(_LOGITS), tokens.split(_LOGITS), strict=True):
+        logits = (guesses @ head(draft).T).float()
+        target_probs = (states @ head(target).T).float().softmax(-1)[:, : logits.shape[1]]
+        draft_probs = logits.softmax(-1)[:, : target_probs.shape[1]]
+        chosen = logits.gather(1, wanted.to(logits.device)[:, None])
+        ranks.append((logits > chosen).sum(-1).cpu())
+        overlaps.append(torch.minimum(target_probs, draft_probs).sum(-1).cpu())
+    return torch.cat(ranks), torch.cat(overlaps)
+
+
+def _batches(pairs: list[tuple[list[int], list[int]]]) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """By length, so that little of a batch is padding."""
+    some: list[tuple[list[int], list[int]]] = []
+    for pair in sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1])):
+        if some and (len(some) + 1) * (len(pair[0]) + len(pair[1])) > _ROWS:
+            yield some
+            some = []
+        some.append(pair)
+    if some:
+        yield some
+
+
+def evaluate(
+    teacher: Teacher,
+    draft: PreTrainedModel,
+    sets: Mapping[str, Sequence[str]],
+    kept: GreedyAnswers,
+    *,
+    batch: int,
+    tick: Callable[[int], object] = lambda tokens: None,
+) -> dict[str, Figures]:
+    """The figures of each set of prompts, and of "all" of them. Raises `ModelError` for a draft of other tokens."""
+    if len(head(draft)) < len(head(teacher.model)):
+        raise ModelError("the draft's vocabulary is smaller than the target's: it cannot read the target's answers")
+    check_head(teacher.model)
+    check_head(draft)
+    seen = {}
+    for name, prompts in sets.items():
+        asked = [teacher.encode_prompt(prompt) for prompt in prompts]
+        seen[name] = observe(teacher.model, draft, asked, kept.of(asked, batch, tick))
+    observations = list(seen.values())
+    if len(observations) > 1:
+        seen["all"] = sum(observations[1:], observations[0])
+    return {name: figures(of) for name, of in seen.items()}
+
+
+def as_dict(found: Mapping[str, Figures]) -> dict[str, Any]:
+    """For JSON."""
+    return {name: {f.name: getattr(of, f.name) for f in fields(of)} for name, of in found.items()}

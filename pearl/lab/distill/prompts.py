@@ -1,0 +1,114 @@
+"""What the target is asked: prompts from files, and prompts that it invents when given the start of a user's turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pearl.document import parse_json
+from pearl.errors import ConfigError
+from pearl.lab.distill.answers import Answer, answer, batched
+from pearl.lab.distill.benchmarks import is_benchmark
+from pearl.lab.distill.teacher import Teacher
+
+_HEAT, _TOP = 1.0, 64  # invented prompts are drawn at this temperature, from so many tokens
+_EXTRA = 1.15  # so many are invented for each that is wanted: some are empty, some come twice, some are refused
+
+
+def read_prompts(path: Path, count: int | None = None) -> list[str]:
+    """The first `count` prompts of a file, as `read_turns` has them; of several turns the first."""
+    return [turns[0] for turns in read_turns(path, count)]
+
+
+def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
+    """A user's turns of the first `count` prompts of a file: .jsonl ("prompt", "question" or "turns"), or a line each.
+
+    Raises `ConfigError`.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:count]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the prompts in {path}: {error}") from None
+    jsonl = path.suffix == ".jsonl"
+    found = [_turns(line, path, i) if jsonl else (line,) for i, line in enumerate(lines, 1)]
+    if not found:
+        raise ConfigError(f"{path} holds no prompts")
+    return found
+
+
+def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
+    try:
+        record: Any = parse_json(line)
+        text = record.get("prompt") or record.get("question")
+        turns = (text,) if text else tuple(record["turns"])
+    except (ValueError, AttributeError, LookupError, TypeError):
+        turns = ()
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        raise ConfigError(
+            f'{path}, prompt {number}: not a JSON object with a text under "prompt", "question" or "turns"'
+        )
+    return turns
+
+
+def training_prompts(paths: Sequence[Path]) -> list[str]:
+    """All prompts of some files. Raises `ConfigError` where one belongs to a benchmark: it would spoil every figure."""
+    found = [(text, path) for path in paths for text in read_prompts(path)]
+    for text, path in found:
+        if is_benchmark(text):
+            raise ConfigError(
+                f"{path}: this prompt is one of HumanEval, GSM8K or MT-bench, or close to one, and those are for "
+                f"testing only; take it out: {text[:100]!r}"
+            )
+    return [text for text, _ in found]
+
+
+def attempts(count: int) -> int:
+    """How many turns are begun for `count` prompts."""
+    return int(count * _EXTRA) + 1
+
+
+def invent(
+    teacher: Teacher,
+    count: int,
+    *,
+    openings: Sequence[str],
+    plain: float,
+    limit: int,
+    batch: int,
+    generator: torch.Generator,
+    tick: Callable[[int], object] = lambda tokens: None,
+) -> list[str]:
+    """`count` prompts, or a few less, of the target's own making, each of at most `limit` tokens and its opening.
+
+    Benchmarks' prompts, should it know one by heart, are left out.
+
+    Args:
+        plain: share that begins with no opening.
+        batch: turns written at once.
+    """
+    if not openings and not teacher.encode_start(""):
+        raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
+    draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
+    bare = bool(teacher.encode_start(""))
+    starts = [
+        "" if bare and (not openings or draw.random() < plain) else draw.choice(openings)
+        for _ in range(attempts(count))
+    ]
+    turns: list[Answer] = []
+    for some in batched([teacher.encode_start(start) for start in starts], batch):
+        turns += answer(
+            teacher.model,
+            some,
+            limit=limit,
+            eos=teacher.eos,
+            temperatures=(_HEAT,),
+            top=_TOP,
+            generator=generator,
+            tick=tick,
+        )
+    texts = (start + teacher.tokenizer.decode(turn.tokens) for start, turn in zip(starts, turns, strict=True))
+    return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[:count]

@@ -1,0 +1,123 @@
+"""Answers on disk: a safetensors file a batch, written whole or not at all, and a manifest of their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from pearl.document import parse_json
+from pearl.errors import DistillError
+from pearl.lab.distill.answers import Answer
+
+_MANIFEST = "manifest.json"
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file to write in the place of `path`, which it becomes at the end of the block, on disk for good.
+
+    Raises `DistillError` where there is no room or no permission; `path` is then as it was.
+    """
+    building = path.with_name(f".{path.name}.building")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield building
+        with building.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(building, path)
+    except (OSError, SafetensorError) as error:
+        building.unlink(missing_ok=True)
+        raise DistillError(
+            f"cannot write {path}: {error}. Nothing that was saved before is lost: make room, and go on with --resume"
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Raises `DistillError`."""
+    with written_whole(path) as building:
+        building.write_text(json.dumps(value, indent=1))
+
+
+def read_json(path: Path) -> Any:
+    """Raises `DistillError` for what is no JSON; None where there is no file."""
+    try:
+        return parse_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DistillError(
+            f"{path} is damaged ({error}). Remove it, or begin a new run in another directory"
+        ) from error
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Shards:
+    """The answers of a run, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._manifest: dict[str, dict[str, Any]] = read_json(directory / _MANIFEST) or {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._manifest
+
+    def tokens(self, name: str) -> int:
+        """Of all answers in it."""
+        return int(self._manifest[name]["tokens"])
+
+    def write(self, name: str, answers: list[Answer]) -> None:
+        """Raises `DistillError`."""
+        path = self._path(name)
+        with written_whole(path) as building:
+            save_file(_packed(answers), building)
+        about = {"sha256": file_digest(path), "answers": len(answers), "tokens": sum(len(a.tokens) for a in answers)}
+        self._manifest[name] = about
+        write_json(self._directory / _MANIFEST, self._manifest)
+
+    def read(self, name: str) -> list[Answer]:
+        """Raises `DistillError` where the file is gone or not what was written."""
+        path = self._path(name)
+        if not path.is_file() or file_digest(path) != self._manifest[name]["sha256"]:
+            raise DistillError(
+                f"{path} is missing or damaged. Take its entry out of {self._directory / _MANIFEST}; --resume then "
+                "generates it again"
+            )
+        return _unpacked(load_file(path))
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.safetensors"
+
+
+def _packed(answers: list[Answer]) -> dict[str, torch.Tensor]:
+    """Each kind one behind the other, and where each answer's prompt and tokens end."""
+    return {
+        "prompts": torch.tensor([t for a in answers for t in a.prompt], dtype=torch.int32),
+        "prompt_ends": torch.tensor([0, *(len(a.prompt) for a in answers)]).cumsum(0),
+        "tokens": torch.tensor([t for a in answers for t in a.tokens], dtype=torch.int32),
+        "token_ends": torch.tensor([0, *(len(a.tokens) for a in answers)]).cumsum(0),
+        "top_ids": torch.cat([a.top_ids for a in answers]),
+        "top_probs": torch.cat([a.top_probs for a in answers]),
+    }
+
+
+def _unpacked(packed: dict[str, torch.Tensor]) -> list[Answer]:
+    prompts, tokens = packed["prompts"].tolist(), packed["tokens"].tolist()
+    spans = zip(pairwise(packed["prompt_ends"].tolist()), pairwise(packed["token_ends"].tolist()), strict=True)
+    return [
+        Answer(prompts[p:p_end], tokens[t:t_end], packed["top_ids"][t:t_end], packed["top_probs"][t:t_end])
+        for (p, p_end), (t, t_end) in spans
+    ]

@@ -1,0 +1,153 @@
+"""Theory against simulation: what the papers prove, set beside what the protocol does under the virtual clock.
+
+Each check knows its closed form, what came out, and how far the two may be apart.  The simulated side is the real
+coordinator and drafter; luck comes from a workload, for rejections from models whose distributions are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pearl.lab import theory
+from pearl.lab.experiments.workload import Coin, Totals, independent, run
+from pearl.lab.simulate import CoinTarget, Executor, Timing, paired_executors, simulate
+from pearl.models.runner import ModelRunner
+from pearl.models.toy import ToyRunner
+from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+
+CLOSE = 0.01  # how far, relatively, a simulation may be from its closed form
+Pair = Callable[[ModelRunner, ModelRunner], tuple[Executor, Executor]]
+
+_TEXTS = 20  # of a workload: so that an acceptance rate of .8 or .9 is that of every position
+_CHAIN = 8  # tokens in the vocabulary of the models whose rejections are counted
+
+
+@dataclass(frozen=True)
+class Check:
+    """`exact`: the two must be equal; otherwise within `CLOSE`. `note`: what else there is to say."""
+
+    claim: str
+    setting: str
+    closed: float
+    simulated: float
+    exact: bool = False
+    note: str = ""
+
+    @property
+    def difference(self) -> float:
+        return self.simulated / self.closed - 1
+
+    @property
+    def passed(self) -> bool:
+        return self.simulated == self.closed if self.exact else abs(self.difference) <= CLOSE
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"difference": self.difference, "passed": self.passed}
+
+
+def checks(
+    tokens: int = 60_000, seed: int = 0, coin: Coin = CoinTarget, pair: Pair = paired_executors
+) -> Iterator[Check]:
+    """All of them, each as it is done.
+
+    Args:
+        tokens: of each simulation, about; the search for the best window takes a tenth for each.
+        coin, pair: the executors; others than ours to show that a wrong one is found out.
+    """
+    for a, c in ((0.6, 3), (0.7, 10), (0.8, 5), (0.9, 8)):
+        yield best_window(a, c, tokens // 10, seed, coin)
+    for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)):
+        yield from pearl_yield(a, c, tokens, seed, coin)
+    for a, window, ratio in ((0.8, 3, 5), (0.8, 5, 5), (0.9, 6, 4)):
+        yield from window_yield(a, window, ratio, tokens, seed, coin)
+    for a, gamma, ratio in ((0.8, 4, 5), (0.9, 7, 5), (0.6, 2, 3)):
+        yield from sd_yield(a, gamma, ratio, tokens, seed, coin)
+    for chain in (0, 1):
+        yield rejections(chain, tokens // 2, seed, pair)
+
+
+def _run(a: float, t_target: int, decoding: Decoding, tokens: int, seed: int, coin: Coin) -> Totals:
+    """t_draft is 1."""
+    workload = independent(Timing(1.0, lambda _: float(t_target)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
+    return run(workload, decoding, coin)
+
+
+def best_window(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Check:
+    """Of a fixed window, tried out from 1 to twice the ratio `c`."""
+    rates = {
+        window: _run(a, c, Decoding("pearl", "fixed", window), tokens, seed, coin).tokens_per_second
+        for window in range(1, 2 * c + 1)
+    }
+    found = max(rates, key=lambda window: rates[window])
+    near = max(rate for window, rate in rates.items() if window != found)
+    note = f"{rates[found] / near - 1:.1%} faster than the next best of 1 to {2 * c}"
+    closed = theory.pearl_best_window(1.0, float(c))
+    return Check("PEARL, theorem 1: best window", f"a {a}, t_target/t_draft {c}", closed, found, True, note)
+
+
+def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
+    """Tokens a step, speed and run lengths of a fixed window at the speed ratio."""
+    done, setting = _run(a, c, Decoding("pearl", "fixed", c), tokens, seed, coin), f"a {a}, fixed({c})"
+    closed = theory.pearl_tokens_per_step(a, c)
+    yield Check("PEARL: tokens a target step", setting, closed, done.tokens_per_step)
+    yield Check("PEARL: times as fast as ar", setting, closed, done.tokens_per_second * c)
+    accepted, committed = theory.run_accepted(a), theory.run_committed(a)
+    simulated = done.accepted_per_run or 0.0
+    yield Check("PEARL, theorem 2: accepted a run", setting, accepted, simulated)
+    note = f"committed, with one more as some state it: {committed + 1:.3f}; simulated {simulated + 2:.3f}"
+    yield Check("PEARL, theorem 2: committed a run", setting, committed, simulated + 1, note=note)
+
+
+def window_yield(a: float, window: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
+    """Speed of any fixed window, and of both ablations with it."""
+    forms = {
+        "pearl": theory.pearl_improvement,
+        "pearl-no-pre-verify": theory.no_pre_verify_improvement,
+        "pearl-no-post-verify": theory.no_post_verify_improvement,
+    }
+    for method, form in forms.items():
+        done = _run(a, ratio, Decoding(method, "fixed", window), tokens, seed, coin)
+        setting = f"a {a}, fixed({window}), t_target/t_draft {ratio}"
+        yield Check(f"{method}: times as fast as ar", setting, form(a, window, ratio), done.tokens_per_second * ratio)
+
+
+def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
+    """Tokens a step and speed of `sd`."""
+    done = _run(a, ratio, Decoding("sd", "fixed", gamma), tokens, seed, coin)
+    setting = f"a {a}, gamma {gamma}, t_target/t_draft {ratio}"
+    closed = theory.sd_tokens_per_step(a, gamma)
+    yield Check("SD (Leviathan): tokens a target step", setting, closed, done.tokens_per_step)
+    closed = theory.sd_improvement(a, gamma, 1 / ratio)
+    yield Check("SD (Leviathan): times as fast as ar", setting, closed, done.tokens_per_second * ratio)
+
+
+def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors) -> Check:
+    """What the pair has rejected, over texts of its own."""
+    torch.set_num_threads(1)  # over eight tokens several would only wait for each other
+    target, draft = markov_chain(2 * chain), markov_chain(2 * chain + 1)
+    expected, counted, each = 0.0, 0, max(1, tokens // _TEXTS)
+    for text in range(_TEXTS):
+        runners = [ToyRunner(_CHAIN, partial(_after, rows)) for rows in (target, draft)]
+        sampling = Sampling(1.0, seed=seed * _TEXTS + text)
+        submit = Submit(text, (0,), 1 + each, sampling, Decoding("pearl", "fixed", 2))
+        outcome = simulate(submit, *pair(runners[0], runners[1]), Timing(1.0, lambda _: 2.0))
+        counted += outcome.counts.provenance[Provenance.CORRECTED]
+        expected += theory.expected_rejections(target.tolist(), draft.tolist(), 0, each)
+    setting = f"pair {chain} of Markov chains, {_TEXTS * each} tokens"
+    return Check("Yin et al., theorem 1: sum of TV", setting, expected, counted)
+
+
+def _after(rows: torch.Tensor, context: Sequence[int]) -> torch.Tensor:
+    return rows[context[-1]]
+
+
+def markov_chain(seed: int) -> torch.Tensor:
+    """Row s is the distribution of the token after token s, [8, 8]; two of them are 0.4 to 0.95 apart, by row."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(_CHAIN, _CHAIN, generator=generator) ** 4 + 1e-3
+    return weights / weights.sum(1, keepdim=True)

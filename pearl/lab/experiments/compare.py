@@ -1,0 +1,46 @@
+"""The methods side by side on one workload, each at its best: a window that has to be chosen is found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pearl.lab.experiments.workload import Totals, Workload, run
+from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
+from pearl.protocol.messages import Decoding
+
+_TO_CHOOSE_BY = 4000  # tokens
+_NEAR = 2  # how far from the best so far a better one is looked for: a step of noise must not end the climb
+
+AR = Decoding("ar")
+STREAM = Decoding("pearl", "stream")
+FIXED = Decoding("pearl", "fixed")
+OVERLAPPED = (Decoding("pearl-no-pre-verify"), Decoding("pearl-no-post-verify"), STREAM, FIXED)
+
+
+def compare(workload: Workload) -> list[Totals]:
+    """`ar`, `sd` at its best gamma, the ablations and `pearl` with either window, in this order."""
+    return [run(workload, decoding) for decoding in (AR, sd_at_best(workload), *OVERLAPPED)]
+
+
+def sd_at_best(workload: Workload) -> Decoding:
+    timing = workload.timing
+    start = sd_best_gamma(workload.acceptance, timing.t_draft, timing.t_target, timing.delay)
+    return best(workload, lambda gamma: Decoding("sd", "fixed", gamma), start)
+
+
+def pearl_at_best(workload: Workload, start: int) -> Decoding:
+    """Stream, with the window that is found best from `start` on: not always the one that `pearl` chooses itself."""
+    return best(workload, lambda c: Decoding("pearl", "stream", c), start)
+
+
+def best(workload: Workload, decoding: Callable[[int], Decoding], start: int) -> Decoding:
+    """The decoding whose window makes it fastest, climbing from `start` until no near window is better."""
+    part, rates = workload.part(_TO_CHOOSE_BY), dict[int, float]()
+    top, before = start, 0
+    while top != before:
+        before = top
+        for window in range(max(1, top - _NEAR), min(MOST_GAMMA, top + _NEAR) + 1):
+            if window not in rates:
+                rates[window] = run(part, decoding(window)).tokens_per_second
+        top = max(rates, key=lambda window: rates[window])
+    return decoding(top)

@@ -1,0 +1,94 @@
+"""Sweeps as pictures (PNG). Knows what a sweep found and how to draw it; what it means stands in the README."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pearl.errors import ConfigError
+from pearl.lab.experiments.sweeps import BEST_C, FIXED_C, PEARL, SD, Point, by_acceptance, stops_paying
+
+_COLOURS = {PEARL: "#1f6fb2", FIXED_C: "#5aa9e6", BEST_C: "#3fa34d", SD: "#d1495b"}
+_MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D"}
+
+
+def heat_maps(points: Sequence[Point], path: Path) -> None:
+    """PEARL's speed-up over `ar` and over `sd` at its best gamma, by acceptance rate and speed ratio."""
+    picture = figure(20, 5)
+    ratios, rates = (sorted({getattr(p, name) for p in points}) for name in ("ratio", "acceptance"))
+    of = {(p.acceptance, p.ratio): p.speedups for p in points}
+    pairs = [(PEARL, None), (PEARL, SD), (FIXED_C, SD)]
+    for axes, (method, other) in zip(picture.subplots(1, len(pairs)), pairs, strict=True):
+        _heat_map(
+            picture, axes, [[of[a, c][method] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
+        )
+        axes.set_xticks(range(len(ratios)), [f"{c:g}" for c in ratios])
+        axes.set_yticks(range(len(rates)), [f"{a:g}" for a in rates])
+        axes.set_xlabel("speed ratio c = t_target / t_draft")
+        axes.set_ylabel("acceptance rate")
+        axes.set_title(f"{method}: times as fast as {other or 'ar'}", loc="left", fontsize=10)
+    save(picture, path)
+
+
+def _heat_map(picture: Any, axes: Any, grid: list[list[float]]) -> None:
+    """Blue where it pays, red where it loses, white where it makes no difference; each cell tells its figure."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    values = [value for row in grid for value in row]
+    norm = TwoSlopeNorm(1.0, min(min(values), 0.8), max(max(values), 1.2))
+    image = axes.imshow(grid, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row):
+            dark = abs(norm(value) - 0.5) > 0.35
+            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    picture.colorbar(image, ax=axes)
+
+
+def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: str, path: Path) -> None:
+    """Speed-ups over `ar` along `axis`, a panel for each acceptance rate; dotted where PEARL falls behind.
+
+    Args:
+        label: of the axis. scale: from its unit to the label's.
+    """
+    groups = by_acceptance(points)
+    picture = figure(1.5 + 4.5 * len(groups), 4.8)
+    every = picture.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, (acceptance, group) in zip(every, groups.items(), strict=True):
+        for name in group[0].speedups:
+            x, y = [getattr(p, axis) * scale for p in group], [p.speedups[name] for p in group]
+            axes.plot(x, y, color=_COLOURS[name], marker=_MARKS[name], markersize=4, label=name)
+        axes.axhline(1.0, color="black", linewidth=1, label="ar")
+        for other, colour in ((SD, _COLOURS[SD]), (None, "black")):
+            at = stops_paying(group, axis, PEARL, other)
+            if at:
+                behind = f"pearl (stream) behind {'sd' if other else 'ar'}: {at * scale:.3g}"
+                axes.axvline(at * scale, color=colour, linestyle=":", label=behind)
+        axes.set_title(f"acceptance rate {acceptance:g}", loc="left", fontsize=10)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, frameon=False)
+    every[0].set_ylabel("times as fast as ar at the same setting")
+    every[0].set_ylim(bottom=0)  # of all, and only once all are drawn
+    picture.suptitle(title, fontsize=10)
+    save(picture, path)
+
+
+def figure(width: float, height: float) -> Any:
+    """Inches. Raises `ConfigError` where there is no matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("pictures need matplotlib: pip install 'pearl-runtime[plot]'") from None
+    made = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def save(picture: Any, path: Path) -> None:
+    """Raises `ConfigError` where it cannot be written."""
+    try:
+        picture.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
