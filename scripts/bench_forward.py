@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from pearl.drafting.model import ModelProposer
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
@@ -103,7 +104,7 @@ def synchronize(device: torch.device) -> None:
 
 def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
     """Of one token that a draft drafts: its forward, its draw, and what its thread does between the two."""
-    executor = DraftExecutor(runner, runner.vocab_size, chains)
+    executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
     with Ahead(executor, lambda: True) as ahead:
         runner.rollback(start)
         ahead.execute(Open((), Sampling(temperature=1.0), "ratio"))
@@ -111,9 +112,9 @@ def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
         while count < _STEPS:
             if count == _WARM:
                 began = time.perf_counter()
-            event = ahead.execute(Draft(start + count, (token,), True, more=count + 1 < _STEPS))
+            event = ahead.execute(Draft(start + count, (token,), _STEPS - count))
             assert isinstance(event, Drafted)
-            token, count = event.token or 0, count + 1
+            token, count = event.tokens[0], count + 1
         return (time.perf_counter() - began) / (_STEPS - _WARM)
 
 

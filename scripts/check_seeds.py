@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl import DecodingConfig, Engine, SamplingParams
+from pearl.drafting.model import ModelProposer
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.messages import (
@@ -42,9 +43,10 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.base import Listener, Peer, Received
 from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
+from pearl.worker.draft_link import TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.rows import RowPacker
-from pearl.worker.target import TargetSettings, TargetWorker
+from pearl.worker.target import TargetWorker
 
 console = Console()
 
@@ -99,7 +101,7 @@ class DelayedPair:
         draft_worker = DraftWorker(
             DelayedEndpoint(self._hub.connect(), noise[3], seconds),
             Hello(PROTOCOL_VERSION, Role.DRAFT, draft.vocab_size, draft.context, b"same"),
-            lambda welcome: (DraftExecutor(draft, welcome.vocab_size), packer),
+            lambda welcome: (DraftExecutor(ModelProposer(draft, welcome.vocab_size)), packer),
             lambda: None,
             self._stop.is_set,
             1.0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from pearl.protocol.coordinator import Coordinator, State
+from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
 from pearl.protocol.events import (
@@ -39,6 +39,7 @@ from pearl.protocol.events import (
 )
 from pearl.protocol.messages import Begin, Committed, Decoding, Error, Preview, Provenance, Sampling, Submit, Verdict
 from pearl.protocol.request import Counts
+from pearl.protocol.request_machine import State
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.window import Speeds
 
@@ -134,9 +135,9 @@ class ScriptDraft:
             case Rollback(length):
                 self.cache.rollback(length)
                 return None
-            case Draft(start, tokens, sample):
+            case Draft(start, tokens, budget):
                 self.cache.feed(start, tokens)
-                return Drafted(self._says(len(self.cache.tokens)) if sample else None)
+                return Drafted((self._says(len(self.cache.tokens)),) if budget else ())
         raise AssertionError(command)
 
     def _says(self, position: int) -> int:
@@ -154,8 +155,8 @@ class ChokingDraft(ScriptDraft):
 
     def execute(self, command: object) -> object | None:
         event = super().execute(command)
-        if isinstance(event, Drafted) and event.token is not None and len(self.cache.tokens) in self.chokes:
-            return Drafted(None, failure="not finite")
+        if isinstance(event, Drafted) and event.tokens and len(self.cache.tokens) in self.chokes:
+            return Drafted(failure="not finite")
         return event
 
 
@@ -407,8 +408,8 @@ def draft_in(state: DraftState) -> Drafter:
     paths: dict[DraftState, list[object]] = {
         DraftState.IDLE: [],
         DraftState.DRAFTING: [begin],
-        DraftState.WAITING: [begin, Drafted(7)],
-        DraftState.LOST: [begin, Drafted(7), Verdict(1, 1, 2, (8,), 5, 12345)],
+        DraftState.WAITING: [begin, Drafted((7,))],
+        DraftState.LOST: [begin, Drafted((7,)), Verdict(1, 1, 2, (8,), 5, 12345)],
     }
     for step in paths[state]:
         machine.handle(step)

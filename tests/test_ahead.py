@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pearl.drafting.model import LaunchedForward, ModelProposer
+from pearl.drafting.proposer import Launched
 from pearl.errors import DraftLost, NumericalError, TransportError
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
@@ -18,7 +20,7 @@ from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.messages import Sampling
 from pearl.worker import ahead as module
 from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor, Event, Launched
+from pearl.worker.execute import DraftExecutor, Event
 from tests.tiny import tiny_model
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
@@ -52,7 +54,7 @@ class Watched(ToyRunner):
 
 
 def executor(runner: ModelRunner, chains: bool = False) -> DraftExecutor:
-    return DraftExecutor(runner, runner.vocab_size, chains)
+    return DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
 
 
 @pytest.fixture
@@ -73,10 +75,10 @@ def ahead(runner: Watched, chains: bool) -> Iterator[Ahead]:
 
 
 def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True) -> int:
-    event = ahead.execute(Draft(start, tokens, True, more))
+    event = ahead.execute(Draft(start, tokens, 1 + more))
     assert isinstance(event, Drafted)
-    assert event.token is not None
-    return event.token
+    (token,) = event.tokens
+    return token
 
 
 def plainly(commands: Sequence[object]) -> list[Event | None]:
@@ -111,7 +113,7 @@ def test_a_guess_that_did_not_is_forgotten(ahead: Ahead, runner: Watched) -> Non
     runner.wait_for(3)
     other = (token + 1) % VOCAB
     after = drafted(ahead, 3, (other,), more=False)
-    assert plainly([OPEN, Draft(0, (*PROMPT, other), True)])[1].token == after  # type: ignore[union-attr]
+    assert plainly([OPEN, Draft(0, (*PROMPT, other), 1)])[1].tokens == (after,)  # type: ignore[union-attr]
     ahead.close()
     assert runner.length() == 4
 
@@ -123,7 +125,7 @@ def test_a_guess_is_forgotten_by_the_request_after_it_too(ahead: Ahead, runner: 
     other = (token + 1) % VOCAB
     ahead.execute(OPEN)
     after = drafted(ahead, 3, (other,), more=False)
-    assert plainly([OPEN, Draft(0, (*PROMPT, other), True)])[1].token == after  # type: ignore[union-attr]
+    assert plainly([OPEN, Draft(0, (*PROMPT, other), 1)])[1].tokens == (after,)  # type: ignore[union-attr]
 
 
 def test_a_failure_is_told_to_who_asks_for_it(ahead: Ahead, runner: Watched) -> None:
@@ -131,7 +133,7 @@ def test_a_failure_is_told_to_who_asks_for_it(ahead: Ahead, runner: Watched) -> 
     token = drafted(ahead, 0, PROMPT)
     runner.wait_for(3)
     with pytest.raises(ValueError, match="broken"):
-        ahead.execute(Draft(3, (token,), True))
+        ahead.execute(Draft(3, (token,), 1))
 
 
 def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched) -> None:
@@ -150,7 +152,7 @@ def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watch
     runner.wait_for(3)
     ahead.execute(Rollback(1))
     with pytest.raises(type(error)):
-        ahead.execute(Draft(1, PROMPT[1:], True))
+        ahead.execute(Draft(1, PROMPT[1:], 1))
 
 
 def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched, chains: bool) -> None:
@@ -159,7 +161,7 @@ def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watche
         ahead.execute(Open(PROMPT, OPEN.sampling, "no such rule"))
         ahead.execute(Rollback(0))
         with pytest.raises(Exception, match="no such rule"):
-            ahead.execute(Draft(0, PROMPT, True))
+            ahead.execute(Draft(0, PROMPT, 1))
         ahead.execute(OPEN)
         drafted(ahead, 0, PROMPT)
 
@@ -185,55 +187,55 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
     with Ahead(executor(runner), wanted) as ahead:
         ahead.execute(OPEN)
         with pytest.raises(ValueError, match="no more"):
-            ahead.execute(Draft(0, PROMPT, True, True))
+            ahead.execute(Draft(0, PROMPT, 2))
 
 
 @given(st.booleans(), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20))
 def test_any_course_of_commands_gives_what_it_gives_plainly(chains: bool, turns: list[tuple[int, bool, bool]]) -> None:
     """Rejections, waits and new requests at any place: the tokens and rows are those of one without a thread."""
-    commands: list[object] = [OPEN, Draft(0, PROMPT, True, True)]
-    own, text = executor(Watched()), list(PROMPT)
+    commands: list[object] = [OPEN, Draft(0, PROMPT, 2)]
+    runner, text = Watched(), list(PROMPT)
+    own = executor(runner)
     events = [own.execute(command) for command in commands]
     for back, more, opens in turns:
         last = events[-1]
         assert isinstance(last, Drafted)
-        assert last.token is not None
-        text.append(last.token)
+        text += last.tokens
         if back > 6:  # rejected: another token stands `back - 6` before the end
             del text[max(1, len(text) - (back - 6)) :]
             text.append(back % VOCAB)
         if opens:
             commands.append(OPEN)
             events.append(own.execute(OPEN))
-        start = min(own.runner.length(), len(text) - 1)
-        if start < own.runner.length():
+        start = min(runner.length(), len(text) - 1)
+        if start < runner.length():
             commands.append(Rollback(start))
             events.append(own.execute(commands[-1]))
-        commands.append(Draft(start, tuple(text[start:]), True, more))
+        commands.append(Draft(start, tuple(text[start:]), 1 + more))
         events.append(own.execute(commands[-1]))
     with Ahead(executor(Watched(), chains), lambda: True) as ahead:
         for command, event in zip(commands, events, strict=True):
             got = ahead.execute(command)
             if isinstance(event, Drafted):
                 assert isinstance(got, Drafted)
-                assert got.token == event.token
-                assert torch.equal(got.rows.data[0], event.rows.data[0])
+                assert got.tokens == event.tokens
+                assert torch.equal(got.rows[0].tensor, event.rows[0].tensor)
 
 
 # ---- chained ----
 
 
-class Noting(DraftExecutor):
+class Noting(ModelProposer):
     """Notes the order in which it is asked."""
 
     def __init__(self, runner: ToyRunner) -> None:
         super().__init__(runner, VOCAB, chains=True)
         self.asked: list[str] = []
 
-    def launch(self, command: Draft, token: torch.Tensor | None = None) -> Launched:
+    def launch(self, command: Draft, after: Launched | None = None) -> LaunchedForward:
         self.asked.append(f"launch {command.start}")
-        assert (token is None) == (command.tokens != (-1,))
-        return super().launch(command, token)
+        assert (after is None) == (command.tokens != (-1,))
+        return super().launch(command, after)
 
     def collect(self, launched: Launched) -> Drafted:
         self.asked.append("collect")
@@ -242,7 +244,7 @@ class Noting(DraftExecutor):
 
 def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched) -> None:
     noting = Noting(runner)
-    with Ahead(noting, lambda: True) as ahead:
+    with Ahead(DraftExecutor(noting), lambda: True) as ahead:
         ahead.execute(OPEN)
         token = drafted(ahead, 0, PROMPT)
         token = drafted(ahead, 3, (token,))
@@ -287,12 +289,12 @@ def test_logits_that_are_not_finite_are_an_error_and_no_id(runner: Watched) -> N
         ahead.execute(OPEN)
         runner.forward = lambda feeds: [logits * nan for logits in plain(feeds)]  # type: ignore[method-assign]
         with pytest.raises(NumericalError):
-            ahead.execute(Draft(0, PROMPT, True, more=True))
+            ahead.execute(Draft(0, PROMPT, 2))
         runner.wait_for(3)
         runner.forward = plain  # type: ignore[method-assign]
         ahead.execute(Rollback(0))
         token = drafted(ahead, 0, PROMPT, more=False)
-    assert plainly([OPEN, Draft(0, PROMPT, True)])[1].token == token  # type: ignore[union-attr]
+    assert plainly([OPEN, Draft(0, PROMPT, 1)])[1].tokens == (token,)  # type: ignore[union-attr]
 
 
 SAMPLINGS = [
@@ -308,16 +310,16 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
-    chained = executor(runner, chains=True)
-    chained.execute(Open(PROMPT, sampling, rule))
-    last = chained.launch(Draft(0, PROMPT, True))
-    last = chained.launch(Draft(3, (-1,), True), last.token)  # records
+    chained = ModelProposer(runner, runner.vocab_size, chains=True)
+    chained.open(Open(PROMPT, sampling, rule))
+    last = chained.launch(Draft(0, PROMPT, 3))
+    last = chained.launch(Draft(3, (-1,), 2), last)  # records
     torch.cuda.set_sync_debug_mode("error")
     try:
-        last = chained.launch(Draft(4, (-1,), True), last.token)
+        last = chained.launch(Draft(4, (-1,), 1), last)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert chained.collect(last).token is not None
+    assert len(chained.collect(last).tokens) == 1
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl.decoding.distribution import Distribution, Form
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
 from pearl.protocol.window import METHODS, WINDOWS
@@ -81,13 +82,18 @@ def committed(draw: st.DrawFn) -> m.Committed:
 
 @st.composite
 def draft_tokens(draw: st.DrawFn) -> m.DraftTokens:
-    run, kind, width = draw(tokens), draw(st.sampled_from(m.RowKind)), 4 * draw(st.integers(1, 4))
-    row = st.binary(min_size=width, max_size=width)
-    entry = {m.RowKind.SPARSE: st.tuples(row, row), m.RowKind.FRAMES: row}.get(kind)
-    data = () if entry is None else tuple(draw(entry) for _ in run)
-    return m.DraftTokens(
-        draw(counts), draw(counts), draw(positions), run, draw(seconds), m.Rows(kind, data), draw(seconds)
+    run, width, start = draw(tokens), 4 * draw(st.integers(1, 4)), draw(positions)
+    cells = st.binary(min_size=width, max_size=width)
+    row = st.one_of(
+        st.builds(Distribution, st.tuples(cells, cells), st.just(Form.SPARSE)),
+        st.builds(Distribution, cells, st.just(Form.FRAME)),
+        st.builds(Distribution, st.none(), st.just(Form.CHANNEL)),
     )
+    rows = tuple(draw(row) for _ in run) if draw(st.booleans()) else ()
+    after = (start - 1, draw(positions)) if start and draw(st.booleans()) else None
+    source, paused = draw(st.sampled_from(m.Source)), draw(st.booleans())
+    ours = draw(counts), draw(counts), start, run, draw(seconds), rows, draw(seconds)
+    return m.DraftTokens(*ours, source, after, paused)
 
 
 BUILDERS: dict[type, st.SearchStrategy] = {
@@ -164,7 +170,7 @@ def test_enum_codes_are_pinned() -> None:
     assert [e.name for e in m.Role] == ["FRONT", "TARGET", "DRAFT"]
     assert [e.name for e in m.Provenance] == ["ACCEPTED", "CORRECTED", "DIRECT", "BONUS"]
     assert [e.name for e in m.FinishReason] == ["EOS", "STOP", "LENGTH", "CANCELLED"]
-    assert [e.name for e in m.RowKind] == ["NONE", "SPARSE", "FRAMES", "CHANNEL"]
+    assert [e.name for e in m.Source] == ["MODEL", "NGRAM", "DATASTORE", "BRANCH"]
 
 
 def test_bytes_are_pinned() -> None:
@@ -367,14 +373,16 @@ def test_a_field_out_of_range_is_refused_by_name(message: m.Message, changes: di
 
 @pytest.mark.parametrize("raw", [[], [b"1234", b"1234"], [b"123"], [b""]], ids=["none", "many", "odd", "empty"])
 def test_raw_frames_must_be_one_row_a_token(raw: list[bytes]) -> None:
-    header = encode(dataclasses.replace(DRAFT, rows=m.Rows(m.RowKind.FRAMES, (b"1234",))))[0]
-    assert decode([header, b"1234"]).rows.data == (b"1234",)  # type: ignore[union-attr]
+    header = encode(dataclasses.replace(DRAFT, rows=(Distribution(b"1234", Form.FRAME),)))[0]
+    assert decode([header, b"1234"]).rows == (Distribution(b"1234", Form.FRAME),)  # type: ignore[union-attr]
     with pytest.raises(RemoteProtocolError):
         decode([header, *raw])
 
 
 def test_rows_of_one_message_have_one_length() -> None:
-    message = dataclasses.replace(DRAFT, tokens=(1, 2), rows=m.Rows(m.RowKind.FRAMES, (b"1234", b"5678")))
+    message = dataclasses.replace(
+        DRAFT, tokens=(1, 2), rows=(Distribution(b"1234", Form.FRAME), Distribution(b"5678", Form.FRAME))
+    )
     frames = encode(message)
     assert decode(frames) == message
     with pytest.raises(RemoteProtocolError, match="one length"):
@@ -413,7 +421,7 @@ def test_frames_are_limited_in_number_and_length() -> None:
         decode([bytes(codec.MAX_FRAME + 1)])
     row = bytes(codec.MAX_FRAME + 4)
     with pytest.raises(LocalProtocolError, match="exceeds"):
-        encode(dataclasses.replace(DRAFT, rows=m.Rows(m.RowKind.FRAMES, (row,))))
+        encode(dataclasses.replace(DRAFT, rows=(Distribution(row, Form.FRAME),)))
 
 
 @pytest.mark.parametrize(
@@ -514,7 +522,11 @@ def test_a_header_is_refused_for_little_more_than_its_bytes_cost(header: bytes) 
             taken.append(time.process_time() - began)
         return sorted(taken)[5]
 
-    largest = [msgpack.packb([8, 1, 1, 1, bytes(4 * codec.MAX_RUN), 0.5, [1, [[bytes(4)] * 2] * codec.MAX_RUN], 0.5])]
+    largest = [
+        msgpack.packb(
+            [8, 1, 1, 1, bytes(4 * codec.MAX_RUN), 0.5, [[bytes(4)] * 2] * codec.MAX_RUN, 0.5, 0, None, False]
+        )
+    ]
     assert isinstance(decode(largest), m.DraftTokens)
     assert isinstance(codec.received([header]), RemoteProtocolError)
     assert seconds(lambda: codec.received([header])) < 4 * seconds(lambda: decode(largest))
@@ -522,7 +534,7 @@ def test_a_header_is_refused_for_little_more_than_its_bytes_cost(header: bytes) 
 
 def test_what_the_wire_allows_passes_though_it_is_long() -> None:
     """The pass over the lengths must not refuse the largest of what is valid: rows, stop strings, speeds."""
-    rows = m.Rows(m.RowKind.SPARSE, ((b"\xdc\x08\x00\x00", b"\xdd\xdd\xdd\xdd"),) * codec.MAX_RUN)
+    rows = (Distribution((b"\xdc\x08\x00\x00", b"\xdd\xdd\xdd\xdd"), Form.SPARSE),) * codec.MAX_RUN
     for message in (
         m.DraftTokens(1, 0, 2, (7,) * codec.MAX_RUN, 0.5, rows),
         dataclasses.replace(SUBMIT, stops=("\u0708" * 9,) * codec.MAX_RUN, prompt=(0xDC,) * 100_000),

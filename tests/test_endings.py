@@ -12,8 +12,8 @@ import torch
 from pearl.metrics import Stopwatch, fold
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.models.toy import ToyRunner
-from pearl.protocol.coordinator import PREFILL_CHUNK
 from pearl.protocol.messages import FinishReason, Provenance, Sampling, Submit
+from pearl.protocol.request_machine import PREFILL_CHUNK
 from pearl.protocol.window import METHODS, Speeds
 from pearl.text import TextStream
 from pearl.worker.execute import DraftExecutor, TargetExecutor

@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pearl.cli import cli
+from pearl.decoding.distribution import Distribution
+from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, TraceError
 from pearl.lab import theory
 from pearl.lab.experiments import checks, plots, sweeps
@@ -23,7 +25,7 @@ from pearl.lab.simulate import CoinTarget, Executor, Outcome, Timing, paired_exe
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Judge, Judged
-from pearl.protocol.messages import Decoding, RowKind, Rows, Sampling, Submit
+from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import part_path
@@ -103,9 +105,9 @@ def flattered(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Execut
             event = super().execute(command)
             if not isinstance(event, Drafted):
                 return event
-            return replace(event, rows=Rows(RowKind.CHANNEL, tuple(probs * 0.9 for probs in event.rows.data)))
+            return replace(event, rows=tuple(Distribution(row.tensor * 0.9) for row in event.rows))
 
-    return TargetExecutor(target), Flattering(draft, target.vocab_size)
+    return TargetExecutor(target), Flattering(ModelProposer(draft, target.vocab_size))
 
 
 def swapped(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Executor]:

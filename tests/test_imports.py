@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"pearl.client"},
     {"pearl.worker"},
     {"pearl.metrics", "pearl.trace"},
-    {"pearl.transport"},
+    {"pearl.drafting", "pearl.transport"},
     {"pearl.models"},
     {"pearl.text"},
     {"pearl.decoding"},

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from pearl.config import SamplingParams
+from pearl.decoding.distribution import Distribution, Form
 from pearl.engine import Engine
 from pearl.engine.attach import AttachedEngine
 from pearl.errors import ProtocolError, RequestError
@@ -26,8 +27,6 @@ from pearl.protocol.messages import (
     Error,
     Hello,
     Role,
-    RowKind,
-    Rows,
     Sampling,
     Submit,
     Trace,
@@ -40,8 +39,9 @@ from pearl.transport.memory import MemoryEndpoint, memory_hub
 from pearl.worker import admission
 from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
+from pearl.worker.draft_link import TargetSettings
 from pearl.worker.notices import Notices
-from pearl.worker.target import TargetSettings, TargetWorker
+from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
 from tests.test_transport import show_keys
 
@@ -239,7 +239,7 @@ def test_a_front_of_the_same_user_finds_the_keys_and_a_stranger_gets_nothing(eng
 
 
 DEEP = b"\xdc\x08\x00" * 1020 + b"\x01"
-ROWS = DraftTokens(1, 0, 0, (1,) * 2048, rows=Rows(RowKind.SPARSE, ((b"\1\0\0\0", b"\0\0\x80\x3f"),) * 2048))
+ROWS = DraftTokens(1, 0, 0, (1,) * 2048, rows=(Distribution((b"\1\0\0\0", b"\0\0\x80\x3f"), Form.SPARSE),) * 2048)
 FLOODS = {
     "nested headers": [DEEP],
     "short ones": [DEEP[:999]],

@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.errors import ProtocolError
-from pearl.protocol.coordinator import Coordinator, RequestMachine
+from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Counts as DraftCounts
-from pearl.protocol.drafter import Drafter
+from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Verdict
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts as TargetCounts
 from pearl.protocol.request import RequestState
+from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Speeds
@@ -45,7 +46,8 @@ from tests.protocol_pair import (
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
-    *(Coordinator, RequestMachine, RequestState, Scheduler, ProposalStore, Drafter, TokenSequence),
+    *(Coordinator, RequestMachine, RequestState, Scheduler, ProposalStore, Drafter, DraftMachine),
+    TokenSequence,
     *(ScriptTarget, ScriptDraft, Cache, Pair),
 )
 INDIFFERENT = (TargetCounts, DraftCounts, Speeds)  # with a fixed window these never decide what happens next
@@ -275,14 +277,14 @@ def test_the_exploration_notices_that_nothing_makes_a_loss_good(monkeypatch: pyt
 
 def test_the_exploration_notices_a_draft_that_commits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the draft takes what it drafted for final before it is told."""
-    drafted = Drafter._drafted
+    drafted = DraftMachine._drafted
 
-    def hasty(self: Drafter, event: Drafted, do: Callable[[object], None]) -> None:
+    def hasty(self: DraftMachine, event: Drafted, do: Callable[[object], None]) -> None:
         drafted(self, event, do)
         if self.sequence.pending:
             self.sequence.accept()
 
-    monkeypatch.setitem(Drafter.handlers, Drafted, hasty)
+    monkeypatch.setitem(DraftMachine.handlers, Drafted, hasty)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "stream", 2, (2,))
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, PearlError, RemoteProtocolError
 from pearl.metrics import Stopwatch, fold
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -82,7 +83,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Preview(1, 3, (4,)),
     m.Finished(1, m.FinishReason.LENGTH, "{}"),
     BEGIN,
-    m.DraftTokens(1, 0, 3, (1,), 1e-3, m.NO_ROWS, 1e-3),
+    m.DraftTokens(1, 0, 3, (1,), 1e-3, (), 1e-3),
     m.Verdict(1, 0, 3, (4,), 9, extend_digest(BEGIN.digest, (4,))),
     m.Resync(1, 0),
     m.Finish(1),
@@ -253,7 +254,7 @@ class Told:
 
     @staticmethod
     def _welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
-        return DraftExecutor(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size), RowPacker()
+        return DraftExecutor(ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size)), RowPacker()
 
     def _run(self, worker: DraftWorker) -> None:
         try:

@@ -364,7 +364,7 @@ class BothDrafts(ChokingDraft):
 def test_a_draft_that_chokes_keeps_nothing_of_its_cache() -> None:
     """What it holds may be what it choked on."""
     machine = draft_in(draft_side.State.DRAFTING)
-    machine.handle(Drafted(None, failure="not finite"))
+    machine.handle(Drafted(failure="not finite"))
     assert machine.state is draft_side.State.IDLE
     again = machine.handle(Begin(2, 0, PROMPT, 3, Sampling(), "ratio", extend_digest(0, PROMPT)))
     assert [type(command) for command in again] == [Open, Rollback, Draft]
@@ -375,9 +375,9 @@ def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     """The prefix that it choked on no longer stands: a verdict, or another request, came meanwhile."""
     machine = draft_in(draft_side.State.DRAFTING)
     machine.handle(Begin(2, 0, (*PROMPT, 8), 9, Sampling(), "ratio", extend_digest(0, (*PROMPT, 8))))
-    commands = machine.handle(Drafted(None, failure="not finite"))
+    commands = machine.handle(Drafted(failure="not finite"))
     assert not any(isinstance(command, Send) for command in commands)
-    assert commands[-1] == Draft(0, (*PROMPT, 8), True, True, request=2)
+    assert commands[-1] == Draft(0, (*PROMPT, 8), 6, request=2)
 
 
 # ---- several requests ----

@@ -2,85 +2,163 @@
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from typing import Any
 
 import pytest
+import torch
 
-from pearl.errors import LocalProtocolError
+from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import Features, Launched, Proposer
+from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Deliver, DraftJoined, End, Forward, Forwarded, Judge, Judged, Sample
-from pearl.protocol.messages import Cancel, Committed, Decoding, DraftTokens, FinishReason, Sampling, Submit
-from pearl.protocol.proposals import Proposal, ProposalStore, Source
+from pearl.protocol.events import (
+    Deliver,
+    Draft,
+    Drafted,
+    DraftJoined,
+    End,
+    Forward,
+    Forwarded,
+    Judge,
+    Judged,
+    Open,
+    Rollback,
+    Sample,
+    Send,
+    Wait,
+)
+from pearl.protocol.messages import (
+    Begin,
+    Cancel,
+    Committed,
+    Decoding,
+    DraftTokens,
+    FinishReason,
+    Sampling,
+    Source,
+    Submit,
+    Verdict,
+)
+from pearl.protocol.proposals import Proposal, ProposalStore
+from pearl.protocol.request import Counts
+from pearl.protocol.request_machine import MAX_BRANCHES
 from pearl.protocol.scheduler import Scheduler
-from pearl.worker.execute import TargetExecutor
+from pearl.protocol.sequence import extend_digest
+from pearl.worker.execute import DraftExecutor, TargetExecutor
 
 VOCAB = 32
 
 
-def submit(number: int, prompt: Sequence[int], length: int, seed: int = 3) -> Submit:
-    return Submit(number, tuple(prompt), len(prompt) + length, Sampling(1.0, seed=seed), Decoding("ar"))
+def submit(
+    number: int, prompt: Sequence[int], length: int, seed: int = 3, method: str = "ar", **settings: Any
+) -> Submit:
+    decoding = Decoding(method, **({"gamma": 2} | settings))
+    return Submit(number, tuple(prompt), len(prompt) + length, Sampling(1.0, seed=seed), decoding)
 
 
-def run(submits: Sequence[Submit], slots: int, seed: int = 0) -> tuple[dict[int, list[int]], list[int], float]:
-    """Decode all requests on one target under a virtual clock, in which a forward takes 1.
+@dataclass
+class Actor:
+    """A worker without a loop: it carries out one command at a time."""
 
-    Which of the requests that are ready is served next is drawn at random.  Returns texts, the order of forwards (by
-    request), and when the last text was done.
+    machine: Coordinator | Drafter
+    execute: Callable[[object], object | None]
+    todo: deque[object] = field(default_factory=deque)
+    order: list[int] = field(default_factory=list)  # of its forwards, by request
+    is_computing: bool = False
+
+
+class Schedule:
+    """Requests side by side on one target and one draft, under a virtual clock: a forward takes 4 and 1.
+
+    Which of an actor's requests goes on next is drawn at random; of one request its commands stay in order.
     """
-    chance, target, now = random.Random(seed), alpha_pair(VOCAB, 0.5)[0], 0.0
-    coordinator, executors = Coordinator(slots=slots), [TargetExecutor(ToyRunner(VOCAB, target)) for _ in range(slots)]
-    texts: dict[int, list[int]] = {one.request: [] for one in submits}
-    ready: dict[int, list[object]] = {}
-    slot_of: dict[int, int] = {}
-    order: list[int] = []
 
-    def take(commands: list[object]) -> None:
-        for command in commands:
-            number: int = getattr(command, "request", -1)
-            match command:
-                case Deliver(Committed() as committed):
-                    texts[committed.request] += committed.tokens
-                case Deliver() | End():
-                    pass
-                case _ if number >= 0:
-                    ready.setdefault(number, []).append(command)
+    def __init__(self, slots: int, seed: int, proposer: Proposer | None = None) -> None:
+        target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.5))
+        drafts = DraftExecutor(proposer or ModelProposer(draft, VOCAB))
+        self.target = Actor(Coordinator(slots=slots), TargetExecutor(target).execute)
+        self.draft = Actor(Drafter(1 << 20, slots), drafts.execute)
+        self.chance, self.now, self.ids = random.Random(seed), 0.0, count()
+        self.events: list[tuple[float, int, Actor, object]] = []
+        self.texts: dict[int, list[int]] = {}
+        self.counts: dict[int, Counts] = {}
 
-    for one in submits:
-        take(coordinator.handle(one))
-    while any(ready.values()):
-        number = chance.choice([number for number, commands in ready.items() if commands])
-        command = ready[number].pop(0)
-        if number not in slot_of:
-            slot_of[number] = coordinator.running[number].slot
-        event = executors[slot_of[number]].execute(command) if not hasattr(command, "cause") else None
-        if isinstance(command, Forward):
-            order.append(number)
-            now += 1.0
-        if event is not None:
-            take(coordinator.handle(event))
-    assert not coordinator.running
-    return texts, order, now
+    def run(self, submits: Sequence[Submit]) -> dict[int, list[int]]:
+        self.texts |= {one.request: [] for one in submits}
+        self.take(self.target, DraftJoined(1 << 20, 1.0))
+        for one in submits:
+            self.take(self.target, one)
+        while len(self.counts) < len(submits):
+            free = [actor for actor in (self.target, self.draft) if actor.todo and not actor.is_computing]
+            if free:
+                self.carry_out(free[0])
+            else:
+                self.now, _, actor, event = heapq.heappop(self.events)
+                actor.is_computing = False
+                self.take(actor, event)
+        return self.texts
+
+    def take(self, actor: Actor, event: object) -> None:
+        actor.todo.extend(actor.machine.handle(event))
+
+    def carry_out(self, actor: Actor) -> None:
+        command = actor.todo[0]
+        if isinstance(command, (Forward, Draft)):  # another request's may come first
+            firsts = {getattr(one, "request", -1): one for one in reversed(actor.todo)}
+            ready = [one for one in firsts.values() if isinstance(one, (Forward, Draft))]
+            command = self.chance.choice(ready)
+        actor.todo.remove(command)
+        match command:
+            case Send(message):
+                other = self.draft if actor is self.target else self.target
+                self.take(other, message)
+            case Deliver(Committed(request, _, tokens)):
+                self.texts[request] += tokens
+            case End(request, counts=counts):
+                self.counts[request] = counts
+            case Wait() | Deliver():
+                pass
+            case Forward() | Draft():
+                actor.order.append(command.request)
+                actor.is_computing = True
+                seconds = 4.0 if isinstance(command, Forward) else 1.0
+                heapq.heappush(self.events, (self.now + seconds, next(self.ids), actor, actor.execute(command)))
+            case _:
+                event = actor.execute(command)
+                if event is not None:
+                    self.take(actor, event)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_two_requests_side_by_side_give_the_texts_that_they_give_alone(seed: int) -> None:
-    asked = [submit(1, (3, 1), 12, seed=5), submit(2, (7, 7, 2), 9, seed=6), submit(3, (3, 1, 4), 5, seed=7)]
-    alone = {one.request: run([one], 1)[0][one.request] for one in asked}
-    texts, order, seconds = run(asked, 2, seed)
-    assert texts == alone
-    assert seconds == sum(len(text) for text in alone.values()), "one forward a token, whoever is served"
-    changes = sum(a != b for a, b in pairwise(order))
-    assert changes > 2, "they took turns"
-    assert run(asked, 1)[0] == alone
+def alone(one: Submit) -> list[int]:
+    return Schedule(1, 0).run([one])[one.request]
+
+
+@pytest.mark.parametrize("method", ["ar", "sd", "pearl"])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_side_by_side_give_the_texts_that_they_give_alone(method: str, seed: int) -> None:
+    asked = [
+        submit(1, (3, 1), 24, seed=5, method=method),
+        submit(2, (7, 7, 2), 19, seed=6, method=method, rule="coupled"),
+        submit(3, (3, 1, 4), 10, seed=7, method=method, window="fixed"),
+    ]
+    schedule = Schedule(2, seed)
+    assert schedule.run(asked) == {one.request: alone(one) for one in asked}
+    for actor in (schedule.target, schedule.draft)[: 1 if method == "ar" else 2]:
+        assert sum(a != b for a, b in pairwise(actor.order)) > 2, "they took turns"
 
 
 def test_with_one_slot_requests_come_one_after_the_other() -> None:
-    _, order, _ = run([submit(1, (3, 1), 4), submit(2, (5,), 4)], 1)
-    assert order == [1] * 4 + [2] * 4
+    schedule = Schedule(1, 0)
+    schedule.run([submit(1, (3, 1), 4), submit(2, (5,), 4)])
+    assert schedule.target.order == [1] * 4 + [2] * 4
 
 
 def test_a_slot_goes_to_the_one_that_has_waited_longest() -> None:
@@ -139,7 +217,7 @@ def test_the_main_line_is_judged_in_order_and_remembers_who_guessed() -> None:
     store.add(Proposal(7, (12,), source=Source.NGRAM))
     assert len(store) == 3
     assert store.rows(3) == ("a", "b", None)
-    assert [store.accept(), store.accept(), store.accept()] == [Source.MODEL, Source.MODEL, Source.NGRAM]
+    assert [store.accept(committed) for committed in (6, 7, 8)] == [Source.MODEL, Source.MODEL, Source.NGRAM]
     assert len(store) == 0
 
 
@@ -149,10 +227,172 @@ def test_a_branch_holds_under_its_outcome_and_no_other() -> None:
     foreseen = Proposal(7, (30, 31), source=Source.BRANCH, after=(6, 99))
     store.add(foreseen)
     store.add(Proposal(6, (40,), source=Source.BRANCH, after=(5, 77)))
-    store.prune(6)
+    store.accept(6)
     assert store.branches == [foreseen]
-    assert store.correct(6, 99) is foreseen
-    assert (len(store), store.branches) == (0, [])
-    store.add(foreseen)
-    assert store.correct(6, 98) is None
-    assert store.branches == []
+    assert store.branch(6, 98) is None
+    taken = store.branch(6, 99)
+    assert taken == Proposal(7, (30, 31), source=Source.BRANCH)
+    store.clear()
+    store.add(taken)
+    assert (len(store), store.branches) == (2, [])
+
+
+# ---- branches ----
+
+
+def working(**settings: Any) -> Coordinator:
+    """The target at position 2, that has fed the prompt and holds the row for it."""
+    coordinator = Coordinator()
+    coordinator.handle(DraftJoined(100))
+    coordinator.handle(Submit(1, (3, 1), 12, Sampling(), Decoding("pearl", **({"gamma": 3} | settings))))
+    coordinator.handle(Forwarded(1.0, request=1))
+    return coordinator
+
+
+def branch(epoch: int = 0, after: tuple[int, int] = (3, 20), tokens: tuple[int, ...] = (21, 22)) -> DraftTokens:
+    return DraftTokens(1, epoch, after[0] + 1, tokens, source=Source.BRANCH, after=after)
+
+
+def rejected_at_3(coordinator: Coordinator, token: int = 20) -> list[object]:
+    """Position 2 is accepted, and `token` committed at 3 in place of the draft's."""
+    coordinator.handle(Judged(1, None, request=1))
+    coordinator.handle(Forwarded(1.0, request=1))
+    return coordinator.handle(Judged(0, token, request=1))
+
+
+def test_a_foreseen_rejection_finds_its_branch_pending() -> None:
+    coordinator = working()
+    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
+    coordinator.handle(branch())
+    coordinator.handle(branch(after=(3, 30), tokens=(31,)))
+    (forward,) = [c for c in rejected_at_3(coordinator) if isinstance(c, Forward)]
+    assert forward.tokens == (20, 21, 22), "what was prepared for this outcome is verified at once"
+    assert (coordinator.epoch, coordinator.counts.foreseen, coordinator.counts.resyncs) == (1, 1, 0)
+
+
+def test_a_branch_that_the_verdict_has_overtaken_still_counts() -> None:
+    coordinator = working(window="fixed")
+    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
+    rejected_at_3(coordinator)
+    coordinator.handle(branch())
+    assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 22]
+    coordinator.handle(branch())  # comes twice
+    assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 22]
+    assert coordinator.counts.duplicate == 1
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        branch(after=(3, 99)),  # another outcome came
+        branch(after=(2, 20)),  # decided long ago
+        branch(after=(7, 20)),  # of a position that nothing is drafted for
+    ],
+    ids=str,
+)
+def test_a_branch_for_another_outcome_is_dropped_and_counted(stale: DraftTokens) -> None:
+    coordinator = working()
+    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
+    rejected_at_3(coordinator)
+    coordinator.handle(stale)
+    coordinator.handle(replace(stale, epoch=1))
+    assert coordinator.sequence.tokens == [3, 1, 8, 20]
+    assert coordinator.counts.stale == 2
+    assert coordinator.counts.foreseen == 0
+
+
+def test_branches_are_bounded() -> None:
+    coordinator = working()
+    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
+    for token in range(100, 300):
+        coordinator.handle(branch(after=(3, token)))
+    assert len(coordinator.running[1].proposals.branches) == MAX_BRANCHES
+    with pytest.raises(RemoteProtocolError, match="allowed: up to 12"):
+        coordinator.handle(branch(tokens=(1,) * 9))
+
+
+# ---- proposers and stop policies ----
+
+
+@dataclass
+class Fixed:
+    """A proposer that always guesses the same token, as many times as it may."""
+
+    token: int
+    most: int = 3
+    chains: bool = False
+    device: torch.device = field(default=torch.device("cpu"))
+
+    def measure(self, brief: bool) -> tuple[float, float]:
+        return 1e-6, 1e-6
+
+    def open(self, command: Open) -> None: ...
+
+    def rollback(self, length: int, request: int) -> None: ...
+
+    def launch(self, command: Draft, after: Launched | None = None) -> Launched:
+        return command  # type: ignore[return-value]
+
+    def collect(self, launched: Launched) -> Drafted:
+        assert isinstance(launched, Draft)
+        return Drafted((self.token,) * min(self.most, launched.budget), request=launched.request)
+
+
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+@pytest.mark.parametrize("token", [0, 5])
+def test_a_proposer_that_always_guesses_a_token_changes_no_text(token: int, window: str) -> None:
+    """Under a direct rule: what is guessed decides how fast a text comes, and nothing else."""
+    asked = submit(1, (3, 1), 60, method="pearl", rule="coupled", window=window)
+    schedule = Schedule(1, 0, Fixed(token))
+    assert schedule.run([asked])[1] == alone(submit(1, (3, 1), 60, rule="coupled"))
+    assert schedule.counts[1].accepted == sum(one == token for one in schedule.texts[1][1:])
+    assert len(schedule.draft.order) < schedule.counts[1].drafted, "several tokens of a forward"
+
+
+class Unsure:
+    """Stops after every second token; notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[Features] = []
+
+    def stop(self, features: Features) -> bool:
+        self.seen.append(features)
+        return features.index == 1
+
+
+@pytest.mark.parametrize(("method", "rule"), [("sd", "coupled"), ("pearl", "ratio")])
+def test_a_stop_policy_ends_windows_and_changes_no_text(method: str, rule: str) -> None:
+    """A target that waits for a full window is told that there is no more to wait for."""
+    policy, draft = Unsure(), alpha_pair(VOCAB, 0.5)[1]
+    asked = submit(1, (3, 1), 40, method=method, rule=rule, window="fixed", gamma=6)
+    schedule = Schedule(1, 0, ModelProposer(ToyRunner(VOCAB, draft), VOCAB, stop=policy))
+    assert schedule.run([asked])[1] == alone(asked)
+    assert max(features.index for features in policy.seen) == 1
+    for features in policy.seen:
+        assert list(features.top) == sorted(features.top, reverse=True)
+        assert 0 < features.top[0] <= 1
+        assert features.entropy >= 0
+
+
+def drafting(*tokens: int) -> Drafter:
+    """A drafter that has begun on these and computes a forward."""
+    drafter = Drafter(100)
+    drafter.handle(Begin(1, 0, tokens, 20, Sampling(), "coupled", extend_digest(0, tokens)))
+    return drafter
+
+
+def test_tokens_that_the_cache_holds_already_are_not_fed_again() -> None:
+    """A draft that has fed its guesses along, and found the first two to be its own draws."""
+    drafter = drafting(3, 1)
+    send, draft = drafter.handle(Drafted((8, 9, 10), cached=2, request=1))
+    assert send == Send(DraftTokens(1, 0, 2, (8, 9, 10)))
+    assert draft == Draft(4, (10,), 15, 3, request=1)
+
+
+def test_tokens_of_a_forward_that_was_overtaken_leave_the_cache() -> None:
+    drafter = drafting(3, 1)
+    drafter.handle(Verdict(1, 1, 2, (30,), 20, extend_digest(0, (3, 1, 30))))
+    rollback, draft = drafter.handle(Drafted((8, 9, 10), cached=2, request=1))
+    assert rollback == Rollback(2, request=1)
+    assert draft == Draft(2, (30,), 17, request=1)
+    assert drafter.counts.wasted == 3

@@ -25,6 +25,7 @@ from pearl.decoding.registry import (
     register,
 )
 from pearl.decoding.rules import make_draft_half, make_target_half
+from pearl.decoding.sampling import read_draw
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.tokenizer import GenerationDefaults
@@ -106,15 +107,16 @@ def test_what_a_front_may_not_ask_for_is_refused_and_the_target_goes_on(
 def test_halves_and_needs_are_as_declared(name: str) -> None:
     draft, target = make_draft_half(name, WARM), make_target_half(name, WARM)
     logits = torch.log(table(8, 0)[:1])
-    token, row = draft.draft(logits[0], 1)
+    draw, row = draft.draft(logits[0], 1)
+    token = read_draw(draw)
     assert (row is None) == (find(name).needs is Needs.NOTHING)
     assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, "the models agree"
     executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))
-    assert not executor.needs_rows, "nothing is open"
+    assert not executor.needs_rows(-1), "nothing is open"
     executor.execute(Open((0,), WARM, name))
-    assert executor.needs_rows == (find(name).needs is not Needs.NOTHING)
+    assert executor.needs_rows(-1) == (find(name).needs is not Needs.NOTHING)
     executor.execute(Open((0,), Sampling(), name))
-    assert not executor.needs_rows, "greedy decoding needs none"
+    assert not executor.needs_rows(-1), "greedy decoding needs none"
 
 
 @pytest.mark.parametrize("name", NAMES)

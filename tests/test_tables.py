@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from pearl.errors import LocalProtocolError
-from pearl.protocol import coordinator as target_side
 from pearl.protocol import drafter as draft_side
+from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Judged, Sampled, Stalled
@@ -35,13 +35,13 @@ TARGET_EVENTS = {
     Stalled: Stalled(request=1),
     Resync: Resync(9, 0),
 }
-MACHINES = {target_side: target_side.RequestMachine, draft_side: Drafter}
+MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
 WAITING = (target_side.State.HELD, target_side.State.GATHERING)
 DRAFT_EVENTS = {
     Begin: Begin(9, 0, (1,), 5, Sampling(), "ratio", extend_digest(0, (1,))),
     Verdict: Verdict(9, 0, 1, (1,), 5, 0),
     Finish: Finish(9),
-    Drafted: Drafted(1),
+    Drafted: Drafted((1,)),
 }
 
 

@@ -542,7 +542,7 @@ def test_what_ran_beside_the_loop_is_shown_one_after_the_other(tmp_path: Path) -
     now = 0
     r = recorder(tmp_path / "p", clock=lambda: now)
     tracer = Tracer(r)
-    for now, event in ((10_000_000, Drafted(1, 0.004, draw=0.001)), (12_000_000, Drafted(2, 0.004, draw=0.001))):  # noqa: B007
+    for now, event in ((10_000_000, Drafted((1,), 0.004, draw=0.001)), (12_000_000, Drafted((2,), 0.004, draw=0.001))):  # noqa: B007
         tracer.beside(event)
     tracer.beside(None)
     r.close()

@@ -21,8 +21,9 @@ import pytest
 import torch
 import zmq
 
+from pearl.decoding.distribution import Distribution, Form
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
-from pearl.protocol.messages import DraftTokens, Finish, Message, Ping, RowKind, Rows
+from pearl.protocol.messages import DraftTokens, Finish, Message, Ping
 from pearl.transport import address as addresses
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
@@ -155,8 +156,8 @@ class TestEndpoints:
         assert collect(link.listener, 1)[0][0] == first[0][0]
 
     def test_big_rows_arrive_whole(self, link: Link) -> None:
-        rows = tuple(os.urandom(200_000) for _ in range(5))
-        message = DraftTokens(1, 0, 3, (1, 2, 3, 4, 5), 0.1, Rows(RowKind.FRAMES, rows))
+        rows = tuple(Distribution(os.urandom(200_000), Form.FRAME) for _ in range(5))
+        message = DraftTokens(1, 0, 3, (1, 2, 3, 4, 5), 0.1, rows)
         link.connect().send(message)
         assert [got for _, got in collect(link.listener, 1)] == [message]
 

@@ -18,10 +18,10 @@ from scipy import stats
 
 from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.registry import RULES
-from pearl.decoding.rules import Judgement, make_draft_half, make_target_half, ratio
-from pearl.decoding.rules.direct import DirectDraft, DirectDraw, DirectTarget
+from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio
+from pearl.decoding.rules.direct import DirectDraft, DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
-from pearl.decoding.sampling import pick, pick_on_device, read_draw
+from pearl.decoding.sampling import pick, pick_on_device, race_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
@@ -55,9 +55,9 @@ def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pyte
     rests: list[torch.Tensor] = []
     monkeypatch.setattr(ratio, "probabilities", lambda logits, sampling: logits)
 
-    def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> int:
+    def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> torch.Tensor:
         rests.append(probs if probs.any() else otherwise)
-        return 0
+        return torch.zeros(2)
 
     monkeypatch.setattr(ratio, "pick", remember)
     for (token, weight), k in product(enumerate(draft), range(GRID)):
@@ -116,12 +116,14 @@ def test_from_a_residual_of_nothing_the_target_is_drawn(size: int) -> None:
     rest = residual(probs, probs)
     assert not rest.any()
     for key in range(0, 1 << 64, 1 << 58):
-        assert pick(rest, key, probs) == pick(probs, key) == read_draw(pick_on_device(rest, key, probs))
+        found = pick(rest, key, probs), pick(probs, key), pick_on_device(rest, key, probs)
+        assert len({read_draw(draw) for draw in found}) == 1
     with pytest.raises(NumericalError):
-        pick(rest, 5)
+        read_draw(pick(rest, 5))
     some = residual(torch.tensor([0.75, 0.25]), torch.tensor([0.25, 0.75]))
     assert torch.equal(some, torch.tensor([0.5, 0.0]))
-    assert pick(some, 5, torch.tensor([0.0, 1.0])) == read_draw(pick_on_device(some, 5, torch.tensor([0.0, 1.0]))) == 0
+    for draw in (pick, pick_on_device):
+        assert read_draw(draw(some, 5, torch.tensor([0.0, 1.0]))) == 0
 
 
 def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +139,7 @@ def test_coupled_rule_commits_the_direct_draw(temperature: float) -> None:
     rule, draw = make_target_half("coupled", sampling), DirectDraw(sampling)
     for position in range(100):
         target, _ = logits_pair(position)
-        own = draw(target, position)
+        own = read_draw(draw(target, position))
         for token in range(20):
             expected = Judgement(1, None) if token == own else Judgement(0, own)
             assert rule.judge(target[None], [token], [None], position) == expected
@@ -154,23 +156,22 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     executor.execute(Open((0,), sampling, rule))
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
-        expected = draw(torch.log(probs[position - 1]), position)
+        expected = read_draw(draw(torch.log(probs[position - 1]), position))
         assert executor.execute(Sample(position)) == Sampled(expected, False)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=4), Sampling(1.0, top_p=0.7, seed=2)], ids=str)
 @pytest.mark.parametrize("name", ["ratio", "coupled"])
-def test_a_device_draws_as_the_host(name: str, sampling: Sampling) -> None:
-    """Where nobody waits for a token before the next is asked for."""
+def test_a_device_draws_as_the_host(name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of another device than the host, on the host."""
     draft, logits = make_draft_half(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
-    for position, row in enumerate(logits):
-        (token, probs), (draw, same) = draft.draft(row, position), draft.draft_on_device(row, position)
-        assert read_draw(draw) == token
+    here = [draft.draft(row, position) for position, row in enumerate(logits)]
+    monkeypatch.setattr(ratio, "pick", pick_on_device)
+    monkeypatch.setattr(direct, "race", race_on_device)
+    for position, (draw, probs) in enumerate(here):
+        there, same = draft.draft(logits[position], position)
+        assert read_draw(draw) == read_draw(there)
         assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
-    if isinstance(draft, DirectDraft):
-        own = DirectDraw(sampling)
-        drawn = [read_draw(draw) for draw in DirectTarget(sampling)._draw_all(logits, 5)]
-        assert drawn == [own(row, 5 + i) for i, row in enumerate(logits)]
 
 
 @pytest.mark.gpu
@@ -198,8 +199,8 @@ def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
     target, draft = logits_pair(3)
     accepted = 0
     for position in range(draws):
-        token, row = ours.draft(draft, position)
-        accepted += theirs.judge(target[None], [token], [row], position).accepted
+        draw, row = ours.draft(draft, position)
+        accepted += theirs.judge(target[None], [read_draw(draw)], [row], position).accepted
     distance = float((torch.softmax(target, -1) - torch.softmax(draft, -1)).abs().sum()) / 2
     return accepted / draws, distance
 
@@ -216,7 +217,7 @@ def test_acceptance_rates_are_the_papers() -> None:
 def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the draft draws with a key of its own. The text stays right, so only acceptance can tell."""
 
-    def own(self: DirectDraft, logits: torch.Tensor, position: int) -> tuple[int, None]:
+    def own(self: DirectDraft, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
         return self._draw(logits, position + 1_000_000), None
 
     monkeypatch.setattr(DirectDraft, "draft", own)

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pearl.decoding.distribution import Distribution, Form
+from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
@@ -40,8 +42,6 @@ from pearl.protocol.messages import (
     Preview,
     Resync,
     Role,
-    RowKind,
-    Rows,
     Sampling,
     Submit,
     Verdict,
@@ -53,11 +53,11 @@ from pearl.transport.base import Endpoint, TensorChannel
 from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
-from pearl.worker import target as target_module
 from pearl.worker.draft import DraftWorker
+from pearl.worker.draft_link import TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
-from pearl.worker.rows import RowPacker, inline, unpack
-from pearl.worker.target import TargetSettings, TargetWorker
+from pearl.worker.rows import RowPacker
+from pearl.worker.target import TargetWorker
 from tests.tiny import tiny_model
 
 BOUND = 30.0  # seconds that anything here may take; far more than it does
@@ -143,13 +143,13 @@ class Front:
 class NotingPacker(RowPacker):
     """Notes in which forms distributions travel."""
 
-    kinds: set[RowKind]
+    forms: set[Form]
 
-    def pack(self, message: DraftTokens) -> DraftTokens:
-        packed = super().pack(message)
-        if packed.rows.kind is not RowKind.NONE:
-            self.kinds.add(inline(packed).rows.kind)  # type: ignore[attr-defined]
-        return packed
+    def pack(self, rows: tuple[Distribution, ...]) -> None:
+        super().pack(rows)
+        for row in rows:
+            row.pack()
+            self.forms.add(row.form)
 
 
 class Loops:
@@ -168,7 +168,7 @@ class Loops:
         torch.set_num_threads(1)
         self.connect, self.vocab, self.alpha = connect, vocab, alpha
         self.target_model = Hanging(vocab, alpha_pair(vocab, alpha)[0], CONTEXT)
-        self.kinds: set[RowKind] = set()  # in which the drafts' distributions left
+        self.forms: set[Form] = set()  # in which the drafts' distributions left
         self.errors: list[BaseException] = []
         self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -220,8 +220,8 @@ class Loops:
 
         def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = NotingPacker(self._channel(1) if self._channel else None)
-            packer.kinds = self.kinds
-            return DraftExecutor(model, welcome.vocab_size, chains), packer
+            packer.forms = self.forms
+            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains)), packer
 
         def run() -> None:
             try:
@@ -300,7 +300,7 @@ def test_greedy_text_is_the_simulators(loops: MakeLoops, method: str, window: st
     told = pair.front().ask(submit)
     assert told.tokens == simulated(submission(60, "ar", GREEDY))
     assert told.reason is FinishReason.LENGTH
-    assert not pair.kinds, "greedy decoding needs no distributions"
+    assert not pair.forms, "greedy decoding needs no distributions"
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
@@ -349,8 +349,8 @@ def _gloo_channel(directory: Path) -> Channels:
 
 
 VOCAB = 512  # large enough for distributions to be dense
-CARRIERS = {"frames": (None, RowKind.FRAMES), "memory": (_memory_channel, RowKind.CHANNEL)}
-CARRIERS["gloo"] = (_gloo_channel, RowKind.CHANNEL)
+CARRIERS = {"frames": (None, Form.FRAME), "memory": (_memory_channel, Form.CHANNEL)}
+CARRIERS["gloo"] = (_gloo_channel, Form.CHANNEL)
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -360,14 +360,14 @@ def test_ratio_rule_gives_the_same_text_over_every_transport(
     loops: MakeLoops, tmp_path: Path, carrier: str, control: str, chains: bool
 ) -> None:
     """A row that came late, twice, or to the wrong position would change what is accepted."""
-    make_channel, kind = CARRIERS[carrier]
+    make_channel, form = CARRIERS[carrier]
     pair = loops(control, vocab=VOCAB, alpha=0.7, channel=make_channel(tmp_path) if make_channel else None)
     pair.draft(chains=chains)
     front = pair.front()
     for request in range(2):  # the second finds the channel in step still
         submit = submission(100, sampling=replace(WARM, seed=request), request=request)
         assert front.ask(submit).tokens == simulated(submit, VOCAB, 0.7)
-    assert pair.kinds == {kind}
+    assert pair.forms == {form}
 
 
 @pytest.mark.parametrize("control", ["memory", "ipc", "tcp"])
@@ -376,7 +376,7 @@ def test_sparse_rows_give_the_same_text(loops: MakeLoops, control: str) -> None:
     pair.draft()
     submit = submission(100, sampling=replace(WARM, top_k=20))
     assert pair.front().ask(submit).tokens == simulated(submit, VOCAB, 0.7)
-    assert pair.kinds == {RowKind.SPARSE}
+    assert pair.forms == {Form.SPARSE}
 
 
 def test_statistics_add_up(loops: MakeLoops) -> None:
@@ -557,11 +557,11 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
 def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few bytes each would become a whole vocabulary: 28 KB made 1.2 GB. Nor do they reach a draft that joins."""
     unpacked: list[object] = []
-    monkeypatch.setattr(target_module, "unpack", lambda row, vocab: unpacked.append(row) or unpack(row, vocab))
+    monkeypatch.setattr(Distribution, "unpack", lambda row, vocab: unpacked.append(row))
     pair = loops(expects_draft=False)
     stranger, front = pair.endpoint(), pair.front()
     row = _sparse([1], [1.0])
-    message = DraftTokens(1, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (row,)))
+    message = DraftTokens(1, 0, len(PROMPT), (1,), rows=(Distribution(row, Form.SPARSE),))
     front.endpoint.send(submission(2000, "ar"))
     front.until(Committed)
     stranger.send(message)
@@ -613,20 +613,20 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
     "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
     "beyond draft_until": DraftTokens(0, 0, len(PROMPT), (1,) * 1000),
     "a token that is none": DraftTokens(
-        0, 0, len(PROMPT), (100_000,), rows=Rows(RowKind.SPARSE, (_sparse([1], [1.0]),))
+        0, 0, len(PROMPT), (100_000,), rows=(Distribution(_sparse([1], [1.0]), Form.SPARSE),)
     ),
     "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
     "a distribution of another size": DraftTokens(
-        0, 0, len(PROMPT), (1,), rows=Rows(RowKind.FRAMES, (b"\0" * 4 * 31,))
+        0, 0, len(PROMPT), (1,), rows=(Distribution(b"\0" * 4 * 31, Form.FRAME),)
     ),
-    "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([32], [1.0]),))),
-    "a negative id": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([-1], [1.0]),))),
-    "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([1], [NAN]),))),
+    "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([32], [1.0]), Form.SPARSE),)),
+    "a negative id": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([-1], [1.0]), Form.SPARSE),)),
+    "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1], [NAN]), Form.SPARSE),)),
     "dense NaN": DraftTokens(
-        0, 0, len(PROMPT), (1,), rows=Rows(RowKind.FRAMES, (torch.full((32,), NAN).numpy().tobytes(),))
+        0, 0, len(PROMPT), (1,), rows=(Distribution(torch.full((32,), NAN).numpy().tobytes(), Form.FRAME),)
     ),
-    "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.SPARSE, (_sparse([1, 2], [2.0, -1.0]),))),
-    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=Rows(RowKind.CHANNEL)),
+    "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1, 2], [2.0, -1.0]), Form.SPARSE),)),
+    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(None, Form.CHANNEL),)),
 }
 
 
@@ -637,16 +637,20 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
     row = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab))
     row[possible:] = 0
     row /= row.sum()
-    sent = inline(RowPacker().pack(DraftTokens(1, 0, 4, (0,), rows=Rows(RowKind.CHANNEL, (row,)))))
-    assert isinstance(sent, DraftTokens)
-    (data,) = sent.rows.data
-    assert torch.equal(unpack(data, vocab), row)
-    if isinstance(data, tuple):
+    sent = Distribution(row)
+    RowPacker().pack((sent,))
+    sent.pack()
+    data, form = sent.data, sent.form
+    assert form is (Form.SPARSE if min(possible, vocab) < vocab // 8 else Form.FRAME)
+    sent.unpack(vocab)
+    assert torch.equal(sent.tensor, row)
+    if form is Form.SPARSE:
         ids, weights = (torch.frombuffer(bytearray(part), dtype=kind) for part, kind in zip(data, KINDS, strict=True))
-        turned = ids.flip(0).numpy().tobytes(), weights.flip(0).numpy().tobytes()
-        assert torch.equal(unpack(turned, vocab), row)
+        turned = Distribution((ids.flip(0).numpy().tobytes(), weights.flip(0).numpy().tobytes()), Form.SPARSE)
+        turned.unpack(vocab)
+        assert torch.equal(turned.tensor, row)
         with pytest.raises(RemoteProtocolError):
-            unpack(data, len(ids) - 1)
+            Distribution(data, Form.SPARSE).unpack(len(ids) - 1)
 
 
 @pytest.mark.gpu
@@ -971,7 +975,7 @@ def test_dead_channel_leaves_the_target_alone(loops: MakeLoops) -> None:
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(submission(30))
-    fake.say(DraftTokens(0, 0, 3, (1,), rows=Rows(RowKind.CHANNEL)))
+    fake.say(DraftTokens(0, 0, 3, (1,), rows=(Distribution(None, Form.CHANNEL),)))
     told = Told()
     front.until(Finished, told)
     assert told.statistics.draft_lost

@@ -1,26 +1,22 @@
 """Logits to probabilities to a token. Knows no models and no protocol state.
 
-Each way of drawing comes twice: `race`, `pick` and `greedy` return a token id, and wait for the device that holds the
-numbers; `race_on_device`, `pick_on_device` and `greedy_on_device` return a *draw*, a tensor [2] on that device: a check
-value, which is finite where the logits were, and the token id. `read_draw` turns a draw into the id.
+`race`, `pick` and `greedy` return a *draw*: a tensor [2] on the device that holds the numbers, with a check value, that
+is finite where the logits were, and the token id. They wait for no device; `read_draw` does, and gives the id. On the
+host `race` and `pick` compute in numpy, ten times faster than torch on few tokens; `race_on_device` and
+`pick_on_device` are what another device computes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
 from math import inf, isfinite
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pearl.decoding.keys import exponentials, exponentials_on_device, uniform
 from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
 
-_SHORT = 128  # tokens
 _TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
 
@@ -43,28 +39,26 @@ def read_draw(draw: torch.Tensor) -> int:
     return int(token)
 
 
-def race(probs: torch.Tensor, key: int) -> int:
-    """Draws a token id from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
+def race(probs: torch.Tensor, key: int) -> torch.Tensor:
+    """Draw a token from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
 
     Token i wins with probability probs[i] / sum.  Two sides that race with the same key on close distributions mostly
-    get the same winner: the basis of the coupled rule.
+    get the same winner: the basis of the coupled rule.  The check value is not finite where no probability is above 0.
     Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
-
-    Raises `NumericalError` where no probability is above 0. On the host in numpy: on a short support ten times faster
-    than torch.
     """
     if not probs.is_cpu:
-        return read_draw(race_on_device(probs, key))
+        return race_on_device(probs, key)
     weights = probs.numpy()
     ids = np.flatnonzero(weights > 0)  # of booleans: five times faster than of floats
     if not len(ids):
-        raise _not_finite()
+        return _draw(inf, 0)
     times = exponentials(key, ids) / weights[ids].astype(np.float64)
-    return int(ids[np.argmin(times)])
+    best = int(np.argmin(times))
+    return _draw(float(times[best]), int(ids[best]))
 
 
 def race_on_device(probs: torch.Tensor, key: int) -> torch.Tensor:
-    """`race` as a draw on the device of `probs`: see `read_draw`.
+    """`race` in torch, on the device of `probs`.
 
     The winner is the host's, except where two times differ by less than the rounding of the device's logarithm.
     """
@@ -73,32 +67,35 @@ def race_on_device(probs: torch.Tensor, key: int) -> torch.Tensor:
     return torch.stack((best, token.double()))
 
 
-def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> int:
-    """Draws a token id from `probs` [vocab] (need not sum to 1) by inverting the cumulative sum: one uniform number.
+def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """Draw a token from `probs` [vocab] (need not sum to 1) by inverting the cumulative sum: one uniform number.
 
-    Ten times cheaper than a race over a whole vocabulary; for draws that the other side need not repeat.
-    `otherwise`: [vocab], drawn from where `probs` is all zero. Raises `NumericalError` where the sum is not finite.
+    Ten times cheaper than a race over a whole vocabulary; for draws that the other side need not repeat.  The check
+    value is not finite where the sum is not, or is 0.
+
+    Args:
+        otherwise: [vocab], drawn from where `probs` is all zero.
     """
     if not probs.is_cpu:
-        return read_draw(pick_on_device(probs, key, otherwise))
-    cumulative: Sequence[float] | npt.NDArray[np.float64]
-    if len(probs) <= _SHORT:
-        cumulative = list(accumulate(probs.tolist()))  # the same sums, without waking numpy
-    else:
-        cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
+        return pick_on_device(probs, key, otherwise)
+    cumulative = np.add.accumulate(probs.numpy(), dtype=np.float64)
     total = float(cumulative[-1])
     if total == 0 and otherwise is not None:
         return pick(otherwise, key)
     if not 0 < total < inf:  # NaN is neither
-        raise _not_finite()
-    index = bisect_right(cumulative, uniform(key) * total)
+        return _draw(inf, 0)
+    index = int(np.searchsorted(cumulative, uniform(key) * total, side="right"))
     if index == len(cumulative):  # the product has been rounded up to the total
         index = int(torch.nonzero(probs)[-1])
-    return index
+    return _draw(total, index)
+
+
+def _draw(check: float, token: int) -> torch.Tensor:
+    return torch.tensor((check, token), dtype=torch.float64)
 
 
 def pick_on_device(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """`pick` as a draw on the device of `probs`: see `read_draw`.
+    """`pick` in torch, on the device of `probs`.
 
     Sums may round differently than on the host, and so may the probabilities themselves.
     """
@@ -149,12 +146,7 @@ def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(0, ids, top.masked_fill(before >= top_p, -torch.inf))
 
 
-def greedy(logits: torch.Tensor) -> int:
+def greedy(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of logits [vocab], the first of equals, as in transformers; NaN counts as the largest."""
-    return read_draw(greedy_on_device(logits))
-
-
-def greedy_on_device(logits: torch.Tensor) -> torch.Tensor:
-    """`greedy` as a draw on the device of the logits: see `read_draw`."""
     best, token = logits.max(-1)
     return torch.stack((best.double(), token.double()))

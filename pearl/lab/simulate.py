@@ -9,12 +9,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from pearl.config import EngineConfig
+from pearl.drafting.model import ModelProposer
 from pearl.metrics import Stopwatch
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
@@ -116,14 +117,14 @@ class CoinDraft:
 
     def execute(self, command: object) -> Event | None:
         match command:
-            case Draft(sample=sample):
-                return Drafted(0 if sample else None, request=command.request)
+            case Draft(budget=budget):
+                return Drafted((0,) if budget else (), request=command.request)
         return None
 
 
 def paired_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExecutor, DraftExecutor]:
     """Executors on two runners in this process; draft distributions are handed over as they are."""
-    return TargetExecutor(target), DraftExecutor(draft, target.vocab_size)
+    return TargetExecutor(target), DraftExecutor(ModelProposer(draft, target.vocab_size))
 
 
 def simulate(
@@ -235,7 +236,7 @@ class _Simulation:
             self.outcome.watch.busy += seconds
             event = Forwarded(seconds, request=event.request)
         elif isinstance(event, Drafted):
-            event = Drafted(event.token, seconds, event.rows, request=event.request)
+            event = replace(event, seconds=seconds)
         return event, seconds
 
     def _seconds(self, command: object) -> float:

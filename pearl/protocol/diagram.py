@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pearl.protocol import coordinator, drafter
+from pearl.protocol import drafter, request_machine
 
 
 def mermaid(table: Mapping[Any, Mapping[type, frozenset[Any]]]) -> str:
@@ -23,7 +23,7 @@ def mermaid(table: Mapping[Any, Mapping[type, frozenset[Any]]]) -> str:
 
 def section() -> str:
     """Both diagrams as the README's Markdown."""
-    parts = (("The target", coordinator.TRANSITIONS), ("The draft", drafter.TRANSITIONS))
+    parts = (("The target", request_machine.TRANSITIONS), ("The draft", drafter.TRANSITIONS))
     return "\n\n".join(f"{title}:\n\n```mermaid\n{mermaid(table)}\n```" for title, table in parts)
 
 

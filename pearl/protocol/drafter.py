@@ -1,6 +1,6 @@
-"""The draft's state machine, counterpart of the coordinator: draft on from the newest prefix known, up to a bound.
+"""The draft's state machines, counterpart of the coordinator: draft on from the newest prefix known, up to a bound.
 
-It decides nothing about the text.  While it may draft it never waits; what it has drafted it sends at once.
+They decide nothing about the text.  While one may draft it never waits; what it has drafted it sends at once.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
-from pearl.protocol.coordinator import PREFILL_CHUNK
 from pearl.protocol.events import Cause, Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import Begin, DraftTokens, Error, Finish, Resync, Verdict
+from pearl.protocol.request_machine import PREFILL_CHUNK
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
 
 class State(Enum):
     IDLE = "idle"  # no request
     DRAFTING = "drafting"  # a forward is running
-    WAITING = "waiting"  # drafted up to the bound: waits for a verdict
+    WAITING = "waiting"  # drafted up to the bound, or as far as the stop policy lets it: waits for a verdict
     LOST = "lost"  # asked for the whole prefix
 
 
@@ -48,25 +48,32 @@ class Counts:
     resyncs: int = 0
 
 
-class Drafter(Machine):
-    """One draft. `context`: tokens that its cache holds; it drafts no position from there on."""
+class DraftMachine(Machine):
+    """Drafts for one request after the other, in one slot.
+
+    Args:
+        slot: of the model, whose cache the next request may begin with.
+        context: tokens that a slot holds; no position from there on is drafted.
+    """
 
     role: ClassVar[str] = "draft"
     transitions: ClassVar[Table[Any]] = TRANSITIONS
     anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, slot: int, context: int, counts: Counts) -> None:
         super().__init__()
-        self.context = context
+        self.slot, self.context = slot, context
         self.state = State.IDLE
         self.sequence = TokenSequence()
         self.begun: Begin | None = None  # the request being drafted for
+        self.computing = -1  # the request that the running forward is for, should another have begun meanwhile
         self.epoch = 0
         self.draft_until = 0
-        self.counts = Counts()
+        self.counts = counts
         self._lost = False
+        self._paused = False  # by the stop policy, until the target says something
         self._in_flight = 0  # tokens that the running forward was fed
-        self._overtaken = False  # the running forward's token would continue a prefix that no longer stands
+        self._overtaken = False  # the running forward's tokens would continue a prefix that no longer stands
 
     # ---- events ----
 
@@ -77,11 +84,11 @@ class Drafter(Machine):
                 "that does not match its digest"
             )
         self.begun, self.epoch, self.draft_until = begin, begin.epoch, begin.draft_until
-        self._lost = False
+        self._lost = self._paused = False
         self._overtaken = True
         self.sequence.restart(begin.tokens)
         parameters, number = begin.parameters, begin.request
-        do(Open(begin.tokens, begin.sampling, begin.rule, parameters=parameters, request=number))
+        do(Open(begin.tokens, begin.sampling, begin.rule, parameters=parameters, slot=self.slot, request=number))
         self._go_on(do)
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
@@ -97,6 +104,7 @@ class Drafter(Machine):
             self._lose(verdict, do)
             return
         self.draft_until = verdict.draft_until
+        self._paused = False
         self._go_on(do)
 
     def _finish(self, finish: Finish, do: Do) -> None:
@@ -110,18 +118,23 @@ class Drafter(Machine):
 
     def _drafted(self, event: Drafted, do: Do) -> None:
         self.state = State.WAITING
+        if event.failure or self._overtaken:
+            self.sequence.cached += event.cached  # to be rolled back
         if event.failure:
             self._give_up(event.failure, do)
         elif self._overtaken:
-            self.counts.wasted += event.token is not None
-        elif event.token is not None:
+            self.counts.wasted += len(event.tokens)
+        elif event.tokens:
             assert self.begun is not None
             start = len(self.sequence.tokens)
-            self.sequence.extend([event.token])
-            self.counts.drafted += 1
-            seconds = event.seconds if self._in_flight == 1 else 0.0  # a prefix's forward says nothing of a token's
-            tokens = (event.token,)
-            do(Send(DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, event.rows)))
+            self.sequence.extend(event.tokens)
+            self.sequence.feed(event.cached)
+            self.counts.drafted += len(event.tokens)
+            self._paused = event.paused
+            # A prefix's forward says nothing of how long a token takes.
+            seconds = event.seconds / len(event.tokens) if self._in_flight == 1 else 0.0
+            number, paused = self.begun.request, event.paused
+            do(Send(DraftTokens(number, self.epoch, start, event.tokens, seconds, event.rows, paused=paused)))
         self._go_on(do)
 
     def _give_up(self, why: str, do: Do) -> None:
@@ -143,7 +156,7 @@ class Drafter(Machine):
         if self.begun is None or self._lost:
             self.state = State.LOST if self._lost else State.IDLE
             do(Wait(Cause.IDLE))
-        elif len(seq.tokens) >= self._until:
+        elif len(seq.tokens) >= self._until or self._paused:
             self.state = State.WAITING
             do(Wait(Cause.WINDOW))
         else:
@@ -158,12 +171,12 @@ class Drafter(Machine):
             do(Rollback(seq.fed, request=self.begun.request))
         start = seq.fed
         tokens = tuple(seq.feed(PREFILL_CHUNK - seq.fed % PREFILL_CHUNK))
-        self._in_flight = len(tokens)
+        self._in_flight, self.computing = len(tokens), self.begun.request
         self._overtaken = False
         self.state = State.DRAFTING
-        sample = seq.fed == len(seq.tokens)
-        more = sample and len(seq.tokens) + 1 < self._until
-        do(Draft(start, tokens, sample, more, request=self.begun.request))
+        known = len(seq.tokens)
+        budget = self._until - known if seq.fed == known else 0
+        do(Draft(start, tokens, budget, known - seq.committed, request=self.begun.request))
 
     @property
     def _until(self) -> int:
@@ -191,15 +204,84 @@ class Drafter(Machine):
         assert self.begun is not None
         self.counts.resyncs += 1
         self._lost = self._overtaken = True
+        self._paused = False
         self.sequence.drop_pending()
         self.epoch = verdict.epoch
         do(Send(Resync(self.begun.request, verdict.epoch)))
         self._go_on(do)
 
 
-Drafter.handlers = {
-    Begin: Drafter._begin,
-    Verdict: Drafter._verdict,
-    Finish: Drafter._finish,
-    Drafted: Drafter._drafted,
+DraftMachine.handlers = {
+    Begin: DraftMachine._begin,
+    Verdict: DraftMachine._verdict,
+    Finish: DraftMachine._finish,
+    Drafted: DraftMachine._drafted,
 }
+
+
+class Drafter:
+    """The draft: a machine for each of its slots.
+
+    Args:
+        context: tokens that a slot holds.
+        slots: how many requests it drafts for side by side.
+    """
+
+    def __init__(self, context: int, slots: int = 1) -> None:
+        self.context = context
+        self.counts = Counts()
+        self.machines = [DraftMachine(slot, context, self.counts) for slot in range(slots)]
+        self._turn = 0  # of the slot that a request takes where none is free
+
+    def handle(self, event: object) -> list[object]:
+        """Take one event, for the slot whose request it names; return the commands it leads to, in order.
+
+        Raises as `Machine.handle`.
+        """
+        if type(event) is Drafted:
+            return self._computing(event).handle(event)
+        number = getattr(event, "request", None)
+        for machine in self.machines:
+            if machine.begun is not None and machine.begun.request == number:
+                return machine.handle(event)
+        if type(event) is Begin:
+            return self._free().handle(event)
+        return self.machines[0].handle(event)  # of no request here: a verdict that came late, say
+
+    def _computing(self, event: Drafted) -> DraftMachine:
+        for machine in self.machines:
+            if machine.state is State.DRAFTING and event.request in (machine.computing, -1):
+                return machine
+        return self.machines[0]
+
+    def _free(self) -> DraftMachine:
+        """A slot without a request; where all have one the target has given up the oldest, and said so or will."""
+        for machine in self.machines:
+            if machine.begun is None:
+                return machine
+        self._turn = (self._turn + 1) % len(self.machines)
+        return self.machines[self._turn - 1]
+
+    @property
+    def state(self) -> State:
+        """Of the slot that is busiest: one that drafts, or waits, before one that does not."""
+        states = [machine.state for machine in self.machines]
+        return next(one for one in _BUSIEST if one in states)
+
+    # ---- snapshots, where there is one slot ----
+
+    @property
+    def sequence(self) -> TokenSequence:
+        return self.machines[0].sequence
+
+    @property
+    def begun(self) -> Begin | None:
+        """The request that is drafted for."""
+        return self.machines[0].begun
+
+    @property
+    def epoch(self) -> int:
+        return self.machines[0].epoch
+
+
+_BUSIEST = (State.DRAFTING, State.LOST, State.WAITING, State.IDLE)

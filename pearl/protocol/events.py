@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from pearl.protocol.messages import NO_ROWS, FinishReason, Message, Rows, Sampling
+from pearl.protocol.messages import FinishReason, Message, Sampling
 
 
 class Phase(Enum):
@@ -95,17 +95,26 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The draft's forward is done. `token` is None where it only fed a part of a long prefix.
+    """The draft's forward is done.
 
-    `seconds`: of the forward; `draw`: of drawing the token. `failure`: why none could be drawn, for its logits are not
-    finite; only this request's drafting ends by it.
+    Attributes:
+        tokens: what it proposes for the positions that follow, at most as many as were asked for; none where it only
+            fed a part of a long prefix.
+        seconds: of the forward.
+        rows: the distribution that each token was drawn from; empty where the rule needs none.
+        draw: seconds that it took to draw them.
+        failure: why none could be drawn: its logits are not finite. Only this request's drafting ends by it.
+        cached: how many of `tokens`, from the first on, the KV cache holds already.
+        paused: whether the stop policy ends drafting here until a verdict comes.
     """
 
-    token: int | None
+    tokens: tuple[int, ...] = ()
     seconds: float = 0.0
-    rows: Rows = NO_ROWS
+    rows: tuple[Any, ...] = ()
     draw: float = 0.0
     failure: str = ""
+    cached: int = 0
+    paused: bool = False
     request: int = field(default=-1, kw_only=True)
 
 
@@ -114,13 +123,14 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Get ready for a request (the draft: also when it is given a prefix anew)."""
+    """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew)."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     rule: str
     stops: tuple[str, ...] = ()
     parameters: tuple[tuple[str, float], ...] = ()  # of the rule
+    slot: int = 0
     request: int = field(default=-1, kw_only=True)
 
 
@@ -163,15 +173,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Feed `tokens` from position `start` on and, if `sample`, draw the one after. Answer: Drafted.
+    """Feed `tokens` from position `start` on and propose up to `budget` tokens that follow. Answer: Drafted.
 
-    `more`: as things stand, the token after that one may be drafted too.
+    `budget` 0: only feed. `pending`: tokens proposed already since the prefix that the target last told.
     """
 
     start: int
     tokens: tuple[int, ...]
-    sample: bool
-    more: bool = False
+    budget: int
+    pending: int = 0
     request: int = field(default=-1, kw_only=True)
 
 

@@ -1,8 +1,7 @@
 """What crosses between processes, as plain values: the fixed list of message types.
 
 The byte format (msgpack arrays, limits, checks) is `transport/codec.py`; its written specification is
-`pearl/transport/WIRE.md`.  Tensors never appear here: a draft distribution travels as bytes (`Rows`) or is only
-announced and comes over the tensor channel.
+`pearl/transport/WIRE.md`.  No message looks into a draft distribution: see `pearl.decoding.distribution`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Role(Enum):
@@ -36,28 +35,13 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
-class RowKind(Enum):
-    """How the draft distributions of a DraftTokens message travel."""
+class Source(Enum):
+    """Who guessed a token."""
 
-    NONE = "none"  # the acceptance rule needs none (greedy, coupled)
-    SPARSE = "sparse"  # per token: (ids as int32 LE, probs as float32 LE), exact because the support is small
-    FRAMES = "frames"  # per token: float32 LE over the target's vocabulary, in raw frames of the same message
-    CHANNEL = "channel"  # announced here; the rows come over the tensor channel, in order, each exactly once
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Draft distributions of a run of tokens. `data` holds one entry a token; empty for NONE.
-
-    On the wire an entry is bytes, or (ids, probs) for SPARSE, and CHANNEL has none; within a worker it is a tensor.
-    Nobody here looks.
-    """
-
-    kind: RowKind = RowKind.NONE
-    data: tuple[Any, ...] = ()
-
-
-NO_ROWS = Rows()
+    MODEL = "model"
+    NGRAM = "n-gram"
+    DATASTORE = "datastore"
+    BRANCH = "branch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +152,17 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """Drafted tokens from absolute position `start` on.
+    """Tokens proposed for the positions from `start` on, in their order.
 
-    `seconds`: how long the forward of the last one took. `waited`: how long, in all of this request so far, the draft
-    has waited for verdicts.
+    Attributes:
+        seconds: how long a token of the forward that made them took; 0: unknown.
+        rows: the distribution that each was drawn from (`decoding.distribution.Distribution`); empty where the rule
+            needs none.
+        waited: seconds that the draft has waited for verdicts in all of this request so far.
+        source: who guessed them.
+        after: None for the main line; else the outcome (position, token) under which they hold: that this token, which
+            the main line does not have there, is committed at this position, just before `start`.
+        paused: whether the draft drafts no more until a verdict comes, though it may: its stop policy said so.
     """
 
     request: int
@@ -179,8 +170,11 @@ class DraftTokens:
     start: int
     tokens: tuple[int, ...]
     seconds: float = 0.0
-    rows: Rows = NO_ROWS
+    rows: tuple[Any, ...] = ()
     waited: float = 0.0
+    source: Source = Source.MODEL
+    after: tuple[int, int] | None = None
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,10 @@ one request and says which of them hold for the prefix as it is now.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import Any
 
-
-class Source(Enum):
-    """Who guessed."""
-
-    MODEL = "model"
-    NGRAM = "n-gram"
-    DATASTORE = "datastore"
-    BRANCH = "branch"
+from pearl.protocol.messages import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +62,20 @@ class ProposalStore:
         """The draft distributions of the first `count` tokens of the main line."""
         return tuple(self._rows[:count])
 
-    def accept(self) -> Source:
-        """The first token of the main line is committed; return who guessed it."""
+    def accept(self, committed: int) -> Source:
+        """The first token of the main line is committed, `committed` tokens then are; return who guessed it.
+
+        Branches for another outcome there are dropped.
+        """
+        if self._branches:
+            self._branches = {after: each for after, each in self._branches.items() if after[0] >= committed}
         self._rows.pop(0)
         return self._sources.pop(0)
 
-    def correct(self, position: int, token: int) -> Proposal | None:
-        """`token` is committed at `position` in place of the main line's: return the branch that holds now, if any.
-
-        All else is dropped.
-        """
+    def branch(self, position: int, token: int) -> Proposal | None:
+        """The branch that holds where `token` is committed at `position`, as a proposal of the main line."""
         found = self._branches.get((position, token))
-        self.clear()
-        return found
-
-    def prune(self, committed: int) -> None:
-        """Drop branches whose outcome can no longer come: of positions before `committed`."""
-        self._branches = {after: each for after, each in self._branches.items() if after[0] >= committed}
+        return found and replace(found, after=None)
 
     def clear(self) -> None:
         """Drop everything: what was proposed holds no longer."""

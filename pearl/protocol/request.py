@@ -22,6 +22,7 @@ class Counts:
     stale: int = 0  # dropped: older epoch or another request
     duplicate: int = 0  # dropped: known start again
     resyncs: int = 0
+    foreseen: int = 0  # rejections for whose outcome a branch was there
     steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
     runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> how many such runs
@@ -39,6 +40,8 @@ class RequestState:
         epoch: raised whenever pending tokens are discarded.
         is_fresh: whether the last commit was no accepted draft token (or there was none yet).
         is_undraftable: whether the draft cannot go on with this request.
+        is_paused: whether the draft's stop policy has ended its drafting until a verdict comes.
+        opened_by: the outcome (position, token) that began this epoch; None where no rejection did.
         ending: why the request ends with what is committed, once that is known.
         told_draft, told_front: prefix lengths that these know of; 0: the draft does not take part.
         draft_until: the position up to which the draft was allowed to draft.
@@ -55,6 +58,8 @@ class RequestState:
     epoch: int = 0
     is_fresh: bool = True
     is_undraftable: bool = False
+    is_paused: bool = False
+    opened_by: tuple[int, int] | None = None
     ending: FinishReason | None = None
     told_draft: int = 0
     told_front: int = 0

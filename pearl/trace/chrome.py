@@ -20,7 +20,7 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
-VERSION = 2  # of what stands under "pearl_trace" in the metadata
+VERSION = 3  # of what stands under "pearl_trace" in the metadata
 _ACCEPTED, _REJECTED, _DISCARDED = "accepted", "rejected", "discarded"
 _MOST_HELD = 1000  # records of one wait
 _COUNTERS = ("pending", "epoch", "window", "acceptance")

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from pearl.decoding.distribution import Distribution
 from pearl.errors import TraceError
 from pearl.protocol import events, messages, request
 
@@ -32,8 +33,8 @@ def plain(value: object) -> Any:
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    if kind is messages.Rows:  # tensors or bytes: big, and decisions never look at them
-        return lambda rows: {"type": "Rows", "kind": rows.kind.value}
+    if kind is Distribution:  # tensors or bytes: big, and decisions never look at them
+        return lambda distribution: None
     if kind is events.Judge:
         return lambda judge: {
             "type": "Judge",
@@ -61,10 +62,6 @@ def from_plain(value: Any) -> Any:
     try:
         kind = _KINDS[value["type"]]
         given = {k: v for k, v in value.items() if k != "type"}
-        if "rows" in given and isinstance(given["rows"], dict):  # stand-ins, as many as there were distributions
-            row = messages.RowKind(given["rows"]["kind"])
-            none = row is messages.RowKind.NONE or kind is events.Drafted
-            given["rows"] = messages.Rows(row, () if none else (None,) * len(given["tokens"]))
         return _adapter(kind).validate_python(given)
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         raise TraceError(

@@ -222,8 +222,9 @@ class Tracer:
             case Sample(position):
                 assert isinstance(event, Sampled)
                 record(LOOP, "busy", "sample", start, end, {"start": position, "token": event.token})
-            case Draft(at, tokens, sample, _):
+            case Draft(at, tokens, budget, _):
                 assert isinstance(event, Drafted)
+                sample = budget > 0
                 # It may have begun before the loop asked for it; or after, where another had to end first.
                 done = max(start, end - round(event.draw * 1e9)) if sample else end
                 began = max(start, done - round(event.seconds * 1e9))
@@ -235,7 +236,7 @@ class Tracer:
                 ran = round(event.seconds, 7)
                 record(LOOP, "busy", name, began, done, {"n": len(tokens), "start": at, "seconds": ran})
                 if sample:
-                    record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "token": event.token})
+                    record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "tokens": list(event.tokens)})
             case Rollback(length):
                 record(LOOP, "busy", "rollback", start, end, {"length": length})
             case Open():

@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 from math import inf
 from operator import attrgetter
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import msgpack
 
 import pearl.errors
+from pearl.decoding.distribution import Distribution, Form
 from pearl.decoding.registry import MAX_PARAMETERS, Parameters, find
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
-    NO_ROWS,
     PROTOCOL_VERSION,
     Begin,
     Cancel,
@@ -43,9 +43,8 @@ from pearl.protocol.messages import (
     Provenance,
     Resync,
     Role,
-    RowKind,
-    Rows,
     Sampling,
+    Source,
     Submit,
     Trace,
     Verdict,
@@ -229,31 +228,45 @@ def _pack_parameters(parameters: Parameters) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in parameters]
 
 
-def _pack_rows(rows: Rows) -> tuple[int, Sequence[Any]]:
-    return _ROW_CODES[rows.kind], rows.data if rows.kind is RowKind.SPARSE else ()
+def _pack_rows(rows: Sequence[Distribution]) -> list[Any]:
+    return [_pack_row(row) for row in rows]
 
 
-def _rows(value: object) -> Rows:
-    """The rows but for the raw frames of FRAMES, which are no part of the packed header."""
-    if type(value) is not tuple or list(map(type, value)) != [int, tuple]:
-        raise ValueError("must be [kind, entries]")
-    kind, entries = _ROW_KINDS.get(value[0]), value[1]
-    if kind is RowKind.NONE and not entries:
-        return NO_ROWS
-    if kind is None or (entries and kind is not RowKind.SPARSE):
-        raise ValueError("is of an unknown kind, or has entries where its kind has none")
-    for entry in entries:
-        if type(entry) is not tuple or list(map(type, entry)) != [bytes, bytes]:
-            raise ValueError("must have entries (ids, probs), both bytes")
-        if len(entry[0]) != len(entry[1]) or len(entry[0]) % 4:
-            raise ValueError("has ids and probs that are not of one length divisible by 4")
-    return Rows(kind, entries)
+def _pack_row(row: Distribution) -> Any:
+    if row.form is Form.SPARSE:
+        return row.data
+    if row.form not in _ROW_CODES:
+        raise ValueError("a distribution was not packed")
+    return _ROW_CODES[row.form]
+
+
+def _rows(value: object) -> tuple[Distribution, ...]:
+    """The rows but for the raw frames of FRAME, which are no part of the packed header."""
+    if type(value) is not tuple or len(value) > MAX_RUN:
+        raise ValueError(f"must be an array of at most {MAX_RUN} rows")
+    return tuple(map(_row, value))
+
+
+def _row(entry: object) -> Distribution:
+    if type(entry) is int and entry in _ROW_FORMS:
+        return Distribution(None, _ROW_FORMS[entry])
+    if type(entry) is not tuple or list(map(type, entry)) != [bytes, bytes]:
+        raise ValueError("must hold 0, 1 or (ids, probs), both bytes")
+    if len(entry[0]) != len(entry[1]) or len(entry[0]) % 4:
+        raise ValueError("has ids and probs that are not of one length divisible by 4")
+    return Distribution(entry, Form.SPARSE)
+
+
+def _outcome(value: object) -> tuple[int, int]:
+    if type(value) is tuple and len(value) == 2:
+        return _POSITION.check(value[0]), _POSITION.check(value[1])
+    raise ValueError("must be a pair (position, token)")
 
 
 _PROVENANCES = _codes(Provenance)
 _PROVENANCE_CODES = {member: code for code, member in _PROVENANCES.items()}
-_ROW_KINDS = _codes(RowKind)
-_ROW_CODES = {member: code for code, member in _ROW_KINDS.items()}
+_ROW_FORMS = {0: Form.FRAME, 1: Form.CHANNEL}
+_ROW_CODES = {form: code for code, form in _ROW_FORMS.items()}
 
 _COUNT = _integer(0, 2**63)
 _POSITION = _integer(0, 2**31)
@@ -398,6 +411,9 @@ _SHAPES: dict[int, _Shape] = {
         seconds=_SECONDS,
         rows=_Kind(_rows, _pack_rows),
         waited=_SECONDS,
+        source=_member(Source),
+        after=_optional(_Kind(_outcome, list)),
+        paused=_Kind(_flag),
     ),
     9: _Shape(
         Verdict,
@@ -431,7 +447,7 @@ _own = _Own()
 
 
 def encode(message: Message) -> list[bytes]:
-    """The frames of `message`: a packed header and, for rows of kind FRAMES, one raw frame a token.
+    """The frames of `message`: a packed header and, for each row of form FRAME, one raw frame.
 
     Raises `LocalProtocolError` where it cannot be written or exceeds the limits of the wire. It does not look
     at ranges: what we made is in range, and the peer looks anyway.
@@ -443,8 +459,8 @@ def encode(message: Message) -> list[bytes]:
         frames = [_own.packer.pack([code, *_SHAPES[code].pack(message)])]
     except (ValueError, TypeError, OverflowError, KeyError, struct.error) as error:
         raise LocalProtocolError(f"{type(message).__name__} cannot be written: {error}") from error
-    if isinstance(message, DraftTokens) and message.rows.kind is RowKind.FRAMES:
-        frames.extend(message.rows.data)
+    if isinstance(message, DraftTokens):
+        frames.extend(row.data for row in message.rows if row.form is Form.FRAME)
     if len(frames) > MAX_FRAMES or max(map(len, frames)) > MAX_FRAME:
         raise LocalProtocolError(
             f"{type(message).__name__} exceeds {MAX_FRAMES} frames of {MAX_FRAME} bytes: send it in parts"
@@ -513,17 +529,21 @@ def _check_parameters(field: str, given: Decoding | Begin) -> None:
 
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
-    rows = message.rows
-    if rows.kind is RowKind.FRAMES:
-        rows = Rows(RowKind.FRAMES, tuple(map(bytes, raw)))
-        sizes = set(map(len, rows.data))
+    rows, tokens = message.rows, message.tokens
+    if rows and len(rows) != len(tokens):
+        raise ValueError(f"DraftTokens has {len(tokens)} tokens and {len(rows)} rows")
+    if message.after is not None and message.after[0] + 1 != message.start:
+        raise ValueError(f"DraftTokens starts at {message.start} after an outcome at {message.after[0]}")
+    announced = [row for row in rows if row.form is Form.FRAME]
+    if len(announced) != len(raw):
+        raise ValueError(f"DraftTokens announced {len(announced)} raw frames and came with {len(raw)}")
+    if raw:
+        sizes = set(map(len, raw))
         if len(sizes) > 1 or any(size % 4 or not size for size in sizes):
             raise ValueError("DraftTokens.rows has raw frames that are not float32 rows of one length")
-    elif raw:
-        raise ValueError(f"DraftTokens with rows of kind {rows.kind.value} came with {len(raw)} raw frames")
-    if rows.kind in (RowKind.SPARSE, RowKind.FRAMES) and len(rows.data) != len(message.tokens):
-        raise ValueError(f"DraftTokens has {len(message.tokens)} tokens and {len(rows.data)} rows")
-    return replace(message, rows=rows) if raw else message
+        for row, frame in zip(announced, raw, strict=True):
+            row.data = bytes(frame)
+    return message
 
 
 def _version_hint(kind: type, values: tuple[Any, ...]) -> str:

@@ -14,19 +14,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from pearl.drafting.proposer import Launched
 from pearl.errors import DraftLost, TransportError
 from pearl.protocol.events import Draft, Drafted, Rollback
-from pearl.worker.execute import DraftExecutor, Event, Launched
+from pearl.worker.execute import DraftExecutor, Event
 
 _PATIENCE = 3.0  # seconds
 _LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
 _LONGEST_NAP = 5e-4  # seconds
-_UNKNOWN = -1  # a token that nobody knows yet; no command has it
+_UNKNOWN = Drafted((-1,))  # a token that nobody knows yet; no command has it
 
 
 class Ahead:
@@ -44,6 +46,7 @@ class Ahead:
         computed: Callable[[object], None] = lambda event: None,
     ) -> None:
         self._executor, self._wanted, self._computed = executor, wanted, computed
+        self._proposer = executor.proposer
         self._due = 0.0  # when what was launched last will be done, as far as one can tell
         self._took = 0.0  # seconds, the last forward of one token and its draw
         self._lead = 0.0  # seconds before the end of one forward at which the next is launched
@@ -77,7 +80,7 @@ class Ahead:
         self.close()
 
     def _run(self) -> None:
-        device = self._executor.runner.device
+        device = self._proposer.device
         try:
             with torch.inference_mode():
                 if device.type == "cuda":
@@ -93,7 +96,7 @@ class Ahead:
 
     def _serve(self) -> None:
         guess: Draft | None = None  # what was begun without being told, and what came of it
-        outcome: Event | Launched | BaseException | None = None
+        outcome: Event | _Begun | BaseException | None = None
         while (command := self._commands.get()) is not None:
             # A guess is forgotten with its failure, but not that ranks have lost each other over it.
             lasting = BaseException if guess is None else (DraftLost, TransportError)
@@ -102,8 +105,8 @@ class Ahead:
                 outcome = self._attempt(command, guess)
             guess = None
             if isinstance(command, Draft):
-                if isinstance(outcome, Launched):
-                    told, guess, outcome = self._collect(command, outcome)
+                if isinstance(outcome, _Begun):
+                    told, guess, outcome = self._collect(command, outcome.launched)
                     self._outcomes.put(told)
                 else:
                     guess = self._next(command, outcome)
@@ -111,17 +114,16 @@ class Ahead:
                     outcome = None if guess is None else self._attempt(guess)
 
     def _next(self, command: Draft, outcome: object) -> Draft | None:
-        if not command.more or not isinstance(outcome, Drafted) or outcome.token is None or not self._wanted():
-            return None
-        return _after(command, outcome.token)
+        guess = _after(command, outcome) if isinstance(outcome, Drafted) else None
+        return guess if guess is not None and self._wanted() else None
 
-    def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | Launched | BaseException | None:
+    def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | _Begun | BaseException | None:
         try:
             # Of a guess the state machine knows nothing: it rolls back what it has asked for, and only that.
             if forgotten is not None and not isinstance(command, Rollback):
-                self._executor.execute(Rollback(forgotten.start))
-            if self._executor.chains and isinstance(command, Draft) and command.sample:
-                return self._launch(command)
+                self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
+            if self._proposer.chains and isinstance(command, Draft) and command.budget:
+                return _Begun(self._launch(command))
             event = self._executor.execute(command)
             self._computed(event)
         except BaseException as error:
@@ -132,7 +134,7 @@ class Ahead:
 
     def _launch(self, command: Draft, after: Launched | None = None) -> Launched:
         began = time.monotonic()
-        launched = self._executor.launch(command, None if after is None else after.token)
+        launched = self._proposer.launch(command, after)
         now = time.monotonic()
         self._lead = _LEAST_LEAD + 2 * (now - began)
         self._due = max(self._due, now) + self._took
@@ -140,28 +142,29 @@ class Ahead:
 
     def _collect(
         self, command: Draft, launched: Launched
-    ) -> tuple[Event | BaseException, Draft | None, Launched | BaseException | None]:
+    ) -> tuple[Event | BaseException, Draft | None, _Begun | BaseException | None]:
         """What came of `command`; and what was begun before that was known, with what came of that."""
         guess: Draft | None = None
-        following: Launched | BaseException | None = None
-        if command.more:
+        following: _Begun | BaseException | None = None
+        if command.budget > 1:
             self._wait_until_late(launched)
             if self._wanted():
                 guess = _after(command, _UNKNOWN)
+                assert guess is not None
                 try:
-                    following = self._launch(guess, launched)
+                    following = _Begun(self._launch(guess, launched))
                 except BaseException as error:
                     following = error
         try:
-            drafted = self._executor.collect(launched)
+            drafted = self._proposer.collect(launched)
         except BaseException as error:
             return error, guess, following
         if len(command.tokens) == 1:
             self._took = drafted.seconds + drafted.draw
         self._due = time.monotonic() + (self._took if guess else 0.0)
         self._computed(drafted)
-        if guess is not None and drafted.token is not None:
-            guess = _after(command, drafted.token)
+        if guess is not None and (known := _after(command, drafted)) is not None:
+            guess = known
         return drafted, guess, following
 
     def _wait_until_late(self, launched: Launched) -> None:
@@ -170,15 +173,30 @@ class Ahead:
             time.sleep(min(left, _LONGEST_NAP))
 
 
-def _after(command: Draft, token: int) -> Draft:
-    return Draft(command.start + len(command.tokens), (token,), sample=True)
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What was launched and is not collected yet."""
+
+    launched: Launched
+
+
+def _after(command: Draft, drafted: Drafted) -> Draft | None:
+    """What the state machine asks for next, as things stand; None where that is nothing."""
+    budget = command.budget - len(drafted.tokens)
+    if not drafted.tokens or budget <= 0 or drafted.paused:
+        return None
+    start = command.start + len(command.tokens) + drafted.cached
+    pending = command.pending + len(drafted.tokens)
+    return Draft(start, drafted.tokens[drafted.cached :], budget, pending, request=command.request)
 
 
 def _same(command: object, guess: Draft) -> bool:
+    """Whether one forward answers both. What the bound allows beyond it may have grown meanwhile."""
     # field by field: this stands between two forwards
     return (
         isinstance(command, Draft)
-        and command.sample
+        and command.budget > 0
         and command.start == guess.start
         and command.tokens == guess.tokens
+        and command.request == guess.request
     )

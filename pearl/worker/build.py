@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pearl.config import Device, EngineConfig
+from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
@@ -28,11 +29,12 @@ from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
+from pearl.worker.draft_link import TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
-from pearl.worker.target import TargetSettings, TargetWorker
+from pearl.worker.target import TargetWorker
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import RankGroup
@@ -98,7 +100,7 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                return DraftExecutor(runner, welcome.vocab_size), packer
+                return DraftExecutor(ModelProposer(runner, welcome.vocab_size)), packer
 
             worker = DraftWorker(
                 endpoint,

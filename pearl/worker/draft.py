@@ -32,13 +32,12 @@ from pearl.silence import SLACK
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
 from pearl.worker.ahead import Ahead
-from pearl.worker.calibrate import calibrate_draft
 from pearl.worker.execute import DraftExecutor
-from pearl.worker.rows import RowPacker, inline
+from pearl.worker.rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
-LONG = 8  # tokens: a forward of more is announced, for it may take longer than silence is suffered
+MOST_UNANNOUNCED = 8  # tokens: a forward of more is announced, for it may take longer than silence is borne
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
@@ -46,7 +45,8 @@ class DraftWorker:
     """Drafts for one target until `stopping()`.
 
     Args:
-        welcomed: called with the target's introduction, before anything is drafted; returns the executor that fits it.
+        welcomed: called with the target's introduction, before anything is drafted; returns the executor that fits it,
+            and how its distributions travel.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
     """
 
@@ -133,7 +133,7 @@ class DraftWorker:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
         # one that knows a draft's speed has met another, and has no use for a long measurement now
-        seconds, self._prefill_pace = calibrate_draft(self._executor.runner, brief=welcome.t_draft > 0)
+        seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside)
         self._execute = self._tracer.computing(self._open.enter_context(ahead).execute)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
@@ -171,13 +171,14 @@ class DraftWorker:
         self._launcher_beat(SLACK * seconds)
 
     def _inlined(self, message: Message) -> Message:
-        return inline(message, self._waited)
+        return packed(message, self._waited)
 
     def _attempt(self, command: object) -> object | None:
         try:
             return self._execute(command)
         except NumericalError as error:
-            return Drafted(None, failure=str(error))
+            assert isinstance(command, Draft)
+            return Drafted(failure=str(error), request=command.request)
 
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
@@ -185,7 +186,7 @@ class DraftWorker:
         match command:
             case Send(DraftTokens() as message):
                 start = self._tracer.clock()
-                message = self._packer.pack(message)  # while the next forward runs
+                self._packer.pack(message.rows)  # while the next forward runs
                 self._tracer.note("busy", "pack", start)
                 self._mail.send(message)
                 self._packer.send(message.rows)
@@ -198,13 +199,13 @@ class DraftWorker:
             case Begin() | Verdict() | Finish():
                 self._take(command)
             case _:
-                if isinstance(command, Draft) and len(command.tokens) > LONG:
+                if isinstance(command, Draft) and len(command.tokens) > MOST_UNANNOUNCED:
                     self._announce(len(command.tokens))
                 began = time.monotonic()
                 event = self._attempt(command)
                 if isinstance(command, Draft):
                     self._steps += 1
-                    if len(command.tokens) > LONG:
+                    if len(command.tokens) > MOST_UNANNOUNCED:
                         self._prefill_pace = (time.monotonic() - began) / len(command.tokens)
                     self._receive(0)  # a verdict that came meanwhile may have overtaken this token
                 if event is not None:

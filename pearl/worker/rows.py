@@ -1,25 +1,16 @@
-"""Draft distributions on their way: which form they travel in, and back to a tensor. Knows no sockets."""
+"""The draft's side of how draft distributions travel. Knows no sockets."""
 
 from __future__ import annotations
 
-import struct
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-import torch
-
-from pearl.errors import RemoteProtocolError
-from pearl.protocol.messages import DraftTokens, Message, RowKind, Rows
+from pearl.decoding.distribution import Distribution, Form
+from pearl.protocol.messages import DraftTokens, Message
 from pearl.transport.base import TensorChannel
-
-_SPARSE_SHARE = 8  # a row with fewer than vocab / 8 possible tokens travels as (ids, probs): exact and small
-_SMALL = 128  # so does one with fewer than this, whatever the vocabulary: a message of one frame is cheaper than of two
-_MOST = 1.001  # of a probability, however it was rounded
-_IDS = np.arange(_SMALL, dtype=np.int32).tobytes()
 
 
 class RowPacker:
-    """On the draft's side: how a distribution [vocab], float32, travels; dense ones over the channel if there is one.
+    """Decides how each distribution travels: sparse ones inline, dense ones over the channel if there is one.
 
     A channel row is sent by `send`, after its announcement: the target never waits for what was not announced.
     """
@@ -27,83 +18,26 @@ class RowPacker:
     def __init__(self, channel: TensorChannel | None = None) -> None:
         self._channel = channel
 
-    def pack(self, message: DraftTokens) -> DraftTokens:
-        """A message whose distribution is as it was drawn from, for `inline` and `send`: it is still in memory."""
-        if not message.rows.data:
-            return message
-        (probs,) = message.rows.data
-        if self._channel is not None and not is_sparse(probs):
-            return message
-        copy = probs.to("cpu", non_blocking=True)  # of a GPU's into pinned memory
-        if probs.is_cuda:
-            torch.cuda.current_stream(probs.device).synchronize()
-        return with_rows(message, Rows(RowKind.FRAMES, (copy,)), message.waited)
+    def pack(self, rows: tuple[Distribution, ...]) -> None:
+        """Announce, or bring to the host; `packed` does the rest."""
+        for row in rows:
+            if self._channel is not None and not row.is_sparse:
+                row.announce()
+            else:
+                row.to_host()
 
-    def send(self, rows: Rows) -> None:
-        """Sends over the channel what belongs there, of a message that has just gone out."""
-        if self._channel is not None and rows.kind is RowKind.CHANNEL:
-            for row in rows.data:
-                self._channel.send(row)
+    def send(self, rows: tuple[Distribution, ...]) -> None:
+        """Send over the channel what was announced in a message that has just gone out."""
+        for row in rows:
+            if row.form is Form.CHANNEL:
+                assert self._channel is not None
+                self._channel.send(row.data)
 
 
-def is_sparse(probs: torch.Tensor) -> bool:
-    size = probs.numel()
-    return size < _SMALL or int(torch.count_nonzero(probs)) < max(_SMALL, size // _SPARSE_SHARE)
-
-
-def inline(message: Message, waited: float = 0.0) -> Message:
-    """The message as it travels: a distribution that it holds in memory becomes bytes, or its announcement."""
-    return with_rows(message, _inline(message.rows), waited) if isinstance(message, DraftTokens) else message
-
-
-def with_rows(message: DraftTokens, rows: Rows, waited: float) -> DraftTokens:
-    """The message with these instead of its own; half the time that `replace` takes."""
-    return DraftTokens(message.request, message.epoch, message.start, message.tokens, message.seconds, rows, waited)
-
-
-def _inline(rows: Rows) -> Rows:
-    if rows.kind is RowKind.CHANNEL:
-        return Rows(RowKind.CHANNEL)
-    if rows.kind is not RowKind.FRAMES:
-        return rows
-    (probs,) = rows.data
-    weights = probs.numpy()
-    if len(weights) < _SMALL:
-        return Rows(RowKind.SPARSE, ((_IDS[: 4 * len(weights)], weights.tobytes()),))
-    if is_sparse(probs):
-        ids = np.flatnonzero(weights > 0)
-        return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
-    return Rows(RowKind.FRAMES, (weights.tobytes(),))
-
-
-def unpack(row: Any, vocab_size: int) -> torch.Tensor:
-    """What a peer sent inline, one entry of `Rows.data` -> [vocab_size], float32.
-
-    Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
-    """
-    ids, frame = row if isinstance(row, tuple) else (None, row)
-    if vocab_size < _SMALL and ids == _IDS[: 4 * vocab_size]:  # one for each token, in order
-        few = struct.unpack(f"<{vocab_size}f", frame)  # without waking numpy
-        if not all(0 <= weight <= _MOST for weight in few):
-            raise _no_distribution(vocab_size)
-        return torch.tensor(few, dtype=torch.float32)
-    weights = np.frombuffer(frame, np.float32)
-    if ids is None:
-        sound, probs = weights.size == vocab_size, weights.copy()
-    else:
-        places = np.frombuffer(ids, np.uint32)
-        sound, probs = places.size > 0 and bool(places.max() < vocab_size), np.zeros(vocab_size, np.float32)
-        if sound:  # what was negative is largest
-            probs[places] = weights
-    if not sound or not are_probabilities(weights):
-        raise _no_distribution(vocab_size)
-    return torch.from_numpy(probs)
-
-
-def _no_distribution(vocab_size: int) -> RemoteProtocolError:
-    return RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
-
-
-def are_probabilities(values: Any) -> bool:
-    """A NaN fails every comparison, and is the minimum of what it is in."""
-    return bool(values.min() >= 0 and values.max() <= _MOST)
+def packed(message: Message, waited: float = 0.0) -> Message:
+    """The message as it travels: distributions as bytes, and how long the draft has waited so far."""
+    if not isinstance(message, DraftTokens):
+        return message
+    for row in message.rows:
+        row.pack()
+    return replace(message, waited=waited) if waited else message

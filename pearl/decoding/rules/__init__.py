@@ -31,16 +31,12 @@ class Judgement:
 class DraftHalf(Protocol):
     """How the draft draws. Made as `factory(sampling, **parameters)`; positions are absolute."""
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
-        """The draft's token for `position` from logits [vocab], and what the target needs to judge it.
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A draw for `position` from logits [vocab] (see `sampling.read_draw`), and what the target needs to judge it.
 
         That is None, or a row [vocab] float32: the distribution that the token was drawn from or, for a rule that
-        needs scalars, 0 but at the token.
+        needs scalars, 0 but at the token.  Both are on the logits' device, and nothing waits for it.
         """
-        ...
-
-    def draft_on_device(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Non-blocking `draft`: instead of the token a draw on the device, for `sampling.read_draw`."""
         ...
 
 

@@ -7,13 +7,13 @@ the wire.  Source: "Coupling without communication", Daliri, Musco, Suresh 2024.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import greedy, greedy_on_device, probabilities, race, race_on_device, read_draw
+from pearl.decoding.sampling import greedy, probabilities, race, read_draw
 from pearl.protocol.messages import Sampling
 
 
@@ -24,17 +24,11 @@ class DirectDraw:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
 
-    def __call__(self, logits: torch.Tensor, position: int) -> int:
-        """The token id for `position`, from logits [vocab]. Raises `NumericalError` where these are not finite."""
+    def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """The draw for `position` from logits [vocab], for `sampling.read_draw`."""
         if self.sampling.temperature == 0:
             return greedy(logits)
         return race(probabilities(logits, self.sampling), self._keys(position, Purpose.DIRECT))
-
-    def on_device(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """The same as a draw on the device, for `sampling.read_draw`."""
-        if self.sampling.temperature == 0:
-            return greedy_on_device(logits)
-        return race_on_device(probabilities(logits, self.sampling), self._keys(position, Purpose.DIRECT))
 
 
 class DirectDraft:
@@ -43,11 +37,8 @@ class DirectDraft:
     def __init__(self, sampling: Sampling) -> None:
         self._draw = DirectDraw(sampling)
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._draw(logits, position), None
-
-    def draft_on_device(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._draw.on_device(logits, position), None
 
 
 class DirectTarget:
@@ -63,16 +54,10 @@ class DirectTarget:
         rows: Sequence[torch.Tensor],
         start: int,
     ) -> Judgement:
-        draws: Iterator[int]
-        if logits.is_cpu:
-            draws = (self._draw(row, start + i) for i, row in enumerate(logits))  # none after a rejection
-        else:
-            draws = map(read_draw, self._draw_all(logits, start))
-        for i, (token, own) in enumerate(zip(tokens, draws, strict=True)):
-            if own != token:
+        draws = (self._draw(row, start + i) for i, row in enumerate(logits))
+        if not logits.is_cpu:  # one copy for all; on a CPU none is drawn after a rejection
+            draws = iter(torch.stack([*draws]).cpu())
+        for i, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
+            if (own := read_draw(draw)) != token:
                 return Judgement(i, own)
         return Judgement(len(tokens), None)
-
-    def _draw_all(self, logits: torch.Tensor, start: int) -> torch.Tensor:
-        """The draw of every row, [n, 2], copied to the host together."""
-        return torch.stack([self._draw.on_device(row, start + i) for i, row in enumerate(logits)]).cpu()

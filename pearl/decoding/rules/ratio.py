@@ -12,7 +12,7 @@ import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose, uniform
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import pick, pick_on_device, probabilities
+from pearl.decoding.sampling import pick, probabilities, read_draw
 from pearl.protocol.messages import Sampling
 
 
@@ -36,13 +36,9 @@ class RatioDraft:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[int, torch.Tensor | None]:
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         probs = probabilities(logits, self.sampling)
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
-
-    def draft_on_device(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        probs = probabilities(logits, self.sampling)
-        return pick_on_device(probs, self._keys(position, Purpose.DRAFT)), probs
 
 
 class RatioTarget:
@@ -66,7 +62,8 @@ class RatioTarget:
         for i, (target_prob, draft_prob) in enumerate(chances):
             if not accepts(uniform(self._key(start + i, Purpose.ACCEPT)), target_prob, draft_prob):
                 rest = residual(target[i], rows[i])
-                return Judgement(i, pick(rest, self._key(start + i, Purpose.CORRECTION), otherwise=target[i]))
+                draw = pick(rest, self._key(start + i, Purpose.CORRECTION), otherwise=target[i])
+                return Judgement(i, read_draw(draw))
         return Judgement(len(tokens), None)
 
     def _key(self, position: int, purpose: Purpose) -> int:

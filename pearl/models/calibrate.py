@@ -10,7 +10,6 @@ from statistics import median
 
 from pearl.errors import ModelError
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.protocol.window import Speeds
 
 FED = (1, 2, 4, 8)  # tokens fed to the target: the sizes of windows that matter; others are interpolated
 _CONTEXT = 32  # tokens in the cache meanwhile
@@ -19,14 +18,14 @@ _DRAFT_SECONDS = 1.0  # the draft keeps going while the target measures its seve
 _MOST_DRAFTS = 200
 
 
-def calibrate_target(runner: ModelRunner, speeds: Speeds) -> None:
-    """Times forwards fed 1, 2, 4 and 8 tokens and tells `speeds`; leaves the cache empty."""
+def calibrate_target(runner: ModelRunner) -> tuple[tuple[int, float], ...]:
+    """Seconds of forwards fed 1, 2, 4 and 8 tokens, as (fed, seconds); leaves the cache empty."""
     base = _fill(runner)
     _seconds(runner, base, 1)  # the first forwards of a process pay for what later ones do not
-    for fed in FED:
-        if base + fed <= runner.context:
-            speeds.observe_target(fed, median(_seconds(runner, base, fed) for _ in range(_REPEATS)))
+    sizes = [fed for fed in FED if base + fed <= runner.context]
+    found = tuple((fed, median(_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes)
     runner.rollback(0)
+    return found
 
 
 def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:

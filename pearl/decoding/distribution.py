@@ -1,0 +1,120 @@
+"""A draft distribution, from the device that it was drawn on to the device that judges with it.
+
+Imports no torch until a tensor is needed: the codec, which a command line imports too, makes these of bytes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pearl.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    import torch
+
+_SPARSE_SHARE = 8  # a distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller
+_MOST = 1.001  # of a probability, however it was rounded
+
+
+class Form(Enum):
+    """How a distribution is held."""
+
+    TENSOR = "tensor"  # torch.Tensor [vocab] float32, on any device; never on the wire
+    SPARSE = "sparse"  # (ids, probs) of the possible tokens: bytes of int32 LE and of float32 LE
+    FRAME = "frame"  # bytes of float32 LE over the vocabulary
+    CHANNEL = "channel"  # announced; the tensor follows over the tensor channel (the sender keeps it until then)
+
+
+class Distribution:
+    """What a draft token was drawn from, float32 over the target's vocabulary.
+
+    It changes its form in place on its way, so the message that carries it stays the same object: TENSOR on the draft's
+    device, TENSOR on the host (`to_host`), SPARSE, FRAME or CHANNEL on the wire (`pack`), TENSOR again in the target
+    (`unpack`, or `hold` for what has come over the channel).
+    """
+
+    __slots__ = ("data", "form")
+
+    def __init__(self, data: Any, form: Form = Form.TENSOR) -> None:
+        self.data, self.form = data, form
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Distribution) and (self.form, self.data) == (other.form, other.data)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"Distribution({self.form.value})"
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[vocab], float32."""
+        assert self.form is Form.TENSOR, self.form
+        found: torch.Tensor = self.data
+        return found
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether few tokens are possible; waits for the device that holds the tensor."""
+        if self.form is not Form.TENSOR:
+            return self.form is Form.SPARSE
+        return int(self.data.count_nonzero()) < self.data.numel() // _SPARSE_SHARE
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Become this tensor [vocab]."""
+        self.data, self.form = tensor, Form.TENSOR
+
+    def to_host(self) -> None:
+        """Copy the tensor to the host, from a GPU into pinned memory; wait for it."""
+        probs = self.tensor
+        if not probs.is_cpu:
+            import torch
+
+            self.data = probs.to("cpu", non_blocking=True)
+            torch.cuda.current_stream(probs.device).synchronize()
+
+    def announce(self) -> None:
+        """Mark the tensor as one that follows over the tensor channel."""
+        self.tensor  # noqa: B018  # it must be one
+        self.form = Form.CHANNEL
+
+    def pack(self) -> None:
+        """Become bytes: SPARSE where few tokens are possible, otherwise FRAME. What is bytes, or announced, stays."""
+        if self.form is not Form.TENSOR:
+            return
+        weights = self.data.numpy()
+        ids = np.flatnonzero(weights > 0)  # of booleans: five times faster than of floats
+        if len(ids) < len(weights) // _SPARSE_SHARE:
+            self.data, self.form = (ids.astype(np.int32).tobytes(), weights[ids].tobytes()), Form.SPARSE
+        else:
+            self.data, self.form = weights.tobytes(), Form.FRAME
+
+    def unpack(self, vocab_size: int) -> None:
+        """Become a tensor [vocab_size] on the host of what a peer sent inline; what is announced stays.
+
+        Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
+        """
+        if self.form is Form.CHANNEL:
+            return
+        import torch
+
+        if self.form is Form.FRAME:
+            weights = np.frombuffer(self.data, np.float32)
+            is_sound, probs = weights.size == vocab_size, weights.copy()
+        else:
+            ids, weights = np.frombuffer(self.data[0], np.uint32), np.frombuffer(self.data[1], np.float32)
+            is_sound = ids.size > 0 and bool(ids.max() < vocab_size)  # what was negative is largest
+            probs = np.zeros(vocab_size, np.float32)
+            if is_sound:
+                probs[ids] = weights
+        if not is_sound or not are_probabilities(weights):
+            raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
+        self.hold(torch.from_numpy(probs))
+
+
+def are_probabilities(values: Any) -> bool:
+    """Whether all of an array or tensor lie in [0, 1], up to rounding. A NaN is the minimum of what it is in."""
+    return bool(values.min() >= 0 and values.max() <= _MOST)

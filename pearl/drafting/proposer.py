@@ -1,0 +1,90 @@
+"""What a draft worker asks of whoever guesses, and of the policy that says where to stop guessing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pearl.protocol.events import Draft, Drafted, Open
+
+TOP = 10  # probabilities in `Features`
+
+
+class Launched(Protocol):
+    """A proposal asked of a device and not waited for."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `collect` would not wait."""
+        ...
+
+    @property
+    def following(self) -> torch.Tensor | None:
+        """[1], on the device: the last token proposed, for the next forward to be fed before the host knows it."""
+        ...
+
+
+class Proposer(Protocol):
+    """Proposes the tokens that follow a text. What it is told of a request names its slot in `Open`.
+
+    Attributes:
+        device: what it computes on.
+        chains: whether `launch` returns before the device is done, and takes what was launched before it in place of a
+            token that the host does not know yet.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def chains(self) -> bool: ...
+
+    def measure(self, brief: bool) -> tuple[float, float]:
+        """Seconds that a proposal takes, and seconds a token of a long prefix; forgets all texts.
+
+        `brief`: in little time.
+        """
+        ...
+
+    def open(self, command: Open) -> None:
+        """Get ready for a request. Raises `RequestError` where it cannot be served."""
+        ...
+
+    def rollback(self, length: int, request: int) -> None:
+        """Forget all but the first `length` tokens of the request's text."""
+        ...
+
+    def launch(self, command: Draft, after: Launched | None = None) -> Launched:
+        """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
+
+        Args:
+            after: what was launched last; its token stands in place of the command's one token.
+        """
+        ...
+
+    def collect(self, launched: Launched) -> Drafted:
+        """Wait for a proposal, and only for that. Raises `NumericalError` where the logits were not finite."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a stop policy sees of a drafted token.
+
+    Attributes:
+        top: the draft's largest probabilities before the draw, descending; at most `TOP`.
+        entropy: of the draft's distribution, nats.
+        index: tokens proposed since the prefix that the target last told, this one not counted.
+    """
+
+    top: tuple[float, ...]
+    entropy: float
+    index: int
+
+
+class StopPolicy(Protocol):
+    """Whether drafting ends after a token, until the target's next verdict. A verdict begins a new window."""
+
+    def stop(self, features: Features) -> bool: ...

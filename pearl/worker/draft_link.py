@@ -1,0 +1,146 @@
+"""The target worker's side of its draft: whether it fits, whether it answers, and the distributions that it sends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pearl.decoding.distribution import Form, are_probabilities
+from pearl.errors import DraftLost, RemoteProtocolError
+from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Message, Ping
+from pearl.transport.base import Peer, TensorChannel
+from pearl.transport.mailbox import Mailbox
+from pearl.worker.execute import TargetExecutor
+from pearl.worker.health import DraftHealth
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
+_CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
+_NOBODYS = DraftTokens(-1, 0, 0, ())  # of no request: in place of what has not been looked at
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """`vocab_digest`: of the target's tokens; a draft must bring the same. Times in seconds."""
+
+    vocab_size: int
+    context: int
+    vocab_digest: bytes
+    draft_timeout: float
+    expects_draft: bool
+
+
+class DraftLink:
+    """One draft after the other, none at first.
+
+    Args:
+        channel: opens the tensor channel; only for the draft that is there at start, for a process group cannot be
+            rejoined.
+    """
+
+    def __init__(
+        self, settings: TargetSettings, executor: TargetExecutor, channel: Callable[[], TensorChannel] | None
+    ) -> None:
+        self._settings, self._executor, self._open_channel = settings, executor, channel
+        self.mail: Mailbox | None = None
+        self.peer: Peer | None = None
+        self.context = 0  # tokens that its model holds
+        self.health = DraftHealth(settings.draft_timeout)
+        self._channel: TensorChannel | None = None
+        self._probed = 0.0
+
+    def fits(self, hello: Hello) -> bool:
+        """Whether this draft speaks our version, and has the target's tokens."""
+        return hello.version == PROTOCOL_VERSION and hello.vocab_digest == self._settings.vocab_digest
+
+    def refuse(self, peer: Peer, hello: Hello) -> None:
+        why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
+        self._mailbox.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
+
+    def meet(self, peer: Peer, hello: Hello) -> None:
+        self.peer, self.context = peer, hello.context
+
+    def open_channel(self) -> None:
+        if self._open_channel is not None:
+            self._channel = self._open_channel()
+
+    def lose(self, why: str) -> None:
+        """One that still listens ends by what it is told, and its launcher starts a sound one."""
+        self.post(Error(-1, "DraftLost", why))
+        self.close()
+
+    def close(self) -> None:
+        self.peer = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def send(self, message: Message) -> None:
+        """Sends at once, if there is a draft."""
+        if self.peer is not None:
+            self._mailbox.send(message, self.peer)
+
+    def post(self, message: Message) -> None:
+        """Leaves sending to the mailbox's thread."""
+        if self.peer is not None:
+            self._mailbox.post(message, self.peer)
+
+    def examined(self, peer: Peer, message: Message) -> Message:
+        """In the mailbox's thread: what can be told of a draft's message by itself. Distributions become tensors.
+
+        Only the draft's: a few bytes of anybody else's would be made into a vocabulary for each token.
+
+        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them.
+        """
+        if not isinstance(message, DraftTokens):
+            return message
+        if peer != self.peer:
+            return _NOBODYS
+        vocab = self._settings.vocab_size
+        most = max((*message.tokens, *(message.after or ())[1:]), default=0)
+        if most >= vocab:
+            raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
+        for row in message.rows:
+            row.unpack(vocab)
+            if row.form is Form.TENSOR:
+                row.hold(self._executor.bring(row.tensor))
+        return message
+
+    def receive_rows(self, message: DraftTokens) -> None:
+        """Announced rows are received at once, stale ones included, so that the channel stays in step.
+
+        Raises `RemoteProtocolError` where there are none and the rule needs them, or what comes is no distribution.
+        """
+        if not message.rows and message.tokens and self._executor.needs_rows(message.request):
+            raise RemoteProtocolError("draft sent tokens alone, and the rule takes the distribution of each")
+        announced = [row for row in message.rows if row.form is Form.CHANNEL]
+        if not announced:
+            return
+        if self._channel is None:
+            raise RemoteProtocolError("draft announced rows on a channel that is not open")
+        rows = self._channel.receive(len(announced))
+        if not are_probabilities(rows):
+            raise RemoteProtocolError("draft sent what is no distribution")
+        for row, tensor in zip(announced, rows, strict=True):
+            row.hold(tensor)
+
+    def probe(self, now: float) -> None:
+        """Ask a silent draft for a sign of life. Raises `DraftLost` where it has been silent for too long."""
+        silent = self.health.silent
+        if silent > self._settings.draft_timeout:
+            raise DraftLost(f"silent for {silent:.1f} s")
+        if silent > PROBE_SECONDS and now - self._probed > PROBE_SECONDS:
+            self._probed = now
+            self.post(Ping(time.monotonic_ns()))
+
+    def compare_clocks(self) -> None:
+        for _ in range(_CLOCK_PINGS):
+            self.post(Ping(time.monotonic_ns()))
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        assert self.mail is not None
+        return self.mail

@@ -1,0 +1,116 @@
+"""The fronts that are attached to a target worker, and whose request is whose. Knows no models and no draft."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+from pearl.errors import ForwardError, RemoteProtocolError, RequestError
+from pearl.metrics import Statistics
+from pearl.protocol.events import End
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Committed,
+    Error,
+    Finished,
+    Hello,
+    Message,
+    Preview,
+    Submit,
+)
+from pearl.transport.base import Peer
+from pearl.worker.admission import MAX_FRONTS, Admission
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[Message, Peer], None]
+
+
+class Fronts:
+    """Gives each request a number of the worker's own, and sends what concerns it to the front that asked.
+
+    Args:
+        post: sends a message to a front.
+        vocab_size, context: the target's.
+    """
+
+    def __init__(self, post: Post, vocab_size: int, context: int) -> None:
+        self._post = post
+        self._attached: set[Peer] = set()
+        self._unwelcomed: list[Peer] = []  # said hello before requests could be served
+        self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
+        self._admission = Admission(self._owners, vocab_size, context)
+        self._numbers = count(1)
+
+    def __contains__(self, peer: Peer) -> bool:
+        return peer in self._attached
+
+    def meet(self, peer: Peer, hello: Hello) -> None:
+        """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` where it is refused."""
+        if hello.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
+        if len(self._attached) >= MAX_FRONTS:
+            raise RequestError(f"{MAX_FRONTS} fronts are attached: try again later")
+        self._attached.add(peer)
+        self._unwelcomed.append(peer)
+
+    def welcome(self, introduction: Callable[[], Message]) -> None:
+        """Send the target's introduction to all who have not had it."""
+        for peer in self._unwelcomed:
+            self._post(introduction(), peer)
+        self._unwelcomed.clear()
+
+    def lose(self, peer: Peer) -> list[int]:
+        """Forget a front that is gone; return its requests, which nobody waits for."""
+        self._attached.discard(peer)
+        numbers = [number for number, (owner, _) in self._owners.items() if owner == peer]
+        for number in numbers:
+            log.info("front is gone: cancelling its request")
+            del self._owners[number]
+        return numbers
+
+    def submit(self, peer: Peer, submit: Submit) -> Submit:
+        """The request under a number of our own. Raises `RequestError` where it cannot be served."""
+        number = next(self._numbers)
+        self._admission.admit(number, peer, submit)
+        self._owners[number] = (peer, submit.request)
+        return replace(submit, request=number)
+
+    def numbers(self, peer: Peer, request: int) -> list[int]:
+        """Our numbers of a front's request."""
+        return [number for number, owner in self._owners.items() if owner == (peer, request)]
+
+    def owner(self, number: int) -> Peer:
+        """The front that asked for a request; empty where it is gone."""
+        return self._owners[number][0] if number in self._owners else b""
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether no request is being worked on, or waits."""
+        return not self._owners
+
+    @property
+    def waiting(self) -> set[Peer]:
+        """Those that wait for a text."""
+        return {peer for peer, _ in self._owners.values()}
+
+    @property
+    def to_reassure(self) -> set[Peer]:
+        """Those that must be known to live: who waits for nothing may not be reading; but where there are many, those
+        that are gone must be found."""
+        return set(self._attached) if len(self._attached) > MAX_FRONTS // 2 else self.waiting
+
+    def deliver(self, message: Committed | Preview) -> None:
+        owner = self._owners.get(message.request)
+        if owner is not None:
+            self._post(replace(message, request=owner[1]), owner[0])
+
+    def end(self, end: End, failure: ForwardError | None, statistics: Callable[[], Statistics]) -> None:
+        """Send the last word on a request: why it failed, or how it went."""
+        peer, number = self._owners.pop(end.request, (b"", -1))
+        if peer and failure is not None:
+            self._post(Error(number, type(failure).__name__, str(failure)), peer)
+        elif peer:
+            self._post(Finished(number, end.reason, statistics().to_json()), peer)

@@ -1,0 +1,66 @@
+"""Recordings that fronts ask a target worker for: one at a time, each of whole requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pearl.errors import RemoteProtocolError, TraceError
+from pearl.protocol.messages import Error, Trace
+from pearl.trace.tracer import Tracer
+from pearl.transport.base import Peer
+from pearl.worker.admission import MAX_RECORDINGS
+from pearl.worker.fronts import Post
+
+
+class Recordings:
+    """Keeps what fronts wish, until there is no request, and tells them once both workers have done it.
+
+    Args:
+        post: sends a message to a front.
+        renew: called when a recording begins: the state machine that it is of must be new, so that it can be replayed.
+    """
+
+    def __init__(self, tracer: Tracer, post: Post, renew: Callable[[], None]) -> None:
+        self._tracer, self._post, self._renew = tracer, post, renew
+        self._wishes: deque[tuple[Peer, Trace]] = deque()
+        self._asked: tuple[Peer, Trace] | None = None  # who waits for our echo, and of what
+        self.recorder: Peer | None = None  # the front whose recording is on
+
+    def wish(self, peer: Peer, trace: Trace) -> None:
+        """Raises `RemoteProtocolError` where too many wait."""
+        if len(self._wishes) >= MAX_RECORDINGS:
+            raise RemoteProtocolError("too many recordings are asked for: try again later")
+        self._wishes.append((peer, trace))
+
+    def lose(self, peer: Peer) -> None:
+        """A front that is gone takes its recording with it."""
+        if self.recorder == peer:
+            self.recorder = None
+            self._wishes.append((peer, Trace(self._tracer.number, False)))
+
+    def begin_or_end(self) -> Trace | None:
+        """Between two requests: do what was wished first; return what the draft is to do likewise."""
+        if not self._wishes or self._asked is not None:
+            return None
+        peer, trace = self._wishes.popleft()
+        try:
+            if trace.on:
+                self._tracer.start(trace.number)
+                self._renew()
+                self.recorder = peer
+            else:
+                self._tracer.stop(trace.number)
+                self.recorder = self.recorder if self._tracer.number else None
+        except TraceError as error:
+            self._post(Error(-1, type(error).__name__, str(error)), peer)
+            return None
+        self._asked = (peer, trace)
+        return trace
+
+    def done(self, echo: Trace | None = None) -> None:
+        """Tell the front that asked, now that the draft has done it too (its `echo`), or is no more (None)."""
+        if self._asked is None or (echo is not None and echo != self._asked[1]):  # a draft may only just have joined
+            return
+        (peer, trace), self._asked = self._asked, None
+        self._post(trace, peer)
