@@ -132,6 +132,7 @@ class DraftWorker:
         if welcome.version != PROTOCOL_VERSION:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
+        self._open.callback(self._packer.close)
         # one that knows a draft's speed has met another, and has no use for a long measurement now
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside)

@@ -33,6 +33,10 @@ class RowPacker:
                 assert self._channel is not None
                 self._channel.send(row.data)
 
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
 
 def packed(message: Message, waited: float = 0.0) -> Message:
     """The message as it travels: distributions as bytes, and how long the draft has waited so far."""
