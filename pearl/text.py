@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
         ...
 
 
+# `tokenizers.DecodeStream` (0.23) fails: of a character in byte tokens before a wrong byte ("<0xE4><0xBD><0xA0>", then
+# "<0xFF>") it gives out the character, which is U+FFFD in the whole text; after a prompt that ends amid a character it
+# gives out the prompt's text again; and it does not tell the text that it holds back, in which a stop may be complete.
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 

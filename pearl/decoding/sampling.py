@@ -8,19 +8,15 @@ value, which is finite where the logits were, and the token id. `read_draw` turn
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate
 from math import inf, isfinite
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pearl.decoding.keys import exponentials, exponentials_on_device, uniform
 from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
 
-_SHORT = 128  # tokens
 _TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
 
@@ -81,11 +77,7 @@ def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -
     """
     if not probs.is_cpu:
         return read_draw(pick_on_device(probs, key, otherwise))
-    cumulative: Sequence[float] | npt.NDArray[np.float64]
-    if len(probs) <= _SHORT:
-        cumulative = list(accumulate(probs.tolist()))  # the same sums, without waking numpy
-    else:
-        cumulative = np.add.accumulate(probs.cpu().numpy(), dtype=np.float64)
+    cumulative = np.add.accumulate(probs.numpy(), dtype=np.float64)
     total = float(cumulative[-1])
     if total == 0 and otherwise is not None:
         return pick(otherwise, key)

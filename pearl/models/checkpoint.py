@@ -23,6 +23,11 @@ class Checkpoint:
     gguf_file: str | None = None
 
 
+def is_toy(spec: str) -> bool:
+    """Whether `spec` names a toy model, "toy" or "toy:KEY=VALUE,...", which has no checkpoint."""
+    return spec.partition(":")[0] == "toy"
+
+
 def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
     """Where the model named `spec` lies: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
+from pearl.models.checkpoint import Checkpoint, is_toy, resolve_checkpoint
 from pearl.models.embedded import Progress, silent
 from pearl.text import REPLACEMENT, Tokenizer
 
@@ -158,7 +158,7 @@ def load_tokenizer(
     `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
     runner's). Raises `ModelError`.
     """
-    if spec == "toy" or spec.startswith("toy:"):
+    if is_toy(spec):
         return _toy(spec)
     checkpoint = resolve_checkpoint(spec, progress=progress)
     try:

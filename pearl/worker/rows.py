@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,7 @@ from pearl.protocol.messages import DraftTokens, Message, RowKind, Rows
 from pearl.transport.base import TensorChannel
 
 _SPARSE_SHARE = 8  # a row with fewer than vocab / 8 possible tokens travels as (ids, probs): exact and small
-_SMALL = 128  # so does one with fewer than this, whatever the vocabulary: a message of one frame is cheaper than of two
 _MOST = 1.001  # of a probability, however it was rounded
-_IDS = np.arange(_SMALL, dtype=np.int32).tobytes()
 
 
 class RowPacker:
@@ -47,8 +44,8 @@ class RowPacker:
 
 
 def is_sparse(probs: torch.Tensor) -> bool:
-    size = probs.numel()
-    return size < _SMALL or int(torch.count_nonzero(probs)) < max(_SMALL, size // _SPARSE_SHARE)
+    """Whether a distribution [vocab] travels as (ids, probs): it has fewer than vocab / 8 possible tokens."""
+    return int(torch.count_nonzero(probs)) < probs.numel() // _SPARSE_SHARE
 
 
 def inline(message: Message, waited: float = 0.0) -> Message:
@@ -68,8 +65,6 @@ def _inline(rows: Rows) -> Rows:
         return rows
     (probs,) = rows.data
     weights = probs.numpy()
-    if len(weights) < _SMALL:
-        return Rows(RowKind.SPARSE, ((_IDS[: 4 * len(weights)], weights.tobytes()),))
     if is_sparse(probs):
         ids = np.flatnonzero(weights > 0)
         return Rows(RowKind.SPARSE, ((ids.astype(np.int32).tobytes(), weights[ids].tobytes()),))
@@ -82,11 +77,6 @@ def unpack(row: Any, vocab_size: int) -> torch.Tensor:
     Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
     """
     ids, frame = row if isinstance(row, tuple) else (None, row)
-    if vocab_size < _SMALL and ids == _IDS[: 4 * vocab_size]:  # one for each token, in order
-        few = struct.unpack(f"<{vocab_size}f", frame)  # without waking numpy
-        if not all(0 <= weight <= _MOST for weight in few):
-            raise _no_distribution(vocab_size)
-        return torch.tensor(few, dtype=torch.float32)
     weights = np.frombuffer(frame, np.float32)
     if ids is None:
         sound, probs = weights.size == vocab_size, weights.copy()
@@ -96,12 +86,8 @@ def unpack(row: Any, vocab_size: int) -> torch.Tensor:
         if sound:  # what was negative is largest
             probs[places] = weights
     if not sound or not are_probabilities(weights):
-        raise _no_distribution(vocab_size)
+        raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
     return torch.from_numpy(probs)
-
-
-def _no_distribution(vocab_size: int) -> RemoteProtocolError:
-    return RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
 
 
 def are_probabilities(values: Any) -> bool:
