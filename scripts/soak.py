@@ -2,9 +2,9 @@
 
 Pairs in real processes: toys, with `--pair embedded` the real one, or with `--models` any two.  Each round makes an
 engine, asks for texts, and meanwhile does one thing after another to its workers, until it has lost its target or has
-had enough: SIGKILL, SIGSTOP with or without SIGCONT and, of toys, a hang, an exception, NaN, slowness.  It goes on until
-so many faults have *struck*: how long that takes is the machine's affair.  Prints counts; exits with 1 where a text was
-wrong, an error was none of those that may come, or something was left behind.
+had enough: SIGKILL, SIGSTOP with or without SIGCONT and, of toys, a hang, an exception, NaN, slowness.  It goes on
+until so many faults have *struck*: how long that takes is the machine's affair.  Prints counts; exits with 1 where a
+text was wrong, an error was none of those that may come, or something was left behind.
 
     scripts/soak                             # 20 faults
     scripts/soak --faults 1000 --seed 7

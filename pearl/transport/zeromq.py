@@ -78,7 +78,7 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 class _Socket:
-    """What both ends share: a socket with a context of its own, so that closing one waits for no other."""
+    """A socket with a context of its own, so that closing it waits for no other socket."""
 
     def __init__(self, kind: int, queue: int) -> None:
         self._context = zmq.Context()
@@ -140,7 +140,7 @@ class _Socket:
             raise TransportError("this end of the control channel was closed")
 
     def _pass_on(self) -> None:
-        """Remembers, and tells who waits, that more can be read: the file descriptor says so once, and has told us."""
+        """Note that more can be read, and wake the waiting thread: the file descriptor signals it only once."""
         self._more = _readable(self._socket)
         if self._more:
             self._rouse()
@@ -200,7 +200,7 @@ class ZmqListener(_Socket):
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         """Binds `address`; `.address` is the real one, port included. Raises `ConfigError`: `check_bind`.
 
-        `keys`: who has not the same gets no answer; a stranger holds no more than a frame until it is cut off.
+        `keys`: a peer without the same keys gets no answer, and is cut off with at most one frame in memory.
         """
         check_bind(address, keys=keys is not None)
         admitted = None if keys is None else _public(keys.client)
@@ -262,8 +262,8 @@ class ZmqListener(_Socket):
 class ZmqConnection(_Socket):
     """The end that connects. The listener need not be there yet: until it is, messages wait in the queue.
 
-    Once connected and cut off it stays so: what would answer a reconnection is not the engine we knew. One that was not
-    let in says so once in what it receives, for nothing else will ever come.
+    It does not reconnect after a disconnection: another engine might answer. A connection that was refused returns that
+    error once from `receive`, for no message will ever come.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
