@@ -90,6 +90,6 @@ class TensorChannel(Protocol):
 
 
 def check_row(row: torch.Tensor, vocab_size: int) -> None:
-    """Raise `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not tell it from a broken one."""
+    """Raise `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not check it."""
     if str(row.dtype) != "torch.float32" or row.shape != (vocab_size,):
         raise LocalProtocolError(f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}")
