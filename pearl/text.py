@@ -38,14 +38,14 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
-        """The tokens that ask for the answer to `messages`; None where there is no chat template.
+        """The prompt for the reply to `messages`, as tokens; None where there is no chat template.
 
-        Raises `RequestError` where the template does not take these messages.
+        Raises `RequestError` where the template refuses these messages.
         """
         ...
 
     def chat_text(self, messages: list[dict[str, str]]) -> str | None:
-        """What `apply_chat` takes the tokens of."""
+        """The prompt of `apply_chat` as text."""
         ...
 
     def token(self, id: int) -> str | None:
@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
         ...
 
 
+# `tokenizers.DecodeStream` (0.23) fails: of a character in byte tokens before a wrong byte ("<0xE4><0xBD><0xA0>", then
+# "<0xFF>") it gives out the character, which is U+FFFD in the whole text; after a prompt that ends amid a character it
+# gives out the prompt's text again; and it does not tell the text that it holds back, in which a stop may be complete.
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 
@@ -78,7 +81,7 @@ class Detokenizer:
         return self._pending.rstrip(REPLACEMENT)
 
     def push(self, token: int) -> str:
-        """Takes the next token; the text that has thereby become final."""
+        """Take the next token; return the text that becomes final with it."""
         if self._is_silent(token):
             return ""
         self._ids.append(token)
@@ -183,7 +186,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str:
-        """Takes more text; what may be shown of all that was not shown yet."""
+        """Take more text; return the part of the text not shown yet that may be shown."""
         if self.matched is not None:
             return ""
         text = self._tail + text
@@ -196,7 +199,7 @@ class StopMatcher:
         return text[:keep]
 
     def completes(self, text: str) -> bool:
-        """Whether a stop would be matched if `text` came next; takes nothing."""
+        """Whether a stop would match if `text` came next; changes nothing."""
         return self.matched is None and bool(text) and self._find(self._tail + text) is not None
 
     def flush(self) -> str:
@@ -205,7 +208,7 @@ class StopMatcher:
         return rest
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Where the first stop starts, and which it is."""
+        """The start of the first stop, and the stop; None where there is none."""
         found = ((text.find(stop), stop) for stop in self._stops)
         return min((hit for hit in found if hit[0] >= 0), default=None)
 
@@ -234,7 +237,7 @@ class TextStream:
         return self._matcher.matched is not None
 
     def push(self, token: int) -> str:
-        """Takes the next committed token; the text that may be shown for good."""
+        """Take the next committed token; return the text that may be shown for good."""
         if self.stopped:
             return ""
         shown = self._matcher.push(self._detokenizer.push(token))

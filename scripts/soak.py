@@ -1,14 +1,15 @@
 """Requests under random faults, as many as you like: every text must be whole, or fail by its name.
 
-Pairs in real processes: toys, or with `--pair embedded` the real one.  Each round makes an engine, asks for texts, and
-meanwhile does one thing after another to its workers, until it has lost its target or has had enough: SIGKILL, SIGSTOP
-with or without SIGCONT and, of toys, a hang, an exception, NaN, slowness.  It goes on until so many faults have
-*struck*: how long that takes is the machine's affair.  Prints counts; exits with 1 where a text was wrong, an error was
-none of those that may come, or something was left behind.
+Pairs in real processes: toys, with `--pair embedded` the real one, or with `--models` any two.  Each round makes an
+engine, asks for texts, and meanwhile does one thing after another to its workers, until it has lost its target or has
+had enough: SIGKILL, SIGSTOP with or without SIGCONT and, of toys, a hang, an exception, NaN, slowness.  It goes on
+until so many faults have *struck*: how long that takes is the machine's affair.  Prints counts; exits with 1 where a
+text was wrong, an error was none of those that may come, or something was left behind.
 
     scripts/soak                             # 20 faults
     scripts/soak --faults 1000 --seed 7
     scripts/soak --faults 10 --pair embedded
+    scripts/soak --faults 10 --models TARGET DRAFT
 """
 
 from __future__ import annotations
@@ -72,23 +73,26 @@ class Toys:
         return tokens[len(prompt) :]
 
 
-class Embedded:
-    """The real pair; what it says is found by an engine to which nothing happens."""
+class Real:
+    """A pair of checkpoints; what it says is found by an engine to which nothing happens."""
 
     timeout = TIMEOUT["embedded"]
-    settings: dict[str, float] = {}  # noqa: RUF012
+    settings = {"target_pace": 0.02, "draft_pace": 0.005}  # noqa: RUF012  # tiny ones too: faults strike amid a text
     _LENGTH = 60
 
-    def __init__(self) -> None:
+    def __init__(self, target: str, draft: str) -> None:
+        self._target, self._draft = target, draft
         noise = random.Random(0)
-        prompts = [[noise.randrange(1000, 20_000) for _ in range(noise.randint(10, 60))] for _ in range(4)]
         params = SamplingParams(temperature=0, max_tokens=self._LENGTH, ignore_eos=True)
-        with Engine("embedded", "none", log_level="error") as engine:
+        with Engine(target, "none", log_level="error") as engine:
+            size = engine.tokenizer.vocab_size
+            ids = range(size // 50, size // 2)  # no special tokens
+            prompts = [[noise.choice(ids) for _ in range(noise.randint(10, 60))] for _ in range(4)]
             texts = engine.generate(prompts, params, method="ar")
         self._texts = {tuple(prompt): result.tokens for prompt, result in zip(prompts, texts, strict=True)}
 
     def specs(self, role: str, fault: str) -> dict[str, str]:
-        return {"target": "embedded", "draft": "embedded-draft"}
+        return {"target": self._target, "draft": self._draft}
 
     def request(self, noise: random.Random) -> tuple[list[int], int]:
         return list(noise.choice(sorted(self._texts))), noise.randint(1, self._LENGTH)
@@ -100,7 +104,7 @@ class Embedded:
 class Soak:
     """`counts`: what happened; `faults`: how many of those struck; `wrong`: what must not have."""
 
-    def __init__(self, seed: int, directory: Path, pair: Toys | Embedded) -> None:
+    def __init__(self, seed: int, directory: Path, pair: Toys | Real) -> None:
         self.noise, self.directory, self.pair = random.Random(seed), directory, pair
         self.counts: Counter[str] = Counter()
         self.faults = 0
@@ -218,15 +222,17 @@ class Soak:
 @click.option("--faults", default=20, type=click.IntRange(min=1), help="After so many have struck no new round begins.")
 @click.option("--seconds", default=None, type=float, help="Nor after so long; fewer faults are then an error.")
 @click.option("--pair", type=click.Choice(list(TIMEOUT)), default="toy", help="The real one takes signals only.")
+@click.option("--models", nargs=2, metavar="TARGET DRAFT", help="Two checkpoints in place of --pair; signals only.")
 @click.option("--seed", default=0, help="Of the faults and the requests.")
-def main(faults: int, seconds: float | None, pair: str, seed: int) -> None:
+def main(faults: int, seconds: float | None, pair: str, models: tuple[str, str] | None, seed: int) -> None:
     """Prints what happened, by count."""
     console = Console(soft_wrap=True, highlight=False)
     began, rounds = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name
         os.environ.pop("XDG_RUNTIME_DIR", None)
-        soak = Soak(seed, Path(name), Toys() if pair == "toy" else Embedded())
+        real = models or (("embedded", "embedded-draft") if pair == "embedded" else None)
+        soak = Soak(seed, Path(name), Real(*real) if real else Toys())
         with Progress(console=console) as progress:
             task = progress.add_task("faults", total=faults)
             while soak.faults < faults and (seconds is None or time.monotonic() - began < seconds):

@@ -31,6 +31,19 @@ def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: floa
     return tokens[len(prompt) :]
 
 
+# Fixtures that take seconds, by module: the tests that use one run on one of the workers, where it is made once.
+_SHARED = {"test_engine": "tiny", "test_distill": "whole", "test_tables": "reached", "test_bench": "system"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first: at the end short ones keep all workers busy."""
+    for item in items:
+        shared = _SHARED.get(item.path.stem)
+        if shared in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{shared}"))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def toy() -> Iterator[Engine]:
     """A running pair of `TOY`; a test that harms its workers takes an engine of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -142,24 +142,31 @@ def tiny_pair() -> EngineConfig:
     return EngineConfig(target=str(tiny_model(chat=True)), draft=str(tiny_model(chat=True, noise=0.3)))
 
 
-def test_generate_says_what_ours_says(tiny_pair: EngineConfig) -> None:
+@pytest.fixture(scope="module")
+def system(tiny_pair: EngineConfig) -> Iterator[OurSystem]:
+    made = OurSystem(tiny_pair)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_generate_says_what_ours_says(tiny_pair: EngineConfig, system: OurSystem) -> None:
     """Alone, assisted, and up to an EOS, whose place its times do not change."""
     defaults, params = GenerationDefaults(eos=(EOS_ID,)), SamplingParams(temperature=0.0, max_tokens=20, seed=1)
     prompt = [5, 6, 7, 8]
-    with Engine(config=tiny_pair) as engine:
-        wanted = engine.generate(prompt, params)[0].tokens
+    wanted = system.engine.generate(prompt, params)[0].tokens
     for assisted in (False, True):
-        system = Generate(tiny_pair, ONE, defaults, assisted)
+        other = Generate(tiny_pair, ONE, defaults, assisted)
         try:
-            found = system.decode(DecodingConfig(), prompt, params)
+            found = other.decode(DecodingConfig(), prompt, params)
             assert list(found.tokens) == wanted
             assert 0 < found.late_tokens < len(wanted)
             assert min(found.first_seconds, found.late_seconds) > 0
             sampled = params.model_copy(update={"temperature": 1.0, "top_k": 5})
-            drawn = [system.decode(DecodingConfig(), prompt, sampled).tokens for _ in range(2)]
+            drawn = [other.decode(DecodingConfig(), prompt, sampled).tokens for _ in range(2)]
             assert drawn[0] == drawn[1], "of one seed"
         finally:
-            system.close()
+            other.close()
 
 
 def test_generate_that_cannot_start_is_told(tiny_pair: EngineConfig) -> None:
@@ -388,21 +395,18 @@ def test_an_emulated_run_says_what_its_simulation_says() -> None:
             assert real.statistics.seconds >= 0.99 * virtual.seconds, "nothing is faster than what costs nothing"
 
 
-def test_a_row_does_not_profit_from_the_one_before(tiny_pair: EngineConfig) -> None:
+def test_a_row_does_not_profit_from_the_one_before(system: OurSystem) -> None:
     """The same prompt again would find itself in the KV cache."""
-    system, params = OurSystem(tiny_pair), SamplingParams(temperature=0.0, seed=0, max_tokens=5)
-    try:
-        for decoding in (DecodingConfig(method="pearl"), DecodingConfig(method="ar")):
-            cached = []
-            for again in (False, False, True):
-                if not again:
-                    system.forget(decoding, [0, 6, 7, 8])
-                statistics = system.decode(decoding, [0, 6, 7, 8], params).statistics
-                assert statistics is not None
-                cached.append(statistics.num_cached_tokens)
-            assert cached == [0, 0, 3]
-    finally:
-        system.close()
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
+    for decoding in (DecodingConfig(method="pearl"), DecodingConfig(method="ar")):
+        cached = []
+        for again in (False, False, True):
+            if not again:
+                system.forget(decoding, [0, 6, 7, 8])
+            statistics = system.decode(decoding, [0, 6, 7, 8], params).statistics
+            assert statistics is not None
+            cached.append(statistics.num_cached_tokens)
+        assert cached == [0, 0, 3]
 
 
 def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
@@ -427,17 +431,19 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
-def test_bench_with_all_rows_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
     """A pair of checkpoints, two sets, one of them of two turns, and transformers beside it: all say the same."""
+    rows = ("ar", "sd", "pearl", "ar, all devices", "generate, assisted")
+    asked = [argument for row in rows for argument in ("--rows", row)]
     (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
     (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
     files = ("--prompts", tmp_path / "one.jsonl", "--prompts", f"b={tmp_path / 'two.jsonl'}")
     models = ("--target", tiny_pair.target, "--draft", tiny_pair.draft)
-    done = pearl("bench", *models, *files, "--max-tokens", 12, "--json", tmp_path / "it.json")
+    done = pearl("bench", *models, *files, *asked, "--max-tokens", 12, "--json", tmp_path / "it.json")
     assert done.exit_code == 0, done.output
     made = json.loads((tmp_path / "it.json").read_text())
-    names = [row["name"] for row in made["rows"]]
-    assert {"ar, all devices", "generate", "generate, all devices", "generate, assisted"} < set(names)
+    assert [row["name"] for row in made["rows"]] == list(rows)
     for of in ("one", "b"):
         tokens = {text["tokens"] for text in made["texts"] if text["set"] == of}
         assert len(tokens) == 1, "greedy text is the target's, whoever decodes it"
@@ -508,6 +514,7 @@ def test_a_bad_file_of_pairs_is_told(text: str, told: str, tmp_path: Path) -> No
         paper.pairs(path)
 
 
+@pytest.mark.slow
 def test_the_tables_theory_simulator_and_runtime(tmp_path: Path) -> None:
     """Theory and simulator agree in every cell; the runtime has each, and is never faster than its simulation."""
     pairs, out = tmp_path / "pairs.yaml", tmp_path / "it.json"
@@ -563,8 +570,10 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     assert methods == ["ar", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl", "pearl"]
 
 
+@pytest.mark.slow
 def test_calibration_tries_the_target_on_all_devices(tiny_pair: EngineConfig) -> None:
-    done = pearl("calibrate", "--target", tiny_pair.target, "--draft", tiny_pair.draft, "--limit", 1, "--json", "-")
+    models = ("--target", tiny_pair.target, "--draft", tiny_pair.draft)
+    done = pearl("calibrate", *models, "--limit", 1, "--max-tokens", 32, "--json", "-")
     assert done.exit_code == 0, done.output
     last = json.loads(done.stdout)["verdicts"][-1]
     assert (last["method"], last["predicted"]) == (ALL_DEVICES, None)
@@ -621,6 +630,12 @@ def test_a_draft_that_is_always_right_is_calibrated_too() -> None:
     made = json.loads(done.stdout)
     assert made["acceptance"] == 1
     assert made["ratio"] > 1
+
+
+def test_rows_for_a_pair_on_two_devices() -> None:
+    names = [row.name for row in rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:1"), baselines=True)]
+    assert names[:6] == [AR, SD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PEARL]
+    assert names[6:] == ["ar, all devices", "generate", "generate, all devices", "generate, assisted"]
 
 
 def test_rows_for_a_pair_that_shares_its_device_have_no_second_ar() -> None:

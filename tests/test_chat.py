@@ -194,20 +194,20 @@ def test_a_resize_amid_a_reply_leaves_one_whole_reply(home: dict[str, str]) -> N
         assert end.count(text[:40]) == 1
 
 
-def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str]) -> None:
+def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str], toy: Engine) -> None:
     with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "40", "--show-draft") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
         reply = wanted("123", 40)
         colours = person.colours(reply)
-    run = piped(home, *TOYS, "--temperature", "0", "--max-tokens", "40", "--json", "123", command="generate")
-    provenance = json.loads(run.stdout)["provenance"]
-    assert colours == [{"accepted": "green", "corrected": "brown"}[source] for source in provenance]
+    (same,) = toy.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    assert colours == [{"accepted": "green", "corrected": "brown"}[source.value] for source in same.provenance]
     assert any(guess and guess in reply for guess in person.italics)
     assert any(guess and guess not in reply for guess in person.italics), "half of what the draft says is refused"
 
 
+@pytest.mark.slow
 def test_markdown_is_rendered_and_never_flickers(home: dict[str, str]) -> None:
     """From the first character on no frame is without the text of the one before."""
     arguments = ["--target-pace", "0.05", "--draft-pace", "0.01", "--max-tokens", "60", "--temperature", "0"]
@@ -498,7 +498,6 @@ def test_without_a_draft_the_method_is_ar(home: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "why"),
     [
-        (["-q", "1" * 600, *TOYS], 2, "the context is full"),
         (["-q", "1", "--target", TOY, "--draft", TOY], 2, "no chat template"),
         (["-q", "1", "--target", "/nowhere"], 3, "/nowhere"),
         (["-q", "1", "--connect"], 2, "no engine is running"),
@@ -519,6 +518,11 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
 # ---- under torchrun ----
 
 
+def test_a_question_that_does_not_fit_is_one_line_and_an_exit_code(home: dict[str, str], attached: list[str]) -> None:
+    test_what_cannot_be_is_one_line_and_an_exit_code(home, ["-q", "1" * 600, *attached], 2, "the context is full")
+
+
+@pytest.mark.slow
 def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) -> None:
     """The terminal is the agent's: were Ctrl-C a signal, it would end the job."""
     fifo = tmp_path / "fifo"

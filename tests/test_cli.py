@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -9,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 import pytest
 
-from pearl.cli import cli
+from pearl.cli import cli, main
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
+from pearl.engine import Engine
 from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
 
@@ -32,13 +35,36 @@ def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=BOUND, check=False)
 
 
-def refused(*arguments: str, code: int = 2, stdin: str = "") -> str:
+def refused(*arguments: str, code: int = 2) -> str:
     """What it said; nothing may have been printed on stdout, nor a traceback."""
-    run = pearl("generate", *arguments, stdin=stdin)
+    run = pearl("generate", *arguments)
     assert run.returncode == code, run.stderr
     assert run.stdout == ""
     assert "Traceback" not in run.stderr
     return " ".join(run.stderr.split())
+
+
+@pytest.fixture
+def refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`refused` without a process of its own, for what is refused before anything starts."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pearl", "generate", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code == 2, said.err
+        assert said.out == ""
+        return " ".join(said.err.split())
+
+    return run
+
+
+@pytest.fixture
+def attached(toy: Engine) -> list[str]:
+    """As `SHORT`, with the engine that runs already."""
+    return ["--connect", str(toy.directory), "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
 
 
 # ---- texts ----
@@ -52,8 +78,8 @@ def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
         assert row in run.stderr
 
 
-def test_prompt_comes_from_stdin() -> None:
-    run = pearl("generate", *SHORT, "-", stdin="123")
+def test_prompt_comes_from_stdin(attached: list[str]) -> None:
+    run = pearl("generate", *attached, "-", stdin="123")
     assert run.stdout == WANTED + "\n"
 
 
@@ -107,21 +133,23 @@ def test_method_ar_needs_no_draft() -> None:
         (["-"], "no prompt"),
     ],
 )
-def test_mistakes_are_refused_with_what_to_do(arguments: list[str], said: str) -> None:
-    assert said.lower() in refused(*PAIR, *arguments).lower()
+def test_mistakes_are_refused_with_what_to_do(
+    arguments: list[str], said: str, refused_here: Callable[..., str]
+) -> None:
+    assert said.lower() in refused_here(*PAIR, *arguments).lower()
 
 
 @pytest.mark.parametrize("name", ["n", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"])
-def test_unsupported_options_are_refused_by_name(name: str) -> None:
+def test_unsupported_options_are_refused_by_name(name: str, refused_here: Callable[..., str]) -> None:
     assert name in UNSUPPORTED
     flag = "--" + name.replace("_", "-")
-    assert f"{flag} is not supported: " in refused(*PAIR, flag, "2", "x")
+    assert f"{flag} is not supported: " in refused_here(*PAIR, flag, "2", "x")
 
 
-def test_unknown_key_in_a_file_is_refused_with_the_known(tmp_path: Path) -> None:
+def test_unknown_key_in_a_file_is_refused_with_the_known(tmp_path: Path, refused_here: Callable[..., str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("temprature: 1\n")
-    said = refused("--config", str(path), "x")
+    said = refused_here("--config", str(path), "x")
     assert "unknown setting 'temprature'" in said
     assert str(path) in said
     assert all(name in said for section in SECTIONS for name in section.model_fields)
@@ -189,8 +217,8 @@ def _on_a_terminal(*arguments: str) -> tuple[int, bytes]:
     return process.wait(BOUND), said
 
 
-def test_terminal_gets_the_text_as_it_comes() -> None:
-    code, said = _on_a_terminal("generate", *SHORT, "123")
+def test_terminal_gets_the_text_as_it_comes(attached: list[str]) -> None:
+    code, said = _on_a_terminal("generate", *attached, "123")
     assert code == 0
     assert said.decode().replace("\r\n", "\n") == WANTED + "\n"
 
@@ -280,8 +308,10 @@ def test_keys_are_made_once_and_serve(tmp_path: Path) -> None:
         (["--keys", "/dev/null", "x"], "no file"),
     ],
 )
-def test_a_channel_that_is_not_safe_is_refused_before_anything_starts(arguments: list[str], said: str) -> None:
-    assert said in refused(*PAIR, *arguments)
+def test_a_channel_that_is_not_safe_is_refused_before_anything_starts(
+    arguments: list[str], said: str, refused_here: Callable[..., str]
+) -> None:
+    assert said in refused_here(*PAIR, *arguments)
 
 
 def test_a_wildcard_is_refused_with_keys_too(tmp_path: Path) -> None:

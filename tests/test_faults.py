@@ -45,6 +45,7 @@ from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from tests.conftest import TOY, greedy_text
 from tests.test_processes import BOUND, children, eventually, gone, temporary
 from tests.test_worker import Loops
+from tests.tiny import tiny_model
 
 __all__ = ["temporary"]  # a fixture
 
@@ -487,11 +488,12 @@ def test_message_fault(cell: Cell, temporary: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ["toy", "embedded"])
+@pytest.mark.parametrize("pair", ["toy", "checkpoints"])
 def test_the_soak_has_as_many_faults_as_it_was_asked_for(pair: str) -> None:
     """It once went on for so many seconds, and on a slow machine had one fault in 300."""
     script = Path(__file__).parent.parent / "scripts" / "soak.py"
-    command = [sys.executable, str(script), "--faults", "2", "--pair", pair, "--seed", "3"]
+    models = ["--models", str(tiny_model()), str(tiny_model(noise=0.3))] if pair == "checkpoints" else []
+    command = [sys.executable, str(script), "--faults", "2", "--seed", "3", *models]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stdout
     struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", ended.stdout))

@@ -188,15 +188,26 @@ def test_a_peer_without_the_key_gets_nothing(listener: ZmqListener, keys: Keys, 
         connection.close()
 
 
-def test_one_key_is_not_enough_without_the_porter(monkeypatch: pytest.MonkeyPatch, keys: Keys) -> None:
-    """The planted fault: with no allow-list CURVE lets in all who know the server's key. So the test above can fail."""
-    monkeypatch.setattr("pearl.transport.zeromq._Porter.__init__", lambda self, context, admitted: None)
-    monkeypatch.setattr("pearl.transport.zeromq._Porter.join", lambda self: None)
+def test_one_key_is_not_enough_without_the_authenticator(monkeypatch: pytest.MonkeyPatch, keys: Keys) -> None:
+    """The planted fault: one that admits every key lets in all who know the server's. So the test above can fail."""
+    monkeypatch.setattr("pearl.transport.zeromq._OneKey.callback", lambda self, domain, key: True)
     listener = ZmqListener("tcp://127.0.0.1:*", keys)
     other = ZmqConnection(listener.address, Keys(keys.server, new_keys().client))
     other.send(Ping(1))
     assert [message for _, message in collect(listener, 1)] == [Ping(1)]
     other.close()
+    listener.close()
+
+
+def test_nobody_is_let_in_once_the_authenticator_is_gone(keys: Keys) -> None:
+    """ZeroMQ's own default would admit every key then: while the listener closes, say."""
+    listener = ZmqListener("tcp://127.0.0.1:*", keys)
+    assert listener._authenticator is not None
+    listener._authenticator.stop()
+    connection = ZmqConnection(listener.address, keys)
+    assert "did not let us in" in told(connection)
+    assert listener.receive(0) == []
+    connection.close()
     listener.close()
 
 

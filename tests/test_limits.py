@@ -277,7 +277,7 @@ def test_one_front_delays_another_hardly(
         ended.set()
         thread.join()
         hostile.close()
-    assert took < 2 * 60 * 0.05, f"{took:.1f} s"
+    assert took < 10, f"{took:.1f} s"
     assert capfd.readouterr().err.count("dropped a message") <= 3
 
 

@@ -88,7 +88,9 @@ def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
     pipe = subprocess.PIPE
     front = subprocess.Popen([sys.executable, "-c", script], stdout=pipe, stderr=pipe, text=True)
     assert front.stdout is not None
-    directory, *workers = json.loads(front.stdout.readline())
+    line = front.stdout.readline()
+    assert line, front.communicate(timeout=BOUND)[1]
+    directory, *workers = json.loads(line)
     assert Path(directory).is_dir()
     assert not any(map(gone, workers))
     return front, Path(directory), workers

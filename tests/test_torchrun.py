@@ -18,9 +18,10 @@ import psutil
 import pytest
 import torch
 
-from pearl.config import EngineConfig
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
+from pearl.lab.bench.emulation import simulated
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizer import ToyTokenizer
@@ -60,10 +61,11 @@ def _with_temporary(directory: Path) -> list[int]:
     return found
 
 
-def plain(*arguments: str) -> dict[str, object]:
-    """The document of the same run without torchrun."""
-    command = [sys.executable, "-m", "pearl", "generate", *arguments, "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=BOUND, check=True).stdout)
+def plain(length: int) -> list[int]:
+    """The text of `SEEDED` and "123" without torchrun, and without processes: under the virtual clock."""
+    config = EngineConfig(target=SPEC, draft=SPEC, target_pace=1.0, draft_pace=0.2)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=length)
+    return list(simulated(config, DecodingConfig(), [1, 2, 3], params).tokens)
 
 
 def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -92,13 +94,14 @@ def workers(directory: str, count: int = 2) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_text_is_the_plain_launchs(temporary: dict[str, str]) -> None:
     """Exactly one document on stdout, whatever the second rank does."""
     run = launch([*ALONE, *SEEDED, "--max-tokens", "80", "--json", "123"], temporary)
     out, said = run.communicate(timeout=BOUND)
     assert run.returncode == 0, said
     document = json.loads(out)
-    assert document["tokens"] == plain(*SEEDED, "--max-tokens", "80", "123")["tokens"]
+    assert document["tokens"] == plain(80)
     assert document["statistics"]["num_accepted_draft_tokens"] > 0
     assert "Traceback" not in said
 
@@ -137,6 +140,7 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(
     assert "starting it again (1)" in said
 
 
+@pytest.mark.slow
 def test_failing_start_is_told_with_its_cause(temporary: dict[str, str]) -> None:
     arguments = ["--target", SPEC, "--draft", "/nowhere/model", "--max-tokens", "5", "1"]
     run = launch([*ALONE, *arguments], temporary)
@@ -192,6 +196,7 @@ def tiny_pair() -> tuple[str, str]:
     return str(tiny_model()), str(tiny_model(noise=0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [SHARED, SHARED_DRAFT], ids=["target", "draft"])
 def test_two_ranks_of_a_model_write_what_one_would(
     temporary: dict[str, str], tiny_pair: tuple[str, str], command: list[str]
@@ -249,7 +254,7 @@ def test_two_agents_give_the_same_text(temporary: dict[str, str]) -> None:
     assert [agent.returncode for agent in agents] == [0, 0], said
     documents = [json.loads(out) for out, _ in said if out]
     assert len(documents) == 1
-    assert documents[0]["tokens"] == plain(*SEEDED, "--max-tokens", "80", "123")["tokens"]
+    assert documents[0]["tokens"] == plain(80)
 
 
 # ---- two hosts ----
@@ -287,7 +292,7 @@ def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path)
     (zero, out, said), (one, nothing, also_said) = two_hosts(temporary, [keys, keys])
     assert (zero, one) == (0, 0), said + also_said
     document = json.loads(out)
-    assert document["tokens"] == plain(*SEEDED, "--max-tokens", "80", "123")["tokens"]
+    assert document["tokens"] == plain(80)
     assert document["statistics"]["num_accepted_draft_tokens"] > 0
     assert nothing == ""
 

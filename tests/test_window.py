@@ -119,18 +119,6 @@ def test_best_window_is_theorem_1s_ratio(ratio: int) -> None:
         assert speeds(ratio, acceptance).best_window() == ratio
 
 
-@pytest.mark.parametrize(("a", "ratio"), [(0.8, 3)])
-def test_theorem_1_holds_under_the_virtual_clock(a: float, ratio: int) -> None:
-    """Not only in the formula: no other fixed window is faster."""
-
-    def rate(c: int) -> float:
-        submit = Submit(1, (0,), 1 + FEWER, Sampling(), Decoding("pearl", "fixed", c))
-        return FEWER / simulate(submit, CoinTarget(a), CoinDraft(), Timing(1.0, lambda _: float(ratio))).seconds
-
-    rates = {c: rate(c) for c in range(1, ratio + 4)}
-    assert max(rates, key=rates.__getitem__) == ratio
-
-
 def test_a_target_that_slows_with_what_it_is_fed_makes_the_window_smaller() -> None:
     """So steep that feeding more than half the ratio costs more than it yields."""
     assert speeds(8, 0.8).best_window() == 8

@@ -22,6 +22,7 @@ from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.run import Measured, Plan, devices_of, emulated, measure, rows_for
 from pearl.lab.bench.summary import Figures, document, figures
 from pearl.lab.bench.tasks import HUMANEVAL, Task, read_tasks
+from pearl.models.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
 _COUNT = click.IntRange(min=1)
@@ -106,7 +107,7 @@ def _plan(
         raise ConfigError("--draft none: there is nothing to compare with ar")
     toys = emulated(config)
     usual = _EMULATED if toys else _QUICK if quick else _USUAL
-    known = rows_for(config, baselines and not _toy(config.target), settings.decoding.rule)
+    known = rows_for(config, baselines and not is_toy(config.target), settings.decoding.rule)
     wanted = {*rows, "ar"} if rows else {row.name for row in known}
     if unknown := wanted - {row.name for row in known}:
         raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
@@ -121,10 +122,6 @@ def _plan(
         gamma=settings.decoding.gamma,
         attempts=3 if toys else 1,
     )
-
-
-def _toy(model: str) -> bool:
-    return model == "toy" or model.startswith("toy:")
 
 
 def _tasks(prompts: Sequence[str], limit: int, toys: bool) -> list[Task]:

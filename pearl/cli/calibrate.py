@@ -15,6 +15,7 @@ from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.calibrate import PROMPTS, Calibration, calibrate
 from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.run import emulated
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 
@@ -40,10 +41,10 @@ def calibrate_pair(
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
     log_to_stderr(settings.engine.log_level, "front")
-    given, toy = settings.sampling, bool(settings.engine.target_pace)
-    usual = {"temperature": 1.0 if toy else 0.0, "max_tokens": _TOKENS, "seed": 0}
+    given, toys = settings.sampling, emulated(settings.engine)
+    usual = {"temperature": 1.0 if toys else 0.0, "max_tokens": _TOKENS, "seed": 0}
     params = given.model_copy(update={k: v for k, v in usual.items() if getattr(given, k) is None})
-    asked = read_prompts(prompts, limit) if prompts else ["hello"] * limit if toy else list(PROMPTS[:limit])
+    asked = read_prompts(prompts, limit) if prompts else ["hello"] * limit if toys else list(PROMPTS[:limit])
     stolen = Stolen()
     console = SafeConsole(stderr=True)
     with console.status("starting"):

@@ -24,10 +24,10 @@ def whole_blocks(end: int) -> int:
 
 
 def masks(start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to the scores of `count` queries from position `start` on: [count, positions].
+    """Return the mask that is added to the scores of `count` queries at positions from `start` on: [count, positions].
 
-    The columns begin at `start` rounded down to a block (every query sees what is before) and end with a whole block:
-    0 where a query may look, minus infinity at what comes after it.
+    The first column is `start` rounded down to a block (every query sees all earlier positions); the last column ends a
+    block. Entries are 0 at positions that the query sees, minus infinity at later positions.
     """
     base = start - start % BLOCK
     positions = torch.arange(base, whole_blocks(start + count))
@@ -37,11 +37,11 @@ def masks(start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return what each query takes from the values: [n, heads * head_dim].
+    """Return the attention output of each query: [n, heads * head_dim].
 
     Args:
         queries: [n, heads, head_dim], scaled by head_dim ** -0.5.
-        keys, values: [kv_heads, whole blocks, head_dim]; what a mask hides must be finite.
+        keys, values: [kv_heads, positions of whole blocks, head_dim]; masked positions must be finite.
         mask: as `masks` makes it.
     """
     n, heads, head_dim = queries.shape
@@ -49,7 +49,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     group = heads // kv_heads
     # Queries that share keys stand one below the other, so that no key is copied: [kv_heads, group * n, head_dim].
     stacked = queries.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
-    if group * n < ROWS:  # rows of whatever stands in memory: nobody looks at what comes of them
+    if group * n < ROWS:  # padding rows, uninitialised: their output is discarded
         padded = stacked.new_empty(kv_heads, ROWS, head_dim)
         padded[:, : group * n] = stacked
         stacked = padded

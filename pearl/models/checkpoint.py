@@ -1,6 +1,6 @@
 """From the name of a model to its files: the embedded pair, local directories, GGUF files and the hub.
 
-Imports no torch: the front, which holds no model, looks for its tokenizer here too.
+Imports no torch: the front, which holds no model, resolves its tokenizer here too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `from_pretrained` wants: a directory or hub id, and the GGUF file within it, if it is one."""
+    """The arguments of `from_pretrained`: a directory or hub id, and the name of the GGUF file in it, if any."""
 
     path: str
     gguf_file: str | None = None
 
 
-def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
-    """Where the model named `spec` lies: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
+def is_toy(spec: str) -> bool:
+    """Whether `spec` names a toy model, "toy" or "toy:KEY=VALUE,...", which has no checkpoint."""
+    return spec.partition(":")[0] == "toy"
 
-    Makes the embedded models where they are not in the cache yet; does not ask the hub. Raises `ModelError`.
+
+def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
+    """Resolve `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
+
+    Builds the embedded models where they are not in the cache yet; makes no request to the hub. Raises `ModelError`.
     """
     if spec == "embedded":
         return Checkpoint(str(embedded_target(progress)))

@@ -39,7 +39,7 @@ _BY_HAND = (
 
 
 def silent(_message: str) -> None:
-    """The progress callback that says nothing."""
+    """Progress callback that discards its message."""
 
 
 def cache_directory() -> Path:
@@ -93,7 +93,7 @@ def _built_once(name: str, build: Callable[[Path, Progress], None], progress: Pr
 
 
 def _sweep(root: Path, name: str) -> None:
-    """Removes what killed builders left. Under the lock every such directory is a dead one's."""
+    """Remove the directories of builders that were killed. The caller holds the lock, so no builder is at work."""
     for leftover in root.glob(f".{name}.*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -165,7 +165,7 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def _convert(gguf: Path, building: Path) -> None:
-    """Converts in a process of its own: the GGUF reader prints, and takes a gigabyte that we want back."""
+    """Convert in a child process: the GGUF reader prints, and its gigabyte of memory is freed when the process ends."""
     command = [sys.executable, "-m", "pearl.models.embedded", str(gguf), str(building)]
     ours = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | ours)
@@ -194,7 +194,7 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
 
 
 def dequantised() -> dict[str, object]:
-    """Arguments of from_pretrained that unpack a GGUF file. Older releases always do, and know no option."""
+    """Arguments of `from_pretrained` that dequantise a GGUF file. Older releases always do, and take no option."""
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)

@@ -1,4 +1,4 @@
-"""A runner that goes wrong on purpose, at a chosen moment: for tests of what then happens, and for `scripts/soak`.
+"""A runner that fails on purpose in a chosen phase: for fault tests and for `scripts/soak`.
 
 Part of the toy models' names (`toy:fault=hang@drafting`), so that it happens in a real worker process.
 """
@@ -23,15 +23,16 @@ _LATER = 6  # tokens that a draft has drafted before a target can be verifying t
 
 
 class FaultyRunner(WrappedRunner):
-    """Wraps `runner`; in the first forward of its phase `fault` happens to this process, "slow" ever after, and so
-    "nan", but of a draft only until it is given a prompt of that length again.
+    """Wraps `runner`; the fault strikes this process in the first forward of its phase.
+
+    "slow" and "nan" last for all later forwards; in a draft "nan" ends with the next prompt of the same length.
 
     Args:
-        name: "FAULT@PHASE". For a draft "verifying" is when it drafts beside a target that verifies.
-        once: a file; where it exists nothing happens, and it is made when the fault strikes. So what is started in
-            this process's place is sound.
+        name: "FAULT@PHASE". The phase "verifying" of a draft: it drafts while the target verifies.
+        once: a file that is created when the fault strikes. No fault strikes where it exists: the process that
+            replaces this one is sound.
 
-    Raises ModelError for a name that is none.
+    Raises `ModelError` for an unknown fault or phase.
     """
 
     def __init__(self, runner: ModelRunner, name: str, role: str, once: str = "") -> None:

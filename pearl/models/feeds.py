@@ -1,4 +1,4 @@
-"""What a forward is fed: chains and trees of tokens, each behind what one slot holds."""
+"""Inputs of a forward: chains and trees of tokens, each continuing the sequence of one slot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Feed:
     """Tokens for one slot of a runner.
 
     Attributes:
-        tokens: [n], not empty. A tensor of ids stands on the device, perhaps not yet computed there: nobody looks
-            whether they are sound.
-        rows: the logits of the last so many tokens are returned; 0 <= rows <= n.
+        tokens: [n], not empty. Ids in a tensor are on the device, perhaps not yet computed there, and their range is
+            not checked.
+        rows: how many of the last tokens to return the logits of; 0 <= rows <= n.
         slot: which sequence the tokens continue.
-        parents: None for a chain, each token following the one before. For a tree: for each token the index in `tokens`
-            of the one that it follows, smaller than its own, or -1 where it follows what the slot holds.
+        parents: None for a chain, in which each token follows the one before. For a tree: the index in `tokens` of each
+            token's parent, smaller than its own, or -1 where the token follows the slot's sequence.
     """
 
     tokens: Tokens
@@ -37,12 +37,12 @@ class Feed:
 
     @property
     def depth(self) -> int:
-        """How many positions the feed reaches beyond what the slot holds."""
+        """Number of positions by which the feed extends the slot's sequence."""
         return len(self.tokens) if self.parents is None else 1 + max(depths(self.parents))
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Of each node of a tree; 0 for one that follows what the slot holds."""
+    """Return the depth of each node of a tree; 0 for a node that follows the slot's sequence."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -50,7 +50,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: Sequence[int]) -> list[int]:
-    """Of each node of a tree the nodes that it sees, itself included, as a mask: bit j is node j."""
+    """Return for each node of a tree its ancestors and itself, as a bit mask: bit j is node j."""
     found: list[int] = []
     for node, parent in enumerate(parents):
         found.append((1 << node) | (0 if parent < 0 else found[parent]))
@@ -58,10 +58,10 @@ def ancestors(parents: Sequence[int]) -> list[int]:
 
 
 def branches(parents: Sequence[int]) -> list[list[int]]:
-    """A tree cut into chains, depth first: [nodes], each the parent of the next.
+    """Cut a tree into chains, depth first: lists of nodes, each the parent of the next.
 
-    A chain begins below a node of the chains before it (or below what the slot holds), and where it does, the last
-    chain that reached its depth holds its ancestors: so the chains can be computed one after the other in one cache.
+    A chain begins below a node of an earlier chain, or below the slot's sequence. The cache then holds its ancestors,
+    for the last chain that reached that depth wrote them: the chains can be computed one after the other in one cache.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -78,7 +78,7 @@ def branches(parents: Sequence[int]) -> list[list[int]]:
 
 
 def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
-    """Whether `path` leads from what the slot holds down the tree, node by node."""
+    """Whether `path` begins at a child of the slot's sequence, and each of its nodes is the parent of the next."""
     return all(0 <= node < len(parents) for node in path) and all(
         parents[node] == above for above, node in zip([-1, *path], path, strict=False)
     )
@@ -109,9 +109,9 @@ class Layout:
 
     Attributes:
         ids: [rows], token ids.
-        spans: in the order in which they must be computed; of a tree, its `branches`.
-        asked: for each feed, the rows whose logits it wants.
-        trees: each feed that is a tree, and the row of each of its nodes.
+        spans: in the order in which they must be computed; a tree has one for each of its `branches`.
+        asked: for each feed, the rows whose logits are returned.
+        trees: for each feed that is a tree, the feed and the row of each node.
     """
 
     ids: torch.Tensor
@@ -121,10 +121,10 @@ class Layout:
 
 
 def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> Layout:
-    """Arrange feeds in one forward of at least `least` rows; what is behind the feeds is padding.
+    """Arrange feeds in one forward of at least `least` rows; rows after the last feed are padding.
 
     Args:
-        lengths: of the slots.
+        lengths: number of tokens in each slot.
     """
     layout, ids = Layout(torch.empty(0)), []
     count = 0

@@ -25,13 +25,13 @@ _LEAST_VISIBLE = 512  # positions
 
 
 class Piece(NamedTuple):
-    """What a piece is fed, on the device.
+    """The inputs of a piece, on the device.
 
     Attributes:
         start: [1], position of the first token.
         ids: [n]
         depths: [n], of a tree's nodes; a chain's are 0, 1, 2, ...
-        sees: [n], which nodes each one sees, as a mask of bits; None: all before it, and itself.
+        sees: [n], a bit mask of the nodes that each node sees; None for a chain: all earlier ones and itself.
     """
 
     start: torch.Tensor
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 Step = Callable[[Piece, int, int, int], torch.Tensor]  # (piece, slot, end, rows) -> logits [rows, vocab]
-Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]  # work -> what does it again, same buffers
+Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]  # work -> its replay, in the same buffers
 
 
 def visible(position: int) -> int:
@@ -64,9 +64,9 @@ class Graphs:
     """The recordings of one model.
 
     Args:
-        step: computes a piece; shapes, `end` and `rows` alone decide what it does.
+        step: computes a piece; its kernels depend on shapes, `end` and `rows` only.
         room: positions of the cache.
-        record: makes one recording; doing the work more often than once changes nothing.
+        record: makes one recording; it may run the work several times.
     """
 
     def __init__(self, step: Step, room: int, record: Record) -> None:
@@ -108,7 +108,7 @@ class Graphs:
         return replay()[:count]
 
     def _many(self, feed: Feed, start: int, end: int, device: torch.device) -> torch.Tensor:
-        """Logits of every token of a chain of at most `PREFILL`; where none are asked for, of none."""
+        """Logits of every token of a chain of at most `PREFILL` tokens; no logits where the feed asks for none."""
         count = len(feed.tokens)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
         given = torch.tensor([start, *known, *[0] * (PREFILL - count)], pin_memory=device.type == "cuda")

@@ -76,7 +76,7 @@ class HFRunner:
         self._length = 0
         self.context = context
         self.vocab_size: int = config.vocab_size
-        # With a device map the outermost hook brings the logits back to where the input went in.
+        # With a device map the outermost hook moves the logits back to the input's device.
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
         accepted = inspect.signature(model.forward).parameters
@@ -123,7 +123,7 @@ class HFRunner:
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""
         if self.device.type == "cuda":
-            # This stream only: rows on their way to the other worker are not the forward's business.
+            # This stream only, not the one that sends rows to the other worker.
             torch.cuda.current_stream(self.device).synchronize()
 
     def _ids(self, tokens: Tokens) -> torch.Tensor:
@@ -135,7 +135,7 @@ class HFRunner:
         return ids.to(self.device, non_blocking=True)
 
     def _arguments(self, end: int, rows: int) -> dict[str, Any]:
-        """The rest of the call. No mask: each model derives its own from the cache, in under 0.1 ms."""
+        """The other arguments of the forward. No mask: each model derives its own from the cache, in under 0.1 ms."""
         arguments: dict[str, Any] = {
             "past_key_values": self._cache,
             "use_cache": True,
@@ -170,14 +170,14 @@ def _count_layers(model: PreTrainedModel, context: int) -> int:
 
 
 def _can_roll_back(layer: object, context: int) -> bool:
-    """A window as long as the context never slides: it is full attention."""
+    """Whether a cache layer keeps all positions. A window as long as the context does: it never slides."""
     if type(layer) is DynamicSlidingWindowLayer:
         return bool(layer.sliding_window >= context)
     return type(layer) is DynamicLayer
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether a row depends only on what stands before it. GPT-NeoX's does, though its configuration says otherwise."""
+    """Whether a row depends on earlier positions only. GPT-NeoX's does, though its configuration says otherwise."""
     tokens = [[0, *following] for following in ((1, 1, 1), (2, 3, 4))]
     device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     with torch.inference_mode():

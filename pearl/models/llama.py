@@ -83,7 +83,7 @@ class _Layer:
 
 
 class _Spans:
-    """Where the rows of a forward belong. `states`: takes keys and values of every layer where there are trees."""
+    """The spans of a forward and their masks. `states` collects (keys, values) of every layer where there are trees."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.spans = layout.spans
@@ -92,7 +92,7 @@ class _Spans:
 
 
 class _Fixed(NamedTuple):
-    """Where the rows of a piece belong: `at` [n] in their slot; `mask` [n, positions looked at]."""
+    """Slot and positions `at` [n] of the rows of a piece, and their `mask` [n, positions looked at]."""
 
     slot: int
     at: torch.Tensor
@@ -107,7 +107,7 @@ class LlamaRunner:
     Args:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
-        record: how else they are recorded; also makes a CPU compute in a GPU's fixed sizes (for tests).
+        record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         int8: rounds the matrices, each row to 255 steps. On a CPU one token is then fed faster, several are slower.
     """
 
@@ -240,7 +240,7 @@ class LlamaRunner:
         return torch.cat([self._cos[at] for at in parts]), torch.cat([self._sin[at] for at in parts])
 
     def _asked(self, hidden: torch.Tensor, rows_of: list[list[int]]) -> list[torch.Tensor]:
-        """Logits of the rows that are asked for; with others beside them where there would be too few."""
+        """Logits of the asked rows, computed together with other rows where there are fewer than `_least_rows`."""
         asked = [row for rows in rows_of for row in rows]
         if not asked:
             return [torch.empty(0, self.vocab_size) for _ in rows_of]
@@ -289,7 +289,7 @@ class LlamaRunner:
     ) -> torch.Tensor:
         """The last layer's states [n, hidden] of `ids` [n], on every rank. `rope`: cosines and sines of each."""
         hidden = self._embedding[ids]
-        leads = self._group.rank == 0  # what the sums add to must be in them once
+        leads = self._group.rank == 0  # the residual is added on one rank only: the sum must hold it once
         for number, layer in enumerate(self._layers):
             mixed = self._attend(layer, number, hidden, rope, place)
             hidden = self._group.sum(layer.out(mixed, hidden if leads else None))
@@ -308,9 +308,9 @@ class LlamaRunner:
         rope: tuple[torch.Tensor, torch.Tensor],
         place: _Spans | _Fixed,
     ) -> torch.Tensor:
-        """What each row takes from the tokens up to it: [n, heads * head_dim], of this rank's heads.
+        """Return the attention output of each row: [n, heads * head_dim], of this rank's heads.
 
-        Writes keys and values of the rows to the slots of layer `number`.
+        Writes the rows' keys and values to layer `number` of the slots.
         """
         n, heads, both, head_dim = len(hidden), self._heads, self._heads + self._kv_heads, self._head_dim
         states = layer.qkv(self._normal(hidden, layer.attention_norm), None).view(n, -1, head_dim)
@@ -347,7 +347,7 @@ class LlamaRunner:
     def _attend_fixed(
         self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, place: _Fixed
     ) -> torch.Tensor:
-        """As `attention.attend`, in one product each; for sizes that do not vary."""
+        """As `attention.attend`, with one product for the scores and one for the output: sizes are fixed."""
         n, _, head_dim = queries.shape
         all_keys, all_values = self._slots.keys[place.slot, number], self._slots.values[place.slot, number]
         all_keys[:, place.at] = keys.transpose(0, 1)
@@ -381,7 +381,7 @@ class LlamaRunner:
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""
         if self.device.type == "cuda":
-            # This stream only: rows on their way to the other worker are not the forward's business.
+            # This stream only, not the one that sends rows to the other worker.
             torch.cuda.current_stream(self.device).synchronize()
 
 

@@ -1,4 +1,4 @@
-"""From the name of a model to a runner: its dtype, context and device, and what went wrong.
+"""From the name of a model to a runner: its dtype, context and device, and errors with their cause.
 
 It must not know toy or paced runners, nor roles.
 """
@@ -43,8 +43,8 @@ def load_runner(
     group: Group = ALONE,
     exact: bool = False,
 ) -> ModelRunner:
-    """Loads the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`; or of a model
-    that the ranks of `group` share, this one's part.
+    """Load the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`. In a `group` of
+    several ranks, load this rank's part.
 
     `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; float32 in their place on a CPU without the
     instructions), "float32", "bfloat16", "float16", or "int8": bfloat16 with the matrices' rows rounded to 255 steps,
@@ -199,7 +199,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -> None:
-    """A device map puts what does not fit on the CPU or disk, where each token would then take seconds."""
+    """Raise `ModelError` where a device map has put layers on the CPU or disk: each token would take seconds."""
     places = getattr(model, "hf_device_map", {}).values()
     if device.type == "cuda" and any(str(place) in ("cpu", "disk") for place in places):
         raise ModelError(
@@ -208,7 +208,7 @@ def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -
 
 
 def _check_cache_fits(spec: str, model: PreTrainedModel, context: int, ours: bool) -> None:
-    """A cache on the CPU takes its memory only as it fills: that there is enough is looked at before any request."""
+    """Raise `ModelError` where the cache would not fit into memory: on a CPU its pages are taken only as it fills."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not queries:
@@ -239,7 +239,7 @@ def available_memory(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sy
 
 
 def _context(spec: str, model: PreTrainedModel, wanted: int | None) -> int:
-    """Tokens that the cache is to hold. Some models name no limit; then the default is theirs too."""
+    """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     steady = _steady_positions(config)

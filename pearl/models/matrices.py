@@ -26,13 +26,13 @@ _SERIAL = 32768  # elements: torch splits an elementwise operation of at least s
 
 
 def least_rows(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> int:
-    """Return the smallest number of rows from which `product` gives a row the same bits whatever stands beside it.
+    """Return the smallest number of rows from which on the bits of a row do not depend on the other rows of `product`.
 
     Args:
         product: [n, in] -> [n, ...].
         rows: at least `_TOGETHER` rows [_, in] of irregular numbers.
 
-    Returns 0 where no number of up to 16 rows will do.
+    Returns 0 where no number of up to 16 rows suffices.
     """
     together = product(rows[:_TOGETHER])
 

@@ -22,9 +22,9 @@ class Capabilities:
         slots: sequences that it holds side by side.
         tree_nodes: the most tokens of a tree; 0: it takes no trees.
         launches: whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn.
-        row_invariant: whether the logits of a position are the same bits however its sequence was cut into chains, and
-            whatever else is fed in the same forward.
-        trees_row_invariant: whether a node's logits, too, are the bits that its path alone would give.
+        row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
+            nor on the other feeds of the forward.
+        trees_row_invariant: whether a tree node's logits have the bits that its path gives when fed as a chain.
     """
 
     slots: int = 1
@@ -41,7 +41,7 @@ class ModelRunner(Protocol):
         vocab_size: number of token ids that the logits cover (the model's own count, padding ids included).
         context: the most tokens that a slot can hold.
         device: where the logits live.
-        capabilities: what it can do; what it cannot raises `RequestError`.
+        capabilities: what it supports; a feed that needs more raises `RequestError`.
     """
 
     @property
@@ -90,7 +90,7 @@ class ModelRunner(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it; at once on a CPU."""
+        """Wait until the device has finished all forwards; returns at once on a CPU."""
         ...
 
 

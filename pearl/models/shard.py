@@ -1,8 +1,8 @@
-"""One model shared by several ranks: what each keeps of a Llama's weights, and what they tell each other in a forward.
+"""One model shared by several ranks: which weights of a Llama each rank keeps, and what ranks exchange in a forward.
 
 Tensor parallelism as in "Megatron-LM" (Shoeybi et al., 2019, section 3): of attention a rank has some of the heads, of
 the MLP some of the inner columns, so that each block ends with one sum over the ranks; of the head it has some rows.
-Embedding and norms are everybody's.  Knows no processes: a `Group` does the talking.
+Every rank has the embedding and the norms.  Knows no processes: a `Group` communicates.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ ALONE: Group = Alone()
 
 
 def cut(model: PreTrainedModel, group: Group, device: torch.device) -> None:
-    """Leaves of a whole `model`, for which `is_llama` holds, what this rank keeps, and moves that to `device`.
+    """Reduce a whole `model`, for which `is_llama` holds, to this rank's part, and move that to `device`.
 
-    What its config says of heads is then true of the part.  Where there are more ranks than key-value heads, each of
-    these is kept by all ranks whose queries face it.  Raises `ModelError` where the ranks could not be equal.
+    Its config then has the head counts of the part.  Where there are more ranks than key-value heads, each such head is
+    kept by all ranks whose queries use it.  Raises `ModelError` where the ranks would have unequal parts.
     """
     config, rank, size = model.config, group.rank, group.size
     heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
@@ -97,7 +97,7 @@ def _share(count: int, rank: int, size: int) -> slice:
 
 
 def _keep_rows(linear: Linear, rows: slice, device: torch.device) -> None:
-    """Of what comes out. Rows past the end (of a vocabulary that cannot be shared equally) are zeros."""
+    """Keep these output rows. Rows past the end (of a vocabulary that the ranks do not divide) are zeros."""
     part, count = linear.weight[rows], rows.stop - rows.start
     _replace(linear, part if len(part) == count else pad(part, (0, 0, 0, count - len(part))), device)
     if linear.bias is not None:
@@ -105,12 +105,12 @@ def _keep_rows(linear: Linear, rows: slice, device: torch.device) -> None:
 
 
 def _keep_columns(linear: Linear, columns: slice, rank: int, device: torch.device) -> None:
-    """Of what goes in. The sum must hold the bias once, so it is the first rank's."""
+    """Keep these input columns. The first rank keeps the bias: the sum over ranks must hold it once."""
     _replace(linear, linear.weight[:, columns], device)
     if rank:
         linear.bias = None  # type: ignore[assignment]
 
 
 def _replace(linear: Linear, part: torch.Tensor, device: torch.device) -> None:
-    """A copy, of which the whole holds nothing: it can go, or stay on disk, where it was mapped rather than read."""
+    """Set the weight to a copy of `part`, so that the whole weight is freed, or never read where its file is mapped."""
     linear.weight = Parameter(part.detach().to(device, copy=True).contiguous(), requires_grad=False)

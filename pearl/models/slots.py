@@ -1,7 +1,7 @@
 """Keys and values of several sequences, in buffers allocated once.
 
-A slot holds one sequence.  Lengths say how much of a slot counts: rolling back sets a number.  What is fed as a tree is
-kept aside until it is known which of its paths continues the sequence.
+A slot holds one sequence and its length: a rollback sets the length.  The states of a tree are kept aside until `keep`
+says which of its paths continues the sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Tree:
     """A tree that was fed to a slot and of which no path is kept yet.
 
     Attributes:
-        parents: as of the `Feed`.
-        rows: where each node's states stand in `states`; None where nodes stand in the slot, in their order.
+        parents: see `Feed`.
+        rows: the row of each node in `states`; None where the nodes' states are in the slot itself, in their order.
         states: for each layer (keys, values), [rows, kv_heads, head_dim].
     """
 
@@ -34,14 +34,14 @@ class Tree:
 class Slots:
     """Keys and values [slots, layers, kv_heads, positions, head_dim], all zeros at first.
 
-    Forwards look beyond a sequence, at what a mask then hides; there must not be a NaN, for 0 times NaN is NaN.  So
-    what a rollback forgets is set to zero.
+    Forwards read positions beyond a sequence, with weight 0 by the mask; 0 times NaN is NaN, so a rollback zeroes the
+    positions that it removes.
     """
 
     def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
         self.lengths = [0] * shape[0]
-        self._written = [0] * shape[0]  # positions that may hold something
+        self._written = [0] * shape[0]  # by slot: positions from here on are zeros
         self._trees: list[Tree | None] = [None] * shape[0]
 
     @property
@@ -49,7 +49,7 @@ class Slots:
         return self.keys.dtype
 
     def wrote(self, slot: int, end: int) -> None:
-        """Note that positions up to `end` were written to."""
+        """Record that positions up to `end` were written to."""
         self._written[slot] = max(self._written[slot], end)
 
     def extend(self, slot: int, count: int) -> None:

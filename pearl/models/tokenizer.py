@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
+from pearl.models.checkpoint import Checkpoint, is_toy, resolve_checkpoint
 from pearl.models.embedded import Progress, silent
 from pearl.text import REPLACEMENT, Tokenizer
 
@@ -59,7 +59,7 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint asks for where the user asks for nothing.
+    """The generation settings of a checkpoint, for those that the user does not set.
 
     temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
     `ignored` names options of its generation_config.json that would change the text and are not supported.
@@ -158,7 +158,7 @@ def load_tokenizer(
     `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
     runner's). Raises `ModelError`.
     """
-    if spec == "toy" or spec.startswith("toy:"):
+    if is_toy(spec):
         return _toy(spec)
     checkpoint = resolve_checkpoint(spec, progress=progress)
     try:
@@ -213,7 +213,7 @@ def _from_checkpoint(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[H
 
 
 def _generation_config(checkpoint: Checkpoint, trust_remote_code: bool) -> GenerationConfig:
-    """generation_config.json; from config.json the EOS where it names none, and all where there is none."""
+    """Return generation_config.json. Its EOS, or all of it where the file is missing, is taken from config.json."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -234,7 +234,7 @@ def _generation_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Gener
 
 
 def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> GenerationDefaults:
-    """As transformers' generate() reads it.
+    """Return the settings as transformers' generate() reads them.
 
     Unset options are None in transformers from 5.0 on; its own defaults (GenerationConfig.
     _get_default_generation_params: top_k 50) stand in only where the checkpoint samples. Where it is

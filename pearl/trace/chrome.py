@@ -4,8 +4,8 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 (complete events "X" that nest within a track, flows "s" and "f" bound to slices, counters "C", metadata "M"), with the
 `distributedInfo` that Holistic Trace Analysis asks for.
 
-What only both workers together know is told here: which drafted token met which fate, and which part of a wait was the
-message's way and not its sender's work.
+Facts that take both workers' parts are computed here: the fate of each drafted token, and which share of a wait was
+spent on the message's way rather than on its sender's work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
-VERSION = 3  # of what stands under "pearl_trace" in the metadata
+VERSION = 3  # of the metadata under "pearl_trace"
 _ACCEPTED, _REJECTED, _DISCARDED = "accepted", "rejected", "discarded"
 _MOST_HELD = 1000  # records of one wait
 _COUNTERS = ("pending", "epoch", "window", "acceptance")
@@ -76,16 +76,16 @@ def write(trace: Path, parts: list[Part]) -> None:
 
 
 class _Merged:
-    """Reads the parts twice: for what each must know of the other, then event by event. What it keeps is a few numbers
-    for each token and message, so the file may be longer than memory."""
+    """Reads the parts twice: first for the links between them, then event by event. It keeps a few numbers for each
+    token and message, so the file may be longer than memory."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._parts = sorted(parts, key=lambda part: (part.header["role"] != "target", part.header["opened"]))
         self._target = self._parts[0]
         self._offsets = {part.path: self._offset(part) for part in self._parts}
         self._base = min(int(part.header["opened"]) + self._offsets[part.path][0] for part in parts)
-        self._sent: dict[tuple[Any, ...], int] = {}  # message -> when its sender let go of it
-        self._judged: dict[Token, tuple[str, int]] = {}  # -> its fate, when
+        self._sent: dict[tuple[Any, ...], int] = {}  # message -> time when it was sent
+        self._judged: dict[Token, tuple[str, int]] = {}  # -> (fate, time)
         self._flows = 0
         for part in self._parts:
             self._look(part)
@@ -114,7 +114,7 @@ class _Merged:
             yield record._replace(start=record.start + offset, end=record.end + offset) if offset else record
 
     def _look(self, part: Part) -> None:
-        """The first reading: what was sent when, and what was judged how."""
+        """The first reading: when each message was sent, and how each token was judged."""
         epochs: dict[tuple[int, int], int] = {}  # request, position -> epoch of the token that is pending there
         request = -1
         for record in self._records(part):
@@ -249,7 +249,7 @@ class _Merged:
         return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
-        """All but the events."""
+        """The document without its events."""
         workers = []
         for number, part in enumerate(self._parts):
             offset, uncertainty = self._offsets[part.path]
@@ -282,7 +282,7 @@ class _Merged:
 
 
 def told(event: dict[str, Any]) -> str | None:
-    """What to say of an event that tells of something gone wrong, or right again."""
+    """Return a note for an event about a failure or a recovery; None for other events."""
     match event["type"]:
         case "DraftGone":
             alone = event.get("request") is not None

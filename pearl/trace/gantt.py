@@ -16,7 +16,7 @@ from rich.text import Text
 from pearl.errors import ConfigError, TraceError
 from pearl.trace.reading import Slice, Trace
 
-_STEPS = 12  # verification forwards shown where the user does not say how much
+_STEPS = 12  # verification forwards that are shown by default
 _LABEL = 8  # columns before the axis
 _CHARACTER = 0.005  # the width of a character in a picture, as a share of the axis
 _PAUSE = 1e-3  # seconds: shorter work (a heartbeat, noting a message) does not cut a wait in two
@@ -66,7 +66,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is shown: bars of each worker, and rejections. Seconds from the start of the first request."""
+    """Bars of each worker, and rejections. Times in seconds from the start of the first request."""
 
     start: float
     end: float
@@ -92,7 +92,7 @@ class Chart:
 def chart(trace: Trace, start: float | None = None, seconds: float | None = None) -> Chart:
     """A part of the run, `start` in seconds from the first request's start; by default the first steps.
 
-    Raises `ConfigError` where the run holds nothing there.
+    Raises `ConfigError` where the run has no work in that time.
     """
     begin = trace.start
     length = trace.end - begin
@@ -321,7 +321,7 @@ def _panel(axes: Any, chart: Chart, seconds: float) -> None:
 
 
 def _spans(bars: Iterable[Bar], chart: Chart) -> dict[str, list[tuple[float, float]]]:
-    """look -> (start, duration) in seconds, cut to what is shown."""
+    """style -> (start, duration) in seconds, cut to the time shown."""
     spans: dict[str, list[tuple[float, float]]] = {}
     for bar in bars:
         start, end = max(bar.start, chart.start), min(bar.end, chart.end)

@@ -1,6 +1,6 @@
 """Events, commands and messages as lists and dicts, for a file, and back. Distributions are left out.
 
-Written by hand where it is written (in the loop of a worker, a few microseconds count), by pydantic where it is read.
+Writing is coded by hand (in the loop of a worker a few microseconds count); reading is by pydantic.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
 
 
 def from_plain(value: Any) -> Any:
-    """The event or message that `plain` was given, less its distributions. Raises `TraceError`."""
+    """The inverse of `plain`; distributions are missing. Raises `TraceError`."""
     try:
         kind = _KINDS[value["type"]]
         given = {k: v for k, v in value.items() if k != "type"}

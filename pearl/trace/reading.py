@@ -1,4 +1,4 @@
-"""A trace file, read back into slices. Every broken, foreign or empty file is told apart."""
+"""A trace file, read back into slices. Broken, foreign and empty files raise errors of their own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Trace:
 
     @property
     def method(self) -> str:
-        """Of the requests; a request that was cut off has left none."""
+        """The decoding method of the requests; a request that was cut off names none."""
         return ", ".join(dict.fromkeys(r.args.get("decoding", {}).get("method", "?") for r in self.requests))
 
     @property
@@ -74,7 +74,7 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Raises `TraceError`: what the file is instead of a trace of ours, and what to do."""
+    """Read a trace. Raises `TraceError`, with cause and advice, for a file that is no trace of ours."""
     with damaged(path, TraceError):
         return _read(path)
 
@@ -106,7 +106,7 @@ def _unfinished(trace: Trace) -> list[Slice]:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Any Chrome Trace Event document. Raises `TraceError` where the file is none."""
+    """Read any Chrome Trace Event document. Raises `TraceError` for another file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Writing down what one worker does, as it happens. Knows times and names, nothing of what they mean.
+"""Records the work of one worker as it happens. Knows times and names, not their meaning.
 
-The file: msgpack arrays one after the other - a header, records, and an end where the worker got that far.  A reader
-takes what is whole, so a worker that is killed leaves all but its last quarter of a second.
+The file: msgpack arrays one after the other: a header, records and, where the worker ended by itself, an end.  A reader
+takes all whole arrays, so a worker that is killed loses its last quarter of a second only.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Recorder:
 
     Args:
         path: must not exist yet. Raises `TraceError` where it cannot be made.
-        header: what is to be known of this worker.
+        header: description of this worker.
         clock: nanoseconds; monotonic.
 
     Attributes:
-        spent: nanoseconds that recording has taken so far, by those who say so.
+        spent: nanoseconds that recording has taken so far; callers add their own.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -102,7 +102,7 @@ class Recorder:
             self._file.close()
 
     def _write(self) -> None:
-        """Whatever goes wrong here must not take the text down with it."""
+        """Write the queue to the file. An error ends the recording, not the request."""
         with self._lock:
             self._written = self.clock()
             data = bytearray()
@@ -119,12 +119,12 @@ class Recorder:
 
 
 def part_path(trace: Path, role: str, pid: int) -> Path:
-    """Where a worker writes, for a trace that is to become the file `trace`."""
+    """The path of a worker's part of the trace file `trace`."""
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
 
 
 def asked_for(directory: Path, number: int) -> Path:
-    """What recording `number`, begun while an engine runs, is called among the sockets in its directory."""
+    """The path of recording `number` of a running engine, in the engine's directory."""
     return directory / f"trace-{number}"
 
 
@@ -134,7 +134,7 @@ def part_paths(trace: Path) -> list[Path]:
 
 
 def being_written(trace: Path) -> bool:
-    """Whether a worker that writes for `trace` still lives on this machine."""
+    """Whether a worker that writes a part of `trace` is still alive on this machine."""
     return any(Path("/proc", path.name.removesuffix(".part").rpartition("-")[2]).exists() for path in part_paths(trace))
 
 

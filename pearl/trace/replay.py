@@ -69,6 +69,6 @@ def _coordinator(trace: Trace, decisions: list[Slice]) -> Coordinator:
 
 
 def _context(trace: Trace) -> int:
-    """Of the draft, as it told the target; any will do for one that was asked nothing."""
+    """The draft's context, from its message to the target; any value serves for a draft that had no request."""
     joined = (s.args["event"] for s in trace.target if s.name == "decide" and s.args["event"]["type"] == "DraftJoined")
     return int(next(joined, {"context": 1})["context"])

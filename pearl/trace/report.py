@@ -47,16 +47,16 @@ class Report:
     Attributes:
         wall: from the start of the first request to the end of the last, what lies between them included.
         overlap: share of the time in which both models were in a forward.
-        pace: who the run waited for: shares in which the target worked, in which it waited for the draft's work, for a
-            message on its way, for a consumer; they and the target's communication add up to all but `uncovered`.
+        pace: shares of the time in which the target worked, waited for the draft's work, for a message on its way, and
+            for a consumer; with the target's communication and `uncovered` they add up to 1.
         steps: verification forwards by kind; `owners`: by who owned the critical path: "draft" or "transport" where
             the target had to wait in that step (from the forward before to its own end), "target" where it did not.
         drafted, judged, accepted: draft tokens. `rejected` of the judged; the other drafted ones were `discarded`.
         histogram: accepted tokens of a run that ended in a correction or bonus -> runs.
         forwards: of the draft, and of the target by number of fed tokens.
         ratio: median verification forward over median draft forward. `window`: median of c as used; 0 without a draft.
-        alternation: what the target's work and the drafts of the tokens that it judged would have taken one after the
-            other, with no waiting and no message: the least that the same steps cost without overlap.
+        alternation: seconds that the target's work and the drafting of the judged tokens take one after the other,
+            without waits and messages: the least time of the same steps without overlap.
         recorder: the recorder's own share of the wall time, of the busier worker.
     """
 
@@ -135,7 +135,7 @@ def report(trace: Trace) -> Report:
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
-    """What lies in the time reported on; a slice that reaches beyond it is cut."""
+    """The slices between `start` and `end`, cut to that time."""
     return [
         Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
         for s in slices
@@ -225,7 +225,7 @@ def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
-    """Of the tokens that were judged: their forwards and draws, and the forwards without a token before them."""
+    """Seconds of drafting of the judged tokens: their forwards and draws, and forwards without a token before them."""
     seconds = 0.0
     for i, one in enumerate(draft):
         if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
@@ -260,7 +260,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _quantile(values: Sequence[float], q: float) -> float:
-    """Between the two nearest, as numpy's default."""
+    """The quantile, interpolated linearly, as numpy's default."""
     ordered = sorted(values)
     at = q * (len(ordered) - 1)
     low = int(at)

@@ -40,13 +40,13 @@ from pearl.transport.mailbox import Mailbox
 _TARGET_CAUSES = {Cause.HELD_ROW: HELD_ROW, Cause.WINDOW: DRAFT, Cause.IDLE: CONSUMER}
 _DRAFT_CAUSES = {Cause.WINDOW: VERDICT, Cause.IDLE: CONSUMER}
 _ROUNDING = 1000  # nanoseconds
-_CATCHING_UP = 2  # tokens that a draft forward feeds at most where nothing is new but a verdict
+_CATCHING_UP = 2  # the most tokens that a draft forward feeds after a verdict
 
 _Event = TypeVar("_Event")
 
 
 def identity(message: object) -> list[Any]:
-    """What tells one message from another: its type, request, epoch and start."""
+    """The identity of a message: its type, request, epoch and start."""
     return [type(message).__name__, *(getattr(message, name, None) for name in ("request", "epoch", "start"))]
 
 

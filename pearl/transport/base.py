@@ -50,7 +50,7 @@ class Endpoint(Protocol):
         ...
 
     def wake(self) -> None:
-        """Whoever waits, or else the next one that would, returns at once."""
+        """End the wait of another thread at once, or else the next wait."""
         ...
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class Endpoint(Protocol):
 
 
 class Listener(Endpoint, Protocol):
-    """The end that others connect to. It hears only so much of each of them at a time."""
+    """The end that others connect to. It limits how much it takes from each peer per second."""
 
     def trust(self, peer: Peer) -> None:
-        """Hears all that `peer` says, and of no other any more."""
+        """Lift the limit for `peer`, and set it again for the peer trusted before."""
         ...
 
 
@@ -90,6 +90,6 @@ class TensorChannel(Protocol):
 
 
 def check_row(row: torch.Tensor, vocab_size: int) -> None:
-    """Refuses to send what is no row of this channel: the receiver could not tell it from a broken one."""
+    """Raise `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not check it."""
     if str(row.dtype) != "torch.float32" or row.shape != (vocab_size,):
         raise LocalProtocolError(f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}")

@@ -1,6 +1,6 @@
-"""How much a listener takes from each of its peers, decided on sizes before anything is decoded.
+"""How much a listener takes from each of its peers, decided by the size of a message before it is decoded.
 
-What a message then costs to decode, and that it was none, counts against its peer afterwards.
+The time to decode a message, and that it was malformed, counts against its peer afterwards.
 
 Pure but for a clock. Knows no sockets and no messages.
 """
@@ -17,12 +17,14 @@ AT_ONCE = 16 << 20  # bytes from one peer
 PER_SECOND = 4 << 20  # bytes from one peer, after that
 MESSAGE = 4 << 10  # bytes that a message counts beside its own, for the work it makes: 4,096 at once, 1,024 a second
 WORK = 80 << 20  # bytes that a second of decoding counts: a twentieth of a core, for long, and 0.2 s at once
-MALFORMED = 60 << 10  # bytes that one counts beside, which is refused, logged and answered: 256 at once, 64 a second
+MALFORMED = (
+    60 << 10
+)  # bytes that a malformed message counts besides, being logged and answered: 256 at once, 64 a second
 _MANY = 1024  # peers that are remembered before those are forgotten that have been silent
 
 
 class Gate:
-    """A bucket for each peer. One that overdraws its own is told once, and unheard until it is full again.
+    """A token bucket for each peer. A peer that overdraws its bucket is told once, and dropped until it is full again.
 
     The one that is trusted (the draft, whose rate is its model's) has no limit.
     """
@@ -30,11 +32,11 @@ class Gate:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._trusted: Peer | None = None
-        self._levels: dict[Peer, tuple[float, float]] = {}  # what is left, when that was
+        self._levels: dict[Peer, tuple[float, float]] = {}  # (bytes left, time of that)
         self._shut: set[Peer] = set()
 
     def trust(self, peer: Peer) -> None:
-        """That peer, and from now on no other."""
+        """Lift the limit for `peer`; only the last one trusted has none."""
         self._trusted = peer
         self._forget(peer)
 
@@ -42,9 +44,9 @@ class Gate:
         return peer == self._trusted
 
     def admits(self, peer: Peer, size: int) -> bool:
-        """Whether a message of `size` bytes is to be looked at.
+        """Whether to decode a message of `size` bytes.
 
-        Raises `RemoteProtocolError` for the first that is not: what the peer is to be told.
+        Raises `RemoteProtocolError` for the first that is refused, with the text to tell the peer.
         """
         if peer == self._trusted:
             return True
@@ -55,7 +57,7 @@ class Gate:
         left -= size + MESSAGE
         if len(self._levels) >= _MANY and peer not in self._levels:
             self._forget_the_silent(now)
-        self._levels[peer] = (max(left, min(before, 0.0)), now)  # what is not looked at adds to no debt
+        self._levels[peer] = (max(left, min(before, 0.0)), now)  # a dropped message adds no debt
         if left < 0:
             self._shut.add(peer)
             raise RemoteProtocolError(
@@ -66,7 +68,7 @@ class Gate:
         return True
 
     def decoded(self, peer: Peer, seconds: float, malformed: bool = False) -> None:
-        """Counts what a message that was admitted has cost."""
+        """Charge an admitted message's decoding time to its peer."""
         if peer not in self._levels:
             return
         left, since = self._levels[peer]
@@ -86,6 +88,6 @@ class Gate:
         self._shut.discard(peer)
 
     def _forget_the_silent(self, now: float) -> None:
-        """Those whose buckets are full again, as any stranger's is."""
+        """Forget peers whose buckets are full again: a new peer's is full too."""
         for peer in [peer for peer in self._levels if self._left(peer, now) >= AT_ONCE]:
             self._forget(peer)

@@ -32,16 +32,16 @@ class Keys:
 
 
 def channel_keys(given: str | None, directory: Path) -> Keys | None:
-    """Those of the file `given` by the user, else the engine's own in its `directory`, else none.
+    """Keys from the file `given` by the user, else the engine's own from its `directory`, else None.
 
-    So each process of an engine finds them by itself, and no key is handed from one to the other.
+    Each process of an engine reads them itself: no key is passed between processes.
     """
     own = directory / OWN_KEYS
     return read_keys(Path(given)) if given else read_keys(own) if own.exists() else None
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Makes the file, readable by this user only. Raises `ConfigError` where there is a file, or can be none."""
+    """Create the file, readable by this user only. Raises `ConfigError` where it exists or cannot be created."""
     document = json.dumps({"pearl_keys": _VERSION, "server": keys.server, "client": keys.client})
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -59,7 +59,7 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys in a file. Raises `ConfigError` where it is none, or others than this user could read or change it."""
+    """Read the keys in a file. Raises `ConfigError` for no key file, and where other users may read or change it."""
     try:
         # Not blocking, for it may be a pipe; looked at once it is open, so that it is the file that is read.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

@@ -1,7 +1,7 @@
 """An endpoint with a thread that works for it while a worker computes.
 
-A forward leaves Python alone for most of its time, and that is when the thread runs: it sends what may wait a moment,
-and reads, decodes and checks what comes.  What is left to do between two forwards is short.
+A forward releases the interpreter lock for most of its time; the thread runs then: it sends posted messages, and reads,
+decodes and checks incoming ones.  So the loop has little to do between two forwards.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class Mailbox:
     """Sends and receives through `endpoint`, for one loop. A context manager; the endpoint stays open after it.
 
     Args:
-        outgoing: what a message goes through before it is sent.
-        incoming: what one that has come from a peer goes through; may raise `ProtocolError`, which then stands in its
-            place.
+        outgoing: applied to each message before it is sent.
+        incoming: applied to each received message; a `ProtocolError` that it raises takes the place of the message.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Mailbox:
         self._endpoint.wake()
 
     def receive(self, timeout: float) -> list[Received]:
-        """What has been read, as an endpoint's; 0: by the thread, so far. Raises what has ended it, should anything."""
+        """As `Endpoint.receive`; 0: what the thread has read so far. Raises the error that ended the thread."""
         got: list[Received] = []
         if timeout > 0:
             self._collect()
@@ -71,7 +70,7 @@ class Mailbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing that has been read so far waits for `receive`. Any thread may ask; costs nothing."""
+        """Whether no message that was read waits for `receive`. Any thread may ask; costs nothing."""
         return self._inbox.empty()
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class MemoryEndpoint:
         self.send_frames(encode(message), peer)
 
     def send_frames(self, frames: Sequence[bytes], peer: Peer | None = None) -> None:
-        """Sends bytes as they are: what a broken peer might say."""
+        """Send raw frames, as a broken peer might."""
         inbox = self._peers.get(SOLE_PEER if peer is None else peer)
         if inbox is None or self._closed:
             raise TransportError("there is no such peer, or this end was closed")
@@ -101,7 +101,7 @@ class MemoryEndpoint:
         self.inbox.wake()
 
     def trust(self, peer: Peer) -> None:
-        """Nothing: here everybody is heard, up to a full queue."""
+        """Does nothing: no peer is limited here, except by a full queue."""
 
     def close(self) -> None:
         self._closed = True
@@ -109,7 +109,7 @@ class MemoryEndpoint:
 
 
 class MemoryHub:
-    """A listener and as many connections to it as one asks for."""
+    """A listener, and any number of connections to it."""
 
     def __init__(self) -> None:
         self._inboxes: dict[Peer, _Inbox] = {}

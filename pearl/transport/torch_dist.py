@@ -26,12 +26,12 @@ _TAG = 0
 _NEVER = timedelta(days=1)  # a row waits for its receiver as long as the request lasts
 _POLL = 0.0001  # seconds between two looks at a CUDA event
 _IDLE = timedelta(days=3650)  # how long a rank may wait to be told something
-_WORDS = 63  # told at once; more take a second message
+_WORDS = 63  # integers in the first message of `tell`; more take a second one
 _NAMING = 1.0  # seconds
 
 
 class _Group(Protocol):
-    """What a backend does for the channel; received rows lie on `device`."""
+    """The operations of a backend; received rows are on `device`."""
 
     device: torch.device
 
@@ -107,7 +107,7 @@ class ProcessGroupChannel:
 
 
 def _meeting(store_path: Path, name: str) -> dist.Store:
-    """Where the ranks of group `name` find each other: a file of one machine."""
+    """The store by which the ranks of group `name` find each other: a file, on one machine."""
     return dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: it stays for the next group
 
 
@@ -276,7 +276,7 @@ class RankGroup:
         return parts.view(self.size, *part.shape).transpose(0, 1).reshape(len(part), -1)
 
     def tell(self, words: Sequence[int]) -> None:
-        """To all other ranks; each must call `told`."""
+        """Send integers to all other ranks; each must call `told`."""
         head = torch.zeros(_WORDS + 1, dtype=torch.long)
         head[0], first = len(words), words[:_WORDS]
         head[1 : 1 + len(first)] = torch.tensor(first, dtype=torch.long)
@@ -285,7 +285,7 @@ class RankGroup:
             self._broadcast(torch.tensor(words[_WORDS:], dtype=torch.long))
 
     def told(self) -> list[int]:
-        """What the leader tells next; waits for it, however long. Raises `TransportError` when it is gone."""
+        """Return the leader's next `tell`; waits without a limit. Raises `TransportError` when the leader is gone."""
         head = self._broadcast(torch.empty(_WORDS + 1, dtype=torch.long))
         count = int(head[0])
         words: list[int] = head[1 : 1 + count].tolist()
@@ -294,7 +294,7 @@ class RankGroup:
         return words
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Has `lost` called, with what is to be said, as soon as another rank is gone: even in mid-forward, or idle."""
+        """Call `lost` with an error text as soon as another rank is gone, in a forward or idle."""
         for rank in range(self.size):
             if rank != self.rank:
                 Thread(target=self._watch, args=(rank, lost), name=f"rank-{rank}", daemon=True).start()
@@ -309,7 +309,7 @@ class RankGroup:
                 lost(self._lost)
 
     def close(self) -> None:
-        """From now on the others may leave."""
+        """Close the connections: the other ranks may end from now on."""
         self._closing = True
 
     def _broadcast(self, words: torch.Tensor) -> torch.Tensor:

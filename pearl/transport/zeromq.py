@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
@@ -31,6 +31,9 @@ from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.gate import Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
 
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
 _QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than a text has, so that it may be slow
 _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
@@ -38,7 +41,7 @@ _MAX_TAKEN = 64 << 20  # bytes that one `receive` takes, or one message
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks whether a key may come in (RFC 27)
+_ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -75,7 +78,7 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 class _Socket:
-    """What both ends share: a socket with a context of its own, so that closing one waits for no other."""
+    """A socket with a context of its own, so that closing it waits for no other socket."""
 
     def __init__(self, kind: int, queue: int) -> None:
         self._context = zmq.Context()
@@ -137,7 +140,7 @@ class _Socket:
             raise TransportError("this end of the control channel was closed")
 
     def _pass_on(self) -> None:
-        """Remembers, and tells who waits, that more can be read: the file descriptor says so once, and has told us."""
+        """Note that more can be read, and wake the waiting thread: the file descriptor signals it only once."""
         self._more = _readable(self._socket)
         if self._more:
             self._rouse()
@@ -171,25 +174,46 @@ class _Socket:
             os.close(self._waker)
 
 
+class _OneKey:
+    """Credentials provider of `zmq.auth`: admits the one public key `admitted`, in Z85."""
+
+    def __init__(self, admitted: bytes) -> None:
+        self._admitted = admitted
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._admitted
+
+
+def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> ThreadAuthenticator:
+    """A running thread that lets one key in to the listeners of `context`. `stop` it before the context ends."""
+    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio: 0.1 s, and only a listener with keys needs it
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
+    authenticator.start()
+    return authenticator
+
+
 class ZmqListener(_Socket):
     """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         """Binds `address`; `.address` is the real one, port included. Raises `ConfigError`: `check_bind`.
 
-        `keys`: who has not the same gets no answer; a stranger holds no more than a frame until it is cut off.
+        `keys`: a peer without the same keys gets no answer, and is cut off with at most one frame in memory.
         """
         check_bind(address, keys=keys is not None)
         admitted = None if keys is None else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
         self._gate = Gate()
         self._file: Path | None = None
-        self._porter: _Porter | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         if keys is not None and admitted is not None:
-            self._porter = _Porter(self._context, admitted)
+            self._authenticator = _authenticator(self._context, admitted)
             self._socket.curve_server = True
             self._socket.curve_secretkey = keys.server.encode()
-            self._socket.zap_domain = b"pearl"
+            self._socket.zap_domain = _ZAP_DOMAIN.encode()
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is let in
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a vanished peer is dropped
         try:
@@ -230,41 +254,16 @@ class ZmqListener(_Socket):
     def close(self, flush: float = 0.0) -> None:
         if self._file is not None and not self._closed:
             self._file.unlink(missing_ok=True)  # ZeroMQ leaves it behind
+        if self._authenticator is not None:
+            self._authenticator.stop()  # its sockets are of this context, which ends only once they are closed
         super().close(flush)
-        if self._porter is not None:
-            self._porter.join()
-
-
-class _Porter:
-    """Answers ZeroMQ, in a thread, whether a key may come in: the one that is admitted, and no other."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> None:
-        self._admitted = [z85.decode(admitted)]
-        self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(_ZAP)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="porter")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                version, number, _, _, _, mechanism, *credentials = self._socket.recv_multipart()
-                admitted = mechanism == b"CURVE" and credentials == self._admitted
-                self._socket.send_multipart([version, number, b"200" if admitted else b"400", b"", b"", b""])
-        except zmq.ContextTerminated:
-            self._socket.close()
-
-    def join(self) -> None:
-        """Once the context has been ended, and so the thread."""
-        self._thread.join()
 
 
 class ZmqConnection(_Socket):
     """The end that connects. The listener need not be there yet: until it is, messages wait in the queue.
 
-    Once connected and cut off it stays so: what would answer a reconnection is not the engine we knew. One that was not
-    let in says so once in what it receives, for nothing else will ever come.
+    It does not reconnect after a disconnection: another engine might answer. A connection that was refused returns that
+    error once from `receive`, for no message will ever come.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:

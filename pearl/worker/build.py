@@ -15,6 +15,7 @@ import torch
 from pearl.config import Device, EngineConfig
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
+from pearl.models.checkpoint import is_toy
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import ModelRunner
@@ -209,7 +210,7 @@ def make_runner(
     is_target = role == "target"
     spec = config.target if is_target else config.draft
     runner: ModelRunner
-    if spec.partition(":")[0] == "toy":
+    if is_toy(spec):
         if group is not None:
             raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {role}_tp 1.")
         runner = load_toy(spec, role, config.max_context)

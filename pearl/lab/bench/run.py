@@ -17,6 +17,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.recorded import interpolated
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
+from pearl.models.checkpoint import is_toy
 from pearl.models.tokenizer import load_tokenizer
 
 AR, SD, PEARL, FIXED = "ar", "sd", "pearl", "pearl, fixed"
@@ -146,7 +147,7 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
 
 def emulated(config: EngineConfig) -> bool:
     """Whether the pair is toys of given speed, which the virtual clock can run too."""
-    toys = all(model.startswith("toy") for model in (config.target, config.draft))
+    toys = is_toy(config.target) and is_toy(config.draft)
     return bool(toys and config.target_pace and config.draft_pace)
 
 
