@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models.loading import load_runner
+from pearl.models.tokenizer import load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
 from tests.conftest import TOY, greedy_text
@@ -49,6 +52,34 @@ def consistent(result: Result, engine: Engine) -> None:
 
 
 # ---- texts ----
+
+BEFORE = json.loads((Path(__file__).parent / "texts_of_before.json").read_text())
+
+
+@pytest.mark.parametrize("text", BEFORE["toy"], ids=lambda text: f"{text['rule']}-{text['temperature']}-{text['seed']}")
+def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(toy: Engine, text: dict[str, Any]) -> None:
+    sampling = {name: text[name] for name in ("temperature", "top_p", "seed")}
+    params = SamplingParams(**sampling, max_tokens=len(text["tokens"]), ignore_eos=True)
+    decoding = DecodingConfig(method="pearl", rule=text["rule"])
+    assert one(toy, params, [1, 2, 7], decoding=decoding).tokens == text["tokens"]
+
+
+@pytest.mark.slow
+def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
+    """In float32, by the virtual clock: the same executors as in the workers."""
+    tokenizer, _ = load_tokenizer("embedded")
+    cpu = torch.device("cpu")
+    runners = [load_runner(name, device=cpu, dtype="float32") for name in ("embedded", "embedded-draft")]
+    for text in BEFORE["embedded"]:
+        prompt, tokens = tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]), text["tokens"]
+        assert prompt is not None
+        sampling, decoding = Sampling(text["temperature"], seed=5), Decoding("pearl", rule=text["rule"])
+        submit = Submit(1, tuple(prompt), len(prompt) + len(tokens), sampling, decoding)
+        with torch.inference_mode():
+            outcome = simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0))
+        assert outcome.tokens == tokens
+        for runner in runners:
+            runner.rollback(0)
 
 
 @pytest.mark.parametrize("method", METHODS)
