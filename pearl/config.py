@@ -42,7 +42,7 @@ _ONE_HOST = ("ipc", "tcp")
 _ADDRESS = re.compile(
     r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
 )  # what may be bound is for the transport
-DType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 
 class Section(BaseModel):
@@ -74,9 +74,9 @@ class EngineConfig(Section):
     target_dtype: DType = Field(
         "auto",
         description="Weights of the target; auto: the checkpoint's, or float32 on a CPU that has no instructions for "
-        "it. int8, on CPUs, rounds them to another model.",
+        "it. int8 and int4, on CPUs, round them to another model.",
     )
-    draft_dtype: DType = Field("auto", description="Of the draft. int8, on CPUs: it guesses a little worse.")
+    draft_dtype: DType = Field("auto", description="Of the draft. int8 and int4, on CPUs: it guesses a little worse.")
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
     )

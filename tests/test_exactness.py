@@ -24,14 +24,14 @@ from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
-from pearl.models.matrices import irregular, least_rows, matrix, normalise, probe_rows, swiglu
+from pearl.models.matrices import Rounding, irregular, least_rows, matrix, normalise, probe_rows, swiglu
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
 from tests.test_llama_runner import KINDS, replayed
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
-DTYPES = ("float32", "bfloat16", "float16", "int8")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 TOKENS = 256  # two blocks of attention
 
 
@@ -76,7 +76,8 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("held", [1, 126, 130])
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, "float32") for kind in KINDS), ("llama", "bfloat16"), ("qwen3", "int8")]
+    ("kind", "dtype"),
+    [*((kind, "float32") for kind in KINDS), ("llama", "bfloat16"), ("qwen3", "int8"), ("llama", "int4")],
 )
 def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str, held: int) -> None:
     """Behind a cache that ends before, at and after a block of attention; and keeping a path is having fed it."""
@@ -253,10 +254,11 @@ def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> 
         assert torch.equal(normalise(rows, weight, 1e-6), torch.cat([normalise(r[None], weight, 1e-6) for r in rows]))
 
 
-def test_int8_refuses_widths_that_its_kernel_reads_beyond() -> None:
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_rounding_refuses_widths_that_its_kernel_cannot_take(rounding: Rounding) -> None:
     layer = torch.nn.Linear(36, 300, bias=False)
     with pytest.raises(ModelError, match=r"multiple of 32; one of this model takes 36"):
-        matrix(layer, int8=True)
+        matrix(layer, rounding=rounding)
 
 
 def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pearl.models.graphs import FED, PREFILL, pieces, visible
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
+from pearl.models.matrices import matrix
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner
 from tests.runner_contract import RunnerContract, close, some_tokens
@@ -228,9 +229,26 @@ def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more(start: 
         assert stop <= visible(begin) <= max(512, 2 * begin)
 
 
+def in_8_bits(weight: torch.Tensor) -> torch.Tensor:
+    scale = (weight.abs().amax(1, keepdim=True) / 127).float().clamp_min(1e-30)
+    return (weight.float() / scale).round() * scale
+
+
+def in_4_bits(weight: torch.Tensor) -> torch.Tensor:
+    groups = weight.float().view(len(weight), -1, 32)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    step = ((high - low) / 15).clamp_min(1e-30)
+    middle, step = (low + 8 * step).bfloat16().float(), step.bfloat16().float()  # as the kernel takes them
+    return (((groups - middle) / step).round().clamp(-8, 7) * step + middle).view_as(weight)
+
+
+ROUNDINGS = {"int8": in_8_bits, "int4": in_4_bits}
+
+
 @pytest.mark.parametrize("fed", [1, 3, 20])
 @pytest.mark.parametrize("kind", ["llama", "llama-biased", "llama-tied", "qwen3"])
-def test_int8_is_off_by_no_more_than_its_steps_explain(kind: str, fed: int) -> None:
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(dtype: str, kind: str, fed: int) -> None:
     """The reference: transformers in float32 over weights that were rounded here, by themselves."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
     plain = HFRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32), 64)
@@ -239,17 +257,32 @@ def test_int8_is_off_by_no_more_than_its_steps_explain(kind: str, fed: int) -> N
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():
         for linear in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
-            scale = (linear.weight.bfloat16().abs().amax(1, keepdim=True) / 127).float().clamp_min(1e-30)
-            linear.weight.copy_((linear.weight.bfloat16().float() / scale).round() * scale)
+            linear.weight.copy_(ROUNDINGS[dtype](linear.weight.bfloat16()))
         model.get_input_embeddings().weight.copy_(embedding)
     tokens = some_tokens(plain, fed)
     wanted, exact = feed_chain(HFRunner(model, 64), tokens, fed), feed_chain(plain, tokens, fed)
-    found = feed_chain(load(kind, "int8"), tokens, fed)
+    found = feed_chain(load(kind, dtype), tokens, fed)
     assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
     assert (found - exact).abs().mean() > (found - wanted).abs().mean(), "nothing was rounded, so nothing was tested"
 
 
+@pytest.mark.parametrize("rows", [16, 64, 100, 4096, 4200])
+def test_int4_holds_the_weights_of_a_q4_1_file(rows: int) -> None:
+    """Whatever the number of rows, which the kernel takes in panels and we convert in parts."""
+    generator = torch.Generator().manual_seed(rows)
+    steps = torch.randint(0, 16, (rows, 3, 32), generator=generator)
+    steps[:, :, :2] = torch.tensor([0, 15])  # a group of a real file reaches from end to end
+    scale, least = (torch.randn(rows, 3, 1, generator=generator).bfloat16().float() for _ in range(2))
+    weight = (scale.abs() * steps + least).view(rows, 96)
+    layer = torch.nn.Linear(96, rows, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(weight)
+    x = torch.randn(5, 96, generator=generator).bfloat16()
+    found, wanted = matrix(layer, rounding="int4")(x, None), x.float() @ weight.T
+    assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
 @pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
-def test_int8_is_refused_where_the_forward_is_not_ours(kind: str, forwards: str) -> None:
-    with pytest.raises(ModelError, match="int8"):
-        load_runner(str(tiny_model(kind)), device=CPU, dtype="int8", forwards=forwards)
+def test_rounding_is_refused_where_the_forward_is_not_ours(kind: str, forwards: str, dtype: str) -> None:
+    with pytest.raises(ModelError, match=dtype):
+        load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, forwards=forwards)

@@ -29,6 +29,7 @@ from pearl.models.feeds import Feed, Layout, lay_out
 from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, record_on_gpu
 from pearl.models.matrices import (
     Matrix,
+    Rounding,
     irregular,
     least_rows,
     matrix,
@@ -108,7 +109,7 @@ class LlamaRunner:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
-        int8: rounds the matrices, each row to 255 steps. On a CPU one token is then fed faster, several are slower.
+        rounding: "int8" or "int4" rounds the matrices (see `matrices.matrix`), on a CPU.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class LlamaRunner:
         slots: int = 1,
         records: bool = True,
         record: Record | None = None,
-        int8: bool = False,
+        rounding: Rounding = "",
     ) -> None:
         config, inner = model.config, model.model
         self._group = group
@@ -141,10 +142,10 @@ class LlamaRunner:
         with torch.inference_mode():
             self._embedding = inner.embed_tokens.weight
             is_bf16 = packs(self._embedding) and self.dtype == torch.bfloat16
-            self._layers = [_layer(layer, int8) for layer in inner.layers]
+            self._layers = [_layer(layer, rounding) for layer in inner.layers]
             self._norm = inner.norm.weight
-            self._head = matrix(model.lm_head, int8=int8)
-            self._least_rows = _FAST_ROWS if is_bf16 and not int8 else 1
+            self._head = matrix(model.lm_head, rounding=rounding)
+            self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
             cache_dtype, invariant = self.dtype, True
             if self._graphs is None:
                 cache_dtype, invariant = self._probe()
@@ -385,17 +386,17 @@ class LlamaRunner:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _layer(layer: Any, int8: bool) -> _Layer:
+def _layer(layer: Any, rounding: Rounding) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
     return _Layer(
         layer.input_layernorm.weight,
-        matrix(attention.q_proj, attention.k_proj, attention.v_proj, int8=int8),
+        matrix(attention.q_proj, attention.k_proj, attention.v_proj, rounding=rounding),
         q_norm,
         k_norm,
-        matrix(attention.o_proj, int8=int8),
+        matrix(attention.o_proj, rounding=rounding),
         layer.post_attention_layernorm.weight,
-        matrix(mlp.gate_proj, mlp.up_proj, int8=int8),
-        matrix(mlp.down_proj, int8=int8),
+        matrix(mlp.gate_proj, mlp.up_proj, rounding=rounding),
+        matrix(mlp.down_proj, rounding=rounding),
     )

@@ -17,7 +17,7 @@ from pearl.errors import ModelError
 from pearl.models.attention import whole_blocks
 from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
 from pearl.models.embedded import Progress, dequantised, silent
-from pearl.models.matrices import multiplies_bf16
+from pearl.models.matrices import Rounding, multiplies_bf16
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import ALONE, Group, cut
 
@@ -47,10 +47,11 @@ def load_runner(
     several ranks, load this rank's part.
 
     `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; float32 in their place on a CPU without the
-    instructions), "float32", "bfloat16", "float16", or "int8": bfloat16 with the matrices' rows rounded to 255 steps,
-    on a CPU and where the forward is ours.  `exact` refuses a runner that is not row-invariant.
-    `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers" keeps their forward
-    where "auto" has a faster one; "eager" has that one too, but records nothing.  Raises `ModelError`.
+    instructions), "float32", "bfloat16", "float16", or, on a CPU and where the forward is ours, bfloat16 with rounded
+    matrices: "int8" (each row in 255 steps) or "int4" (each 32 weights in 16 steps).  `exact` refuses a runner that is
+    not row-invariant.  `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers"
+    keeps their forward where "auto" has a faster one; "eager" has that one too, but records nothing.  Raises
+    `ModelError`.
     """
     from pearl.models.hf import HFRunner
     from pearl.models.llama import LlamaRunner, is_llama
@@ -58,16 +59,16 @@ def load_runner(
     # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
     # (Where the dtype is to change, and of other files, the whole passes through host memory.)
     place = torch.device("cpu") if group.size > 1 else device
-    int8 = dtype == "int8"
-    dtype = "bfloat16" if int8 else dtype
+    rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
+    dtype = "bfloat16" if rounding else dtype
     model = load_model(
         spec, device=place, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
     )
     ours = forwards != "transformers" and is_llama(model)
-    if int8 and (device.type != "cpu" or not ours or group.size > 1):
+    if rounding and (device.type != "cpu" or not ours or group.size > 1):
         raise ModelError(
-            f"Model {spec!r} cannot have its weights in int8: that is for one CPU worker, and for models of the Llama "
-            "family with --forwards auto or eager. Choose another dtype."
+            f"Model {spec!r} cannot have its weights in {rounding}: that is for one CPU worker, and for models of the "
+            "Llama family with --forwards auto or eager. Choose another dtype."
         )
     with _explained(spec):
         if group.size > 1:
@@ -82,7 +83,7 @@ def load_runner(
         _check_cache_fits(spec, model, context, ours)
         runner: ModelRunner
         if ours:
-            runner = LlamaRunner(model, context, group, records=forwards == "auto", int8=int8)
+            runner = LlamaRunner(model, context, group, records=forwards == "auto", rounding=rounding)
         else:
             runner = HFRunner(model, context)
         if exact and not runner.capabilities.row_invariant:
@@ -119,7 +120,7 @@ def _arguments(
     checkpoint: Checkpoint, device: torch.device, dtype: str, device_map: str | dict[str, Any] | None
 ) -> dict[str, Any]:
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16 or int8.")
+        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16, int8 or int4.")
     wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and device.type == "cpu" and not device_map and not multiplies_bf16():
         wanted = torch.float32 if _fits_in_float32(checkpoint) else "auto"

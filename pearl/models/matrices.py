@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from pearl.errors import ModelError
 
+Rounding = Literal["", "int8", "int4"]
 Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
 _TOGETHER = 48
 _CANDIDATES = (1, 2, 4, 8, 16)
 _INT8_COLUMNS = 32  # the int8 kernel reads beyond rows of weights that are no multiple of this
+_INT4_GROUP = 32  # weights that share a scale: of a Q4_0 or Q4_1 file too
+_INT4_ROWS = 64  # rows in a panel of the int4 kernel's layout, which depends on the instruction set: 32 or 64
 _SERIAL = 32768  # elements: torch splits an elementwise operation of at least so many between threads
 
 
@@ -57,17 +60,27 @@ def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
     return irregular(_TOGETHER, width, dtype)
 
 
-def matrix(*linears: Any, int8: bool = False) -> Matrix:
+def matrix(*linears: Any, rounding: Rounding = "") -> Matrix:
     """Return several linear layers of one input as one matrix, their outputs side by side.
 
-    Takes the weights away from the layers, so that a large model is never in memory twice.
+    Takes the weights away from the layers, so that a large model is never in memory twice.  `rounding` "int8": each
+    row in 255 steps; "int4": each 32 weights of a row in 16 steps.  Raises `ModelError` for widths that these cannot
+    have.
     """
     weight = torch.cat([each.weight for each in linears]) if len(linears) > 1 else linears[0].weight.detach()
     bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
     for each in linears:
         each.weight = None
-    if int8:
-        return _rounded(weight, bias)
+    if rounding:
+        product = _in_8_bits(weight) if rounding == "int8" else _in_4_bits(weight)
+
+        def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+            result = product(x)
+            for more in (bias, y):
+                result = result if more is None else result + more
+            return result
+
+        return multiply_rounded
     if packs(weight):
         packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
         return lambda x, y: (
@@ -76,24 +89,47 @@ def matrix(*linears: Any, int8: bool = False) -> Matrix:
     return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
 
 
-def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
-    if weight.shape[1] % _INT8_COLUMNS:
+def _check_width(weight: torch.Tensor, dtype: str, least: int) -> None:
+    if weight.shape[1] % least:
         raise ModelError(
-            f"int8 weights need matrices whose inputs are a multiple of {_INT8_COLUMNS}; one of this model takes "
+            f"{dtype} weights need matrices whose inputs are a multiple of {least}; one of this model takes "
             f"{weight.shape[1]}. Choose another dtype."
         )
+
+
+def _in_8_bits(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    _check_width(weight, "int8", _INT8_COLUMNS)
     scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
     steps = torch.empty(weight.shape, dtype=torch.int8)
     for some, into, scale in zip(weight.split(1024), steps.split(1024), scales.split(1024), strict=True):
         into.copy_((some.float() / scale[:, None].float()).round_().clamp_(-127, 127))
+    return lambda x: torch._weight_int8pack_mm(x, steps, scales)
 
-    def multiply(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        product = torch._weight_int8pack_mm(x, steps, scales)
-        for more in (bias, y):
-            product = product if more is None else product + more
-        return product
 
-    return multiply
+def _in_4_bits(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Groups of 32 weights, each from its least to its largest in 16 steps: exactly the weights of a Q4_1 file, up to
+    the rounding of scales to the dtype of `weight`.
+    """
+    _check_width(weight, "int4", _INT4_GROUP)
+    rows = weight.shape[0]
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, -rows % _INT4_ROWS))  # the kernel takes whole panels of rows
+    packed, scales = [], []
+    for some in weight.split(_INT4_ROWS * 64):
+        groups = some.float().view(len(some), -1, _INT4_GROUP)
+        low, high = groups.aminmax(dim=2)
+        step = ((high - low) / 15).clamp_min(torch.finfo(weight.dtype).tiny)
+        scale = torch.stack((step, low + 8 * step), -1).to(weight.dtype)  # the kernel's: (steps - 8) * first + second
+        step, middle = scale.float().unbind(-1)
+        steps = ((groups - middle[..., None]) / step[..., None]).round_().add_(8).clamp_(0, 15)
+        packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.view(len(some), -1).int(), 1))
+        scales.append(scale.transpose(0, 1))
+    panels, factors = torch.cat(packed), torch.cat(scales, 1).contiguous()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        result = torch.ops.aten._weight_int4pack_mm_for_cpu(x, panels, _INT4_GROUP, factors)
+        return result if result.shape[1] == rows else result[:, :rows].contiguous()
+
+    return product
 
 
 def packs(weight: torch.Tensor) -> bool:

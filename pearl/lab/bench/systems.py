@@ -174,5 +174,5 @@ def _together(devices: Sequence[Device]) -> Devices:
 
 
 def _stored(dtype: str) -> str:
-    """What `generate` can load: int8 is our own."""
-    return "bfloat16" if dtype == "int8" else dtype
+    """What `generate` can load: rounded weights are our own."""
+    return "bfloat16" if dtype in ("int8", "int4") else dtype
