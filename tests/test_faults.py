@@ -137,9 +137,9 @@ AILS = {  # what the error of a start says, or of a lost target
 
 
 def pids(engine: Engine) -> dict[str, int]:
-    assert engine._target is not None
-    assert engine._draft is not None
-    return {"target": engine._target.pid, "draft": engine._draft.worker.pid}
+    assert engine._launcher.target is not None
+    assert engine._launcher.draft is not None
+    return {"target": engine._launcher.target.pid, "draft": engine._launcher.draft.worker.pid}
 
 
 def engine_with(cell: Cell, once: Path, startup_timeout: float = BOUND) -> Engine:

@@ -467,7 +467,7 @@ def fed(runner: ModelRunner, text: list[int]) -> torch.Tensor:
 
 
 def workers(engine: Engine) -> list[psutil.Process]:
-    shared = [engine._target, engine._draft.worker if engine._draft else None]
+    shared = [engine._launcher.target, engine._launcher.draft.worker if engine._launcher.draft else None]
     return [psutil.Process(one.pid) for ranks in shared if ranks for one in (ranks, *ranks.followers)]
 
 
@@ -511,7 +511,7 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
         processes[2].kill()
         (result,) = engine.generate([PROMPT], GREEDY)
         assert result.tokens == alone(pair, Sampling(temperature=0), 60)
-        keeper = engine._draft
+        keeper = engine._launcher.draft
         assert keeper is not None
         eventually(
             lambda: keeper.worker.pid != processes[1].pid and keeper.worker.reached("ready"), "a draft is there again"
@@ -547,8 +547,8 @@ def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stop
     script = (
         "import json; from pearl import Engine, SamplingParams\n"
         f"engine = Engine({pair[0]!r}, 'none', target_tp=2)\n"
-        "pids = [engine._target.pid, engine._target.followers[0].pid]\n"
-        "print(json.dumps([str(engine._directory), *pids]), flush=True)\n"
+        "pids = [engine._launcher.target.pid, engine._launcher.target.followers[0].pid]\n"
+        "print(json.dumps([str(engine.directory), *pids]), flush=True)\n"
         "for piece in engine.stream([5], SamplingParams(max_tokens=250, ignore_eos=True), method='ar'):\n"
         "    print(flush=True)"
     )
@@ -606,7 +606,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, mon
             super().__init__(*arguments, **options)
             self.followers[0].kill()
 
-    monkeypatch.setattr("pearl.engine.Ranks", Doomed)
+    monkeypatch.setattr("pearl.engine.launcher.Ranks", Doomed)
     before = children()
     with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
         Engine("toy", "none", target_tp=2)
