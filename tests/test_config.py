@@ -228,15 +228,15 @@ def test_each_rank_has_its_part_of_the_device(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     config = EngineConfig(target_device=name, draft_device="cpu:0-2", target_tp=ranks)
-    assert [config.device("target", rank) for rank in range(ranks)] == parts
-    assert config.device("draft") == Device("cpu", cores=(0, 1, 2))
+    assert [config.model("target").part(rank) for rank in range(ranks)] == parts
+    assert config.model("draft").part() == Device("cpu", cores=(0, 1, 2))
     if ranks == 1:
         with pytest.raises(ConfigError, match=f"draft_tp: draft_device {name}: a draft is not spread"):
             EngineConfig(draft_device=name)
         return
     config = EngineConfig(target_device="cpu:0-2", draft_device=name, draft_tp=ranks)
-    assert [config.device("draft", rank) for rank in range(ranks)] == parts
-    assert config.device("target") == Device("cpu", cores=(0, 1, 2))
+    assert [config.model("draft").part(rank) for rank in range(ranks)] == parts
+    assert config.model("target").part() == Device("cpu", cores=(0, 1, 2))
 
 
 @pytest.mark.parametrize(

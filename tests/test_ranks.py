@@ -35,6 +35,7 @@ from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 from pearl.worker.build import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
+from pearl.worker.settings import WorkerSettings
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
 from tests.tiny import tiny_model
@@ -589,9 +590,11 @@ def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_direct
         raise BlockingIOError("no process to be had")
 
     monkeypatch.setattr("pearl.engine.processes.Worker", none)  # of the others; the first is a class of its own
+    config = EngineConfig(draft_tp=2)
+    settings = WorkerSettings(role="draft", config=config, address="ipc:///nowhere", directory=directory)
     try:
         with pytest.raises(OSError, match="no process"):
-            Ranks("draft", EngineConfig(draft_tp=2), "ipc:///nowhere", directory, [1])
+            Ranks(settings, [1])
         assert children() <= before
         assert directory.is_dir()
     finally:

@@ -22,6 +22,7 @@ from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.zeromq import ensured_keys
+from pearl.worker.settings import WorkerSettings
 
 CARD = "engine.json"  # in the engine's directory: how another front of the same user reaches it
 _DRAFT_END_SECONDS = 1.0  # for the draft to end by itself where the target is lost, and callers wait to be told
@@ -90,7 +91,8 @@ class LocalLauncher:
         keys = ensured_keys(config.control, config.keys, directory)
         check_bind(address, keys=keys is not None)
         followers = () if self._elsewhere else range(1, config.target_tp)
-        self.target = Ranks("target", config, address, directory, followers, progress=progress)
+        settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
+        self.target = Ranks(settings, followers, progress)
         self.target.wait_for("bound", self._deadline)
         if config.has_draft and not self._elsewhere:
             self.draft = DraftKeeper(config, self.target.address, directory, progress)

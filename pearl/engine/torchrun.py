@@ -28,6 +28,7 @@ from pearl.errors import ConfigError, PearlError, StartError, TransportError, er
 from pearl.models.embedded import Progress
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
+from pearl.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import TorchrunStore
@@ -154,7 +155,8 @@ def serve_follower(config: EngineConfig, rank: int) -> None:
     """Another rank of the target's, whose worker is not started again: all of them end together."""
     store = _store()
     with _told_to_rank_0(store, config):
-        worker = Worker("target", config, "", _shared_directory(config, store), rank=rank)
+        directory = _shared_directory(config, store)
+        worker = Worker(WorkerSettings(role="target", rank=rank, config=config, directory=directory))
         try:
             while not _closed(store):
                 if not worker.alive and not _closed(store):
