@@ -189,7 +189,7 @@ class EngineConfig(Section):
 
     def model(self, role: ModelRole) -> ModelConfig:
         """The settings of one model, and those that both have."""
-        values = dict(self)
+        values = self.model_dump()
         names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
         own: dict[str, Any] = {name: values.get(f"{role}_{name}", values.get(name)) for name in names}
         return ModelConfig(role, values[role], **own)

@@ -37,6 +37,10 @@ class Engine:
         progress: called with a line of text while models load.
         settings: any field of `EngineConfig`.
 
+    Attributes:
+        directory: where its sockets are, and the card by which another front of the same user finds it.
+        defaults: how the checkpoint asks to be sampled.
+
     Raises:
         ConfigError, ModelError, StartError: nothing is left running.
     """
@@ -75,6 +79,8 @@ class Engine:
             (client or launcher).close()
             raise
         self._launcher, self._client = launcher, client
+        self.config, self.directory = launcher.config, launcher.directory
+        self.tokenizer, self.defaults = tokenizer, defaults
 
     def close(self) -> None:
         """Ends the workers and removes what they left; a second time does nothing, nor does it in a forked process.
@@ -91,21 +97,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    # ---- what it is ----
-
-    @property
-    def config(self) -> EngineConfig:
-        return self._launcher.config
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._client.tokenizer
-
-    @property
-    def defaults(self) -> GenerationDefaults:
-        """The checkpoint's own, of sampling."""
-        return self._client.defaults
-
     @property
     def context(self) -> int:
         """Tokens that prompt and text may have together."""
@@ -117,16 +108,9 @@ class Engine:
         return self._client.welcome
 
     @property
-    def directory(self) -> Path:
-        """Where its sockets are, and the card by which another front of the same user finds it."""
-        return self._launcher.directory
-
-    @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None where there is none now."""
         return self._launcher.draft_pid
-
-    # ---- what it does ----
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
         """Generates one text, piece by piece.
