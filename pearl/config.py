@@ -131,7 +131,7 @@ class EngineConfig(Section):
     @field_validator("target_tp", "draft_tp")
     @classmethod
     def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
-        of = "target_device" if known.field_name == "target_tp" else "draft_device"
+        of = str(known.field_name).replace("_tp", "_device")
         name = known.data.get(of, "auto")  # where it was bad, that is what is told
         device = Device.parse(name)
         if value == 1 < len(device.gpus) and of == "draft_device":

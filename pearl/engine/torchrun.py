@@ -85,15 +85,14 @@ class TorchrunLauncher:
     draft_pid = None
 
     def __init__(self, config: EngineConfig) -> None:
+        self._store = _store()
         self._first = LocalLauncher(config, others_elsewhere=True)
         self.config, self.directory, self.remedy = config, self._first.directory, self._first.remedy
-        self._store: TorchrunStore | None = None
 
     def launch(self, progress: Progress) -> str:
-        self._store = store = _store()
-        store.set(_DIRECTORY, str(self.directory))  # now, for the target's ranks meet there
+        self._store.set(_DIRECTORY, str(self.directory))  # now, for the target's ranks meet there
         address = self._first.launch(progress)
-        store.set(_ADDRESS, address)
+        self._store.set(_ADDRESS, address)
         return address
 
     def wait_until_ready(self) -> float:
@@ -103,7 +102,6 @@ class TorchrunLauncher:
             raise self._blamed() or error from None
 
     def _check_others(self) -> None:
-        assert self._store is not None
         if (why := self._store.peek(_FAILED)) is not None:
             raise _failure(why)
 
@@ -114,14 +112,13 @@ class TorchrunLauncher:
         return self._first.alive(connected)
 
     def fate(self, otherwise: str) -> str:
-        found = self._first.fate(otherwise)
+        found = self._first.fate(otherwise)  # first: it waits for what the target has to say of itself
         return str(self._blamed() or found)
 
     def _blamed(self) -> PearlError | None:
         """Where our rank of the target has only lost another one: what that one's launcher says of it."""
         target = self._first.target
         if self.config.target_tp > 1 and target is not None and isinstance(target.error, TransportError):
-            assert self._store is not None
             with suppress(TransportError):
                 return _failure(self._store.get(_FAILED, _TOLD_SECONDS))
         return None
@@ -136,11 +133,10 @@ class TorchrunLauncher:
 
     def _tell_closed(self) -> None:
         """To the other ranks, which then end their workers."""
-        if self._store is not None:
-            try:
-                self._store.set(_CLOSED, "yes")
-            except TransportError:
-                log.debug("torchrun's store is gone already")
+        try:
+            self._store.set(_CLOSED, "yes")
+        except TransportError:
+            log.debug("torchrun's store is gone already")
 
 
 def serve(config: EngineConfig, rank: int, progress: Progress) -> None:
