@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -42,6 +42,7 @@ _ONE_HOST = ("ipc", "tcp")
 _ADDRESS = re.compile(
     r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
 )  # what may be bound is for the transport
+ModelRole = Literal["target", "draft"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 
@@ -130,7 +131,7 @@ class EngineConfig(Section):
     @field_validator("target_tp", "draft_tp")
     @classmethod
     def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
-        of = "target_device" if known.field_name == "target_tp" else "draft_device"
+        of = str(known.field_name).replace("_tp", "_device")
         name = known.data.get(of, "auto")  # where it was bad, that is what is told
         device = Device.parse(name)
         if value == 1 < len(device.gpus) and of == "draft_device":
@@ -181,19 +182,49 @@ class EngineConfig(Section):
     def has_draft(self) -> bool:
         return self.draft != "none"
 
-    def ranks(self, role: str) -> int:
-        """How many share that model."""
-        return self.draft_tp if role == "draft" else self.target_tp
+    @property
+    def roles(self) -> tuple[ModelRole, ...]:
+        """Of the models that there are."""
+        return ("target", "draft") if self.has_draft else ("target",)
 
-    def device(self, role: str, rank: int = 0) -> Device:
-        """Where a worker runs; `rank`: of those that share its model."""
-        name = self.draft_device if role == "draft" else self.target_device
-        return Device.parse(name).part(rank, self.ranks(role))
+    def model(self, role: ModelRole) -> ModelConfig:
+        """The settings of one model, and those that both have."""
+        values = self.model_dump()
+        names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
+        own: dict[str, Any] = {name: values.get(f"{role}_{name}", values.get(name)) for name in names}
+        return ModelConfig(role, values[role], **own)
 
     @property
     def one_host(self) -> bool:
         """Whether both workers are on one host, and share the engine's directory."""
         return self.control in _ONE_HOST
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model of the pair. All but `role` and `spec` are fields of `EngineConfig`, less the role before their names.
+
+    Attributes:
+        spec: which model, as `EngineConfig.target` names it.
+        device: of all its ranks; `part` is one's.
+        device_map: how it is spread over several GPUs; None: it is a draft, which is not.
+    """
+
+    role: ModelRole
+    spec: str
+    device: str
+    dtype: DType
+    tp: int
+    pace: float | None
+    device_map: str | None
+    forwards: str
+    exact: bool
+    max_context: int | None
+    trust_remote_code: bool
+
+    def part(self, rank: int = 0) -> Device:
+        """Where the worker of that rank runs."""
+        return Device.parse(self.device).part(rank, self.tp)
 
 
 def _on_one_host(known: ValidationInfo) -> bool:

@@ -32,6 +32,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from pearl import Engine, SamplingParams
+from pearl.engine.launcher import LocalLauncher
+from pearl.engine.processes import DraftKeeper, Ranks
 from pearl.errors import NumericalError, PearlError, TargetLost
 from pearl.models.toy import alpha_pair
 
@@ -47,6 +49,14 @@ TIMEOUT = {"toy": 2.0, "embedded": 6.0}  # of both workers: seconds of silence
 PATIENCE = 60.0  # seconds for a draft to come back
 
 Fault = tuple[str, str]  # which, of whom
+
+
+def workers(engine: Engine) -> tuple[Ranks, DraftKeeper]:
+    launcher = engine._launcher
+    assert isinstance(launcher, LocalLauncher)
+    assert launcher.target is not None
+    assert launcher.draft is not None
+    return launcher.target, launcher.draft
 
 
 class Toys:
@@ -157,9 +167,8 @@ class Soak:
         delay, pause = self.noise.uniform(0.0, 0.6), self.noise.uniform(0.05, 0.5)
 
         def strike() -> None:
-            assert engine._target is not None
-            assert engine._draft is not None
-            worker = engine._target if role == "target" else engine._draft.worker
+            target, draft = workers(engine)
+            worker = target if role == "target" else draft.worker
             if not worker.alive:
                 return
             had.append((fault, role))  # before: its consequences may come at once
@@ -179,9 +188,9 @@ class Soak:
 
     def wait_for_draft(self, engine: Engine) -> None:
         """A fault can strike only what is there: one that is gone is on its way back."""
-        assert engine._draft is not None
+        _, draft = workers(engine)
         deadline = time.monotonic() + PATIENCE
-        while not (engine._draft.worker.alive and engine._draft.worker.reached("ready")):
+        while not (draft.worker.alive and draft.worker.reached("ready")):
             if time.monotonic() > deadline:
                 self.wrong.append("a draft has not come back")
                 return

@@ -25,7 +25,7 @@ from pearl import SamplingParams
 from pearl.cli.commands import COMMANDS
 from pearl.cli.reply import MarkdownReply, TokenReply
 from pearl.engine import Engine
-from pearl.engine.attach import AttachedEngine, find_engine, running_engines
+from pearl.engine.attach import attach, find_engine, running_engines
 from pearl.errors import ConfigError, TargetLost
 from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
@@ -556,7 +556,7 @@ def test_a_second_front_attaches(toy: Engine) -> None:
     """Both use one engine, and closing the second one leaves it running."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     assert toy.directory in running_engines()
-    with AttachedEngine(find_engine(str(toy.directory))) as other:
+    with attach(find_engine(str(toy.directory))) as other:
         assert other.context == toy.context
         assert other.generate([[1, 2, 3]], params)[0].tokens == toy.generate([[1, 2, 3]], params)[0].tokens
     assert toy.generate([[1, 2, 3]], params)[0].tokens == greedy_text([1, 2, 3], 10)
@@ -576,7 +576,7 @@ def test_what_another_user_could_have_left_is_no_engine(toy: Engine, tmp_path: P
 
 def test_an_attached_front_is_told_when_the_engine_goes() -> None:
     with Engine(TOY, TOY) as engine:
-        other = AttachedEngine(engine.directory)
+        other = attach(engine.directory)
         stream = other.stream([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
         next(stream)
     began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from pearl.config import (
     read_file,
 )
 from pearl.errors import ConfigError
+from pearl.worker.settings import WorkerSettings
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CORE = min(os.sched_getaffinity(0))
@@ -228,15 +230,15 @@ def test_each_rank_has_its_part_of_the_device(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     config = EngineConfig(target_device=name, draft_device="cpu:0-2", target_tp=ranks)
-    assert [config.device("target", rank) for rank in range(ranks)] == parts
-    assert config.device("draft") == Device("cpu", cores=(0, 1, 2))
+    assert [config.model("target").part(rank) for rank in range(ranks)] == parts
+    assert config.model("draft").part() == Device("cpu", cores=(0, 1, 2))
     if ranks == 1:
         with pytest.raises(ConfigError, match=f"draft_tp: draft_device {name}: a draft is not spread"):
             EngineConfig(draft_device=name)
         return
     config = EngineConfig(target_device="cpu:0-2", draft_device=name, draft_tp=ranks)
-    assert [config.device("draft", rank) for rank in range(ranks)] == parts
-    assert config.device("target") == Device("cpu", cores=(0, 1, 2))
+    assert [config.model("draft").part(rank) for rank in range(ranks)] == parts
+    assert config.model("target").part() == Device("cpu", cores=(0, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -253,3 +255,17 @@ def test_a_device_that_ranks_cannot_share_is_refused(name: str, ranks: int, monk
 def test_there_is_one_rank_at_least() -> None:
     with pytest.raises(ConfigError, match="target_tp"):
         EngineConfig(target_tp=0)
+
+
+def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) -> None:
+    """Also on the other side of the worker's stdin."""
+    own = {"device": "cpu", "dtype": "int8", "tp": 2, "pace": 0.1}
+    both = {"forwards": "eager", "exact": True, "max_context": 7, "trust_remote_code": True}
+    named = {f"draft_{name}": value for name, value in own.items()}
+    config = EngineConfig(draft="toy", target_device_map="balanced", **named, **both)  # type: ignore[arg-type]
+    settings = WorkerSettings(role="draft", rank=1, start=3, config=config, address="a", directory=tmp_path)
+    assert WorkerSettings.from_json(settings.to_json()) == settings
+    assert asdict(settings.model) == {"role": "draft", "spec": "toy", "device_map": None, **own, **both}
+    target = {"device": "auto", "dtype": "auto", "tp": 1, "pace": None}
+    expected = {"role": "target", "spec": "embedded", "device_map": "balanced", **target, **both}
+    assert asdict(config.model("target")) == expected

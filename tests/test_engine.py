@@ -125,7 +125,7 @@ def test_ratio_rule_over_the_tensor_channel_of_two_processes(tensors: str) -> No
     spec = "toy:vocab=512,alpha=0.7"
     params = WARM.model_copy(update={"max_tokens": 150})
     with Engine(spec, spec, tensors=tensors, control="tcp") as engine:
-        assert (engine._directory / "group").exists() == (tensors == "gloo")
+        assert (engine.directory / "group").exists() == (tensors == "gloo")
         result = one(engine, params)
     submit = Submit(1, tuple(PROMPT), 153, Sampling(1.0, seed=11), Decoding())
     assert result.tokens == _simulated(submit, 512, 0.7)
@@ -242,13 +242,13 @@ def test_pieces_joined_are_the_text(toy: Engine) -> None:
 def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
     """As Ctrl-C does in the chat: whoever waits for the next piece must not wait for a slow model to make it."""
     with Engine(TOY, TOY) as engine:
-        assert engine._target is not None
-        os.kill(engine._target.pid, signal.SIGSTOP)  # as slow as can be
+        assert engine._launcher.target is not None
+        os.kill(engine._launcher.target.pid, signal.SIGSTOP)  # as slow as can be
         stream = engine.stream(PROMPT, GREEDY)
         threading.Timer(0.3, stream.close).start()
         assert list(stream) == []
         assert stream.result.finish_reason == "cancelled"
-        os.kill(engine._target.pid, signal.SIGCONT)
+        os.kill(engine._launcher.target.pid, signal.SIGCONT)
         assert engine.generate([PROMPT], GREEDY)[0].tokens == greedy_text(PROMPT, 60)
 
 
@@ -276,7 +276,7 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
     next(stream)
     del stream
     assert one(toy).tokens == greedy_text(PROMPT, 60)
-    assert not toy._streams, "a stream that is over must not be kept"
+    assert not toy._client._streams, "a stream that is over must not be kept"
 
 
 def test_exception_while_streaming_frees_the_engine(toy: Engine) -> None:

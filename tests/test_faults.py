@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from typing import Any
 import psutil
 import pytest
 
-from pearl.config import SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.launcher import LocalLauncher
 from pearl.errors import NumericalError, PearlError, StartError, TargetLost
 from pearl.protocol.messages import (
     Begin,
@@ -138,9 +140,9 @@ AILS = {  # what the error of a start says, or of a lost target
 
 
 def pids(engine: Engine) -> dict[str, int]:
-    assert engine._target is not None
-    assert engine._draft is not None
-    return {"target": engine._target.pid, "draft": engine._draft.worker.pid}
+    assert engine._launcher.target is not None
+    assert engine._launcher.draft is not None
+    return {"target": engine._launcher.target.pid, "draft": engine._launcher.draft.worker.pid}
 
 
 def engine_with(cell: Cell, once: Path, startup_timeout: float = BOUND) -> Engine:
@@ -430,26 +432,41 @@ class FaultyLoops(Loops):
         return super()._start(guarded)
 
 
-class Attached(Engine):
-    """The user's side, on loops that run already."""
+class RunningLoops:
+    """The launcher of a user's side whose target is a loop that runs already."""
+
+    remedy = LocalLauncher.remedy
+    draft_pid = None
 
     def __init__(self, address: str) -> None:
-        self._address = address
-        super().__init__(TOY, TOY, target_timeout=4.0)
+        self.config = EngineConfig(target=TOY, draft=TOY, target_timeout=4.0)
+        self.directory, self._address = private_directory(), address
 
-    def _own_directory(self) -> Path:
-        return private_directory()
+    def launch(self, progress: Callable[[str], None]) -> str:
+        return self._address
 
-    def _start(self, progress: Callable[[str], None]) -> None:
-        self.tokenizer, self.defaults = self._load_tokenizer(progress)
-        self._meet_target(self._address, time.monotonic() + BOUND)
+    def wait_until_ready(self) -> float:
+        return time.monotonic() + BOUND
+
+    def keep(self) -> None: ...
+
+    def alive(self, connected: bool) -> bool:
+        return connected
+
+    def fate(self, otherwise: str) -> str:
+        return otherwise
+
+    def lose(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    close = lose
 
 
 def check_refused(cell: Cell, pair: FaultyLoops) -> None:
     if cell.of == "target to front":
         pair.wait_ready()
         with pytest.raises(StartError, match=REFUSALS[cell.fault]):
-            Attached(pair.address)
+            Engine.launched_by(RunningLoops(pair.address))
     else:
         eventually(lambda: bool(pair.ended), "the draft has ended, with an error")
         assert re.search(REFUSALS[cell.fault], str(pair.ended[0])), pair.ended
@@ -458,7 +475,7 @@ def check_refused(cell: Cell, pair: FaultyLoops) -> None:
 
 def check_served(cell: Cell, pair: FaultyLoops) -> None:
     pair.wait_ready()
-    with Attached(pair.address) as engine:
+    with Engine.launched_by(RunningLoops(pair.address)) as engine:
         if cell.outcome == "TargetLost":
             with pytest.raises(TargetLost, match="Make a new engine"):
                 text(engine)

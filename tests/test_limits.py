@@ -15,7 +15,7 @@ import zmq
 from pearl.config import SamplingParams
 from pearl.decoding.distribution import Distribution, Form
 from pearl.engine import Engine
-from pearl.engine.attach import AttachedEngine
+from pearl.engine.attach import attach
 from pearl.errors import ProtocolError, RequestError
 from pearl.lab.simulate import paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -165,13 +165,13 @@ class Hostile:
 
     def __init__(self, engine: Engine) -> None:
         keys = read_keys(engine.directory / OWN_KEYS)
-        assert engine._target is not None
+        assert engine._launcher.target is not None
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         show_keys(self.socket, keys.server, keys.client)
-        self.socket.connect(engine._target.address)
+        self.socket.connect(engine._launcher.target.address)
 
     def send(self, message: object) -> None:
         self.socket.send_multipart(encode(message))  # type: ignore[arg-type]
@@ -192,8 +192,8 @@ class Hostile:
 
 def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: Engine) -> None:
     """150 prompts of 4 MiB each, then 20,000 small ones: it is told to stop, and a text that is in work goes on."""
-    assert engine._target is not None
-    process = psutil.Process(engine._target.pid)
+    assert engine._launcher.target is not None
+    process = psutil.Process(engine._launcher.target.pid)
     hostile = Hostile(engine)
     hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
     hostile.hears(Welcome)
@@ -217,21 +217,21 @@ def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: 
         time.sleep(0.05)
     assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
     hostile.close()
-    with AttachedEngine(engine.directory) as other:
+    with attach(engine.directory) as other:
         assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
 
 
 def test_a_front_of_the_same_user_finds_the_keys_and_a_stranger_gets_nothing(engine: Engine, tmp_path: Path) -> None:
     """The port is open to every user of the machine, the key file is not."""
     assert (engine.directory / OWN_KEYS).stat().st_mode & 0o077 == 0
-    assert engine._target is not None
+    assert engine._launcher.target is not None
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect(engine._target.address)
+        stranger.connect(engine._launcher.target.address)
         stranger.send_multipart(encode(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0)))
         assert monitor.poll(BOUND * 1000)
-        with AttachedEngine(engine.directory) as front:
+        with attach(engine.directory) as front:
             assert front.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
         assert stranger.poll(0) == 0
         stranger.disable_monitor()
@@ -284,9 +284,9 @@ def test_one_front_delays_another_hardly(
 def test_a_front_is_told_when_it_says_too_much(engine: Engine) -> None:
     """By name, in the stream that waits: not by silence."""
     with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
-        assert engine._endpoint is not None
+        assert engine._client._endpoint is not None
         for number in range(20_000):
-            engine._endpoint.send(Trace(number, False))
+            engine._client._endpoint.send(Trace(number, False))
         with pytest.raises((ProtocolError, RequestError), match=r"too much at once|too many recordings"):
             for _ in stream:
                 pass

@@ -72,7 +72,7 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine({spec!r}, {spec!r})
-print(json.dumps([str(engine._directory), engine._target.pid, engine._draft.worker.pid]), flush=True)
+print(json.dumps([str(engine.directory), engine._launcher.target.pid, engine._launcher.draft.worker.pid]), flush=True)
 {body}
 """
 STREAM = """
@@ -208,7 +208,7 @@ def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: py
             super().__init__(*args, **options)
             self._process.kill()
 
-    monkeypatch.setattr("pearl.engine.Ranks", Doomed)
+    monkeypatch.setattr("pearl.engine.launcher.Ranks", Doomed)
     before = children()
     with pytest.raises(PearlError, match=r"target worker was killed by signal 9; .* lack of memory"):
         Engine(TOY, TOY)
@@ -228,8 +228,8 @@ def test_start_has_a_bound(temporary: Path) -> None:
 def test_text_survives_the_draft_and_speculation_resumes(temporary: Path) -> None:
     """Killed in mid-text: the same text, said in the statistics; then it is started again by itself."""
     with Engine(TOY, TOY, **PACED) as engine:
-        assert engine._draft is not None
-        first = engine._draft.worker.pid
+        assert engine._launcher.draft is not None
+        first = engine._launcher.draft.worker.pid
         with engine.stream(PROMPT, greedy(120)) as stream:
             next(stream)
             os.kill(first, signal.SIGKILL)
@@ -246,15 +246,15 @@ def test_text_survives_the_draft_and_speculation_resumes(temporary: Path) -> Non
             if result.statistics.num_accepted_draft_tokens:
                 break
         assert result.statistics.num_accepted_draft_tokens
-        assert engine._draft.worker.pid != first
+        assert engine._launcher.draft.worker.pid != first
         (result,) = engine.generate(PROMPT, SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True))
         assert not result.statistics.draft_lost
 
 
 def test_draft_that_keeps_dying_is_given_up(temporary: Path) -> None:
     with Engine(TOY, TOY, draft_restarts=0) as engine:
-        assert engine._draft is not None
-        os.kill(engine._draft.worker.pid, signal.SIGKILL)
+        assert engine._launcher.draft is not None
+        os.kill(engine._launcher.draft.worker.pid, signal.SIGKILL)
         results = engine.generate([PROMPT, PROMPT], greedy(60))
     assert [r.tokens for r in results] == [greedy_text(PROMPT, 60)] * 2
 
@@ -334,12 +334,12 @@ def test_a_draft_is_started_again_later_each_time(
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_lost_target_is_a_named_error_in_bounded_time(temporary: Path, number: signal.Signals) -> None:
     with Engine(LONG_TOY, LONG_TOY, target_timeout=3.0) as engine:
-        assert engine._target is not None
-        assert engine._draft is not None
-        workers = [engine._target.pid, engine._draft.worker.pid]
+        assert engine._launcher.target is not None
+        assert engine._launcher.draft is not None
+        workers = [engine._launcher.target.pid, engine._launcher.draft.worker.pid]
         with engine.stream(PROMPT, ENDLESS) as stream:
             next(stream)
-            os.kill(engine._target.pid, number)
+            os.kill(engine._launcher.target.pid, number)
             with pytest.raises(TargetLost, match="Make a new engine"):
                 for _ in stream:
                     pass
@@ -351,10 +351,10 @@ def test_lost_target_is_a_named_error_in_bounded_time(temporary: Path, number: s
 def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
     """Only the first finds the target silent; by then it has been ended, which is not why it was lost."""
     with Engine(LONG_TOY, LONG_TOY, target_timeout=2.0) as engine:
-        assert engine._target is not None
+        assert engine._launcher.target is not None
         streams = [engine.stream(PROMPT, ENDLESS) for _ in range(3)]
         next(streams[0])
-        os.kill(engine._target.pid, signal.SIGSTOP)
+        os.kill(engine._launcher.target.pid, signal.SIGSTOP)
         said: list[str] = []
 
         def wait(stream: Stream) -> None:
@@ -391,10 +391,12 @@ def test_device_names_pin_the_workers(temporary: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, last = cores[0], cores[-1]
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
-        assert engine._target is not None
-        assert engine._draft is not None
-        pinned = [psutil.Process(w.pid).cpu_affinity() for w in (engine._target, engine._draft.worker)]
-        threads = psutil.Process(engine._target.pid).environ()["OMP_NUM_THREADS"]
+        assert engine._launcher.target is not None
+        assert engine._launcher.draft is not None
+        pinned = [
+            psutil.Process(w.pid).cpu_affinity() for w in (engine._launcher.target, engine._launcher.draft.worker)
+        ]
+        threads = psutil.Process(engine._launcher.target.pid).environ()["OMP_NUM_THREADS"]
     assert pinned == [[last], [first]]
     assert threads == "1"
 
@@ -408,9 +410,13 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
     warm = SamplingParams(temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
 
     def footprints(engine: Engine) -> list[tuple[int, int, int]]:
-        assert engine._target is not None
-        assert engine._draft is not None
-        ours = [psutil.Process(), psutil.Process(engine._target.pid), psutil.Process(engine._draft.worker.pid)]
+        assert engine._launcher.target is not None
+        assert engine._launcher.draft is not None
+        ours = [
+            psutil.Process(),
+            psutil.Process(engine._launcher.target.pid),
+            psutil.Process(engine._launcher.draft.worker.pid),
+        ]
         return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ours]
 
     prompts = [[(i * j) % 30 + 1 for j in range(256)] for i in range(30)]
@@ -471,7 +477,7 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
         held, let_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with engine._turns, engine._ending:
+            with engine._client._turns, engine._launcher._ending:
                 held.set()
                 assert let_go.wait(BOUND)
 
@@ -487,7 +493,7 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
             with engine:
                 pass
             engine.close()
-            engine.__del__()
+            engine._client.__del__()
             with pytest.raises(EngineClosed):
                 engine.generate([PROMPT], greedy(5))
 

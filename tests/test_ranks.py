@@ -35,6 +35,7 @@ from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 from pearl.worker.build import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
+from pearl.worker.settings import WorkerSettings
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
 from tests.tiny import tiny_model
@@ -467,7 +468,7 @@ def fed(runner: ModelRunner, text: list[int]) -> torch.Tensor:
 
 
 def workers(engine: Engine) -> list[psutil.Process]:
-    shared = [engine._target, engine._draft.worker if engine._draft else None]
+    shared = [engine._launcher.target, engine._launcher.draft.worker if engine._launcher.draft else None]
     return [psutil.Process(one.pid) for ranks in shared if ranks for one in (ranks, *ranks.followers)]
 
 
@@ -511,7 +512,7 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
         processes[2].kill()
         (result,) = engine.generate([PROMPT], GREEDY)
         assert result.tokens == alone(pair, Sampling(temperature=0), 60)
-        keeper = engine._draft
+        keeper = engine._launcher.draft
         assert keeper is not None
         eventually(
             lambda: keeper.worker.pid != processes[1].pid and keeper.worker.reached("ready"), "a draft is there again"
@@ -547,8 +548,8 @@ def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stop
     script = (
         "import json; from pearl import Engine, SamplingParams\n"
         f"engine = Engine({pair[0]!r}, 'none', target_tp=2)\n"
-        "pids = [engine._target.pid, engine._target.followers[0].pid]\n"
-        "print(json.dumps([str(engine._directory), *pids]), flush=True)\n"
+        "pids = [engine._launcher.target.pid, engine._launcher.target.followers[0].pid]\n"
+        "print(json.dumps([str(engine.directory), *pids]), flush=True)\n"
         "for piece in engine.stream([5], SamplingParams(max_tokens=250, ignore_eos=True), method='ar'):\n"
         "    print(flush=True)"
     )
@@ -589,9 +590,11 @@ def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_direct
         raise BlockingIOError("no process to be had")
 
     monkeypatch.setattr("pearl.engine.processes.Worker", none)  # of the others; the first is a class of its own
+    config = EngineConfig(draft_tp=2)
+    settings = WorkerSettings(role="draft", config=config, address="ipc:///nowhere", directory=directory)
     try:
         with pytest.raises(OSError, match="no process"):
-            Ranks("draft", EngineConfig(draft_tp=2), "ipc:///nowhere", directory, [1])
+            Ranks(settings, [1])
         assert children() <= before
         assert directory.is_dir()
     finally:
@@ -606,7 +609,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, mon
             super().__init__(*arguments, **options)
             self.followers[0].kill()
 
-    monkeypatch.setattr("pearl.engine.Ranks", Doomed)
+    monkeypatch.setattr("pearl.engine.launcher.Ranks", Doomed)
     before = children()
     with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
         Engine("toy", "none", target_tp=2)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
-from pearl.engine.attach import AttachedEngine
+from pearl.engine.attach import attach
 from pearl.errors import ConfigError, TargetLost, TraceError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import Feed, feed_chain
@@ -610,11 +610,11 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=3000, ignore_eos=True)
     with Engine(TOY, TOY, trace=str(path), target_pace=0.01, draft_pace=0.0025) as engine:
-        assert engine._target is not None
+        assert engine._launcher.target is not None
         stream = engine.stream([1, 2, 3], params)
         for _ in range(100):
             next(stream)
-        os.kill(engine._target.pid, signal.SIGKILL)
+        os.kill(engine._launcher.target.pid, signal.SIGKILL)
         with pytest.raises(TargetLost):
             list(stream)
     trace = read(path)
@@ -629,8 +629,8 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     path = tmp_path / "t.json"
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=3000, ignore_eos=True)
     with Engine(TOY, TOY, trace=str(path), target_pace=0.02, draft_pace=0.004) as engine:
-        assert engine._draft is not None
-        first = engine._draft.worker.pid
+        assert engine._launcher.draft is not None
+        first = engine._launcher.draft.worker.pid
         with engine.stream([1, 2, 3], params) as stream:
             alone = False
             for i, piece in enumerate(stream):
@@ -710,7 +710,7 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
     toy.start_trace(tmp_path / "t.json")
     with pytest.raises(TraceError, match="already"):
         toy.start_trace(tmp_path / "u.json")
-    with AttachedEngine(toy.directory) as other, pytest.raises(TraceError, match="already"):
+    with attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
         other.start_trace(tmp_path / "u.json")
     toy.generate([[1, 2, 3]], WARM)
     toy.stop_trace()
@@ -720,8 +720,8 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
 def test_a_draft_that_joins_is_recorded_too(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with Engine(TOY, TOY) as engine:
-        assert engine._draft is not None
-        first = engine._draft.worker.pid
+        assert engine._launcher.draft is not None
+        first = engine._launcher.draft.worker.pid
         engine.start_trace(path)
         engine.generate([[1, 2, 3]], WARM.model_copy(update={"max_tokens": 100}))  # more than a part keeps in memory
         os.kill(first, signal.SIGKILL)
@@ -741,8 +741,8 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
     path = tmp_path / "t.json"
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=1500, ignore_eos=True)
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
-        assert engine._draft is not None
-        first = engine._draft.worker.pid
+        assert engine._launcher.draft is not None
+        first = engine._launcher.draft.worker.pid
         engine.start_trace(path)
         with engine.stream([1, 2, 3], params) as stream:
             for _ in range(5):
@@ -750,11 +750,11 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
             os.kill(first, signal.SIGKILL)
             back = 0
             for piece in stream:
-                back += engine._draft.worker.pid != first and Provenance.ACCEPTED in piece.provenance
+                back += engine._launcher.draft.worker.pid != first and Provenance.ACCEPTED in piece.provenance
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
-        assert engine._draft._restarts.total() == 1
+        assert engine._launcher.draft._restarts.total() == 1
         engine.stop_trace()
     assert replay(read(path)).difference is None
 
@@ -762,8 +762,8 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
 KILLED_FRONT = """
 import sys, time
 from pathlib import Path
-from pearl.engine.attach import AttachedEngine
-engine = AttachedEngine(Path(sys.argv[1]))
+from pearl.engine.attach import attach
+engine = attach(Path(sys.argv[1]))
 engine.start_trace(sys.argv[2])
 print("recording", flush=True)
 time.sleep(1000)
@@ -775,7 +775,7 @@ def test_a_late_echo_of_a_wish_that_was_given_up_is_no_answer(
 ) -> None:
     """A wish that failed is taken back; what the workers say to that comes while the next one waits."""
     with monkeypatch.context() as patched:
-        patched.setattr("pearl.engine._RECORD_SECONDS", 0.0)
+        patched.setattr("pearl.client.recording._RECORD_SECONDS", 0.0)
         for _ in range(3):
             with pytest.raises(TraceError, match="do not answer"):
                 toy.start_trace(tmp_path / "given up.json")

@@ -50,7 +50,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
             findings.append(finding)
             status.update(f"{finding.what}: {finding.equal} of {finding.count}")
 
-        for role in ("target", "draft") if settings.engine.has_draft else ("target",):
+        for role in settings.engine.roles:
             report(check_rows(settings.engine, role, _ROWS))
         config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
         with Engine(config=config) as engine:

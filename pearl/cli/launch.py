@@ -12,7 +12,8 @@ from rich.text import Text
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress, torchrun
-from pearl.engine.attach import AttachedEngine, find_engine
+from pearl.engine.attach import attach, find_engine
+from pearl.engine.launcher import LocalLauncher
 from pearl.errors import ConfigError
 from pearl.printable import log_to_stderr
 
@@ -39,7 +40,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             raise ConfigError("--connect takes no torchrun: the engine runs already")
         directory = find_engine(connect)
         with _loading(console, f"connecting to {directory}") as progress:
-            engine: Engine = AttachedEngine(directory, progress)
+            engine = attach(directory, progress)
     else:
         if rank is not None:
             torchrun.check_world(config)
@@ -48,9 +49,9 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             torchrun.serve(config, rank, progress=lambda _: None)
             yield None
             return
-        make = Engine if rank is None else torchrun.TorchrunEngine
         with _loading(console, "starting the workers") as progress:
-            engine = make(config=config, progress=progress)
+            launcher = LocalLauncher(config) if rank is None else torchrun.TorchrunLauncher(config)
+            engine = Engine.launched_by(launcher, progress)
     with engine:
         yield engine
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pearl.config import EngineConfig
-from pearl.engine import CARD, Engine, Progress
+from pearl.engine import Engine
+from pearl.engine.launcher import CARD
 from pearl.errors import ConfigError
+from pearl.models.embedded import Progress, silent
 from pearl.transport.address import is_local, is_private, private_directories
 
 
@@ -61,25 +63,37 @@ def _process(directory: Path) -> int | None:
     return pid if pid and Path("/proc", str(pid)).exists() else None
 
 
-class AttachedEngine(Engine):
-    """Sends requests to an engine that another process has started; closing it leaves that engine as it is."""
+class AttachedLauncher:
+    """Another process's engine: nothing is launched here, and nothing ended or removed. Raises `ConfigError`."""
 
-    _remedy = "Start an engine again, with `pearl serve` say"
+    remedy = "Start an engine again, with `pearl serve` say"
+    draft_pid = None
 
-    def __init__(self, directory: Path, progress: Progress = lambda _: None) -> None:
+    def __init__(self, directory: Path) -> None:
         card = _card(directory)
         if not card:
             raise ConfigError(f"{directory} holds no running engine")
+        self.config = EngineConfig(**card["config"] | {"trace": None})
+        self.directory = directory
         self._address: str = card["address"]
-        self._owner_directory = directory
-        super().__init__(config=EngineConfig(**card["config"] | {"trace": None}), progress=progress)
 
-    def _own_directory(self) -> Path:
-        return self._owner_directory
+    def launch(self, progress: Progress) -> str:
+        return self._address
 
-    def _remove_directory(self) -> None:
-        """It is the owner's."""
+    def wait_until_ready(self) -> float:
+        return time.monotonic() + self.config.target_timeout
 
-    def _start(self, progress: Progress) -> None:
-        self.tokenizer, self.defaults = self._load_tokenizer(progress)
-        self._meet_target(self._address, time.monotonic() + self.config.target_timeout)
+    def alive(self, connected: bool) -> bool:
+        return connected
+
+    def fate(self, otherwise: str) -> str:
+        return otherwise
+
+    def keep(self) -> None: ...
+    def lose(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def attach(directory: Path, progress: Progress = silent) -> Engine:
+    """Sends requests to the engine in `directory`; closing it leaves that engine as it is."""
+    return Engine.launched_by(AttachedLauncher(directory), progress)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from weakref import WeakSet
 
 from pearl import errors
 from pearl.config import Device, EngineConfig
+from pearl.models.embedded import Progress
 from pearl.silence import Silence
 from pearl.worker.lifeline import DIRECTORY
+from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +57,8 @@ os.register_at_fork(after_in_child=_let_go)
 class Worker:
     """One worker process. Everything it says about itself is gathered by a thread and waited for by `wait_for`."""
 
-    def __init__(
-        self,
-        role: str,
-        config: EngineConfig,
-        address: str,
-        directory: Path,
-        tensors: str | None = None,
-        progress: Callable[[str], None] | None = None,
-        rank: int = 0,
-        start: int = 0,
-    ) -> None:
-        self.role = f"{role} rank {rank}" if rank else role
+    def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
+        self.role = settings.name
         self.address = ""  # the target's, once it is bound
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
@@ -80,20 +72,11 @@ class Worker:
             [sys.executable, "-m", "pearl.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(config.device(role, rank)) | {DIRECTORY: str(directory)},
+            env=_environment(settings.model.part(settings.rank)) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
         )
         _workers.add(self)
-        settings = {
-            "role": role,
-            "rank": rank,
-            "start": start,  # how many there were before it
-            "config": config.model_dump(),
-            "address": address,
-            "directory": str(directory),
-            "tensors": tensors,
-        }
-        self._write(json.dumps(settings).encode() + b"\n")
+        self._write(settings.to_json() + b"\n")
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 
@@ -212,22 +195,12 @@ class Ranks(Worker):
     `ranks`: the others that are launched here; under torchrun each of the target's is another process's.
     """
 
-    def __init__(
-        self,
-        role: str,
-        config: EngineConfig,
-        address: str,
-        directory: Path,
-        ranks: Iterable[int] = (),
-        tensors: str | None = None,
-        progress: Callable[[str], None] | None = None,
-        start: int = 0,
-    ) -> None:
-        super().__init__(role, config, address, directory, tensors, progress, start=start)
+    def __init__(self, settings: WorkerSettings, ranks: Iterable[int] = (), progress: Progress | None = None) -> None:
+        super().__init__(settings, progress)
         self.followers: list[Worker] = []
         try:
             for rank in ranks:
-                self.followers.append(Worker(role, config, address, directory, rank=rank, start=start))
+                self.followers.append(Worker(settings.model_copy(update={"rank": rank})))
         except BaseException:
             self.kill()  # first: one that is asked to end takes the directory with it, which may be in use
             self.end()
@@ -283,21 +256,19 @@ class DraftKeeper:
     being made and the target does not look; and a draft that hangs must be ended by somebody.
     """
 
-    def __init__(
-        self, config: EngineConfig, address: str, directory: Path, progress: Callable[[str], None] | None = None
-    ) -> None:
-        self._config, self._address, self._directory = config, address, directory
+    def __init__(self, config: EngineConfig, address: str, directory: Path, progress: Progress | None = None) -> None:
+        self._config = config
+        self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory)
         self._closing = threading.Event()
         self._restarts: Counter[str] = Counter()  # by cause
         self._starts = count()
         self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
 
-    def _launch(self, tensors: str | None = None, progress: Callable[[str], None] | None = None) -> Ranks:
+    def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Ranks:
         """Under torchrun too its ranks are all children of this process, which can start them again together."""
-        others = range(1, self._config.draft_tp)
-        where = self._address, self._directory
-        return Ranks("draft", self._config, *where, others, tensors, progress, start=next(self._starts))
+        settings = self._settings.model_copy(update={"tensors": tensors, "start": next(self._starts)})
+        return Ranks(settings, range(1, settings.model.tp), progress)
 
     def keep(self) -> None:
         """Starts watching; until then a draft that fails stays down, for its error to be told."""

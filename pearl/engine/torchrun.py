@@ -16,17 +16,19 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl.config import EngineConfig
-from pearl.engine import Engine, Progress
-from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
+from pearl.engine.launcher import LocalLauncher
+from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
+from pearl.models.embedded import Progress
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
+from pearl.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import TorchrunStore
@@ -77,49 +79,64 @@ def _store() -> TorchrunStore:
     return TorchrunStore()
 
 
-class TorchrunEngine(Engine):
-    """Rank 0's engine: all workers but the target's first are launched by other ranks."""
+class TorchrunLauncher:
+    """Rank 0's: all workers but the target's first are launched by other ranks."""
 
-    def _start(self, progress: Progress) -> None:
+    draft_pid = None
+
+    def __init__(self, config: EngineConfig) -> None:
         self._store = _store()
-        self._store.set(_DIRECTORY, str(self._directory))  # now, for the target's ranks meet there
-        super()._start(progress)
+        self._first = LocalLauncher(config, others_elsewhere=True)
+        self.config, self.directory, self.remedy = config, self._first.directory, self._first.remedy
 
-    def _followers(self) -> Iterable[int]:
-        return ()
-
-    def _start_draft(self, address: str, progress: Progress) -> None:
+    def launch(self, progress: Progress) -> str:
+        self._store.set(_DIRECTORY, str(self.directory))  # now, for the target's ranks meet there
+        address = self._first.launch(progress)
         self._store.set(_ADDRESS, address)
+        return address
 
-    def _check_draft(self) -> None:
-        if (why := self._store.peek(_FAILED)) is not None:
-            raise _failure(why)
-
-    def _target_fate(self, otherwise: str = "the target is gone") -> str:
-        found = super()._target_fate(otherwise)
-        return str(self._blamed() or found)
-
-    def _wait_until_ready(self, deadline: float) -> None:
+    def wait_until_ready(self) -> float:
         try:
-            super()._wait_until_ready(deadline)
+            return self._first.wait_until_ready(self._check_others)
         except TransportError as error:
             raise self._blamed() or error from None
 
+    def _check_others(self) -> None:
+        if (why := self._store.peek(_FAILED)) is not None:
+            raise _failure(why)
+
+    def keep(self) -> None:
+        self._first.keep()
+
+    def alive(self, connected: bool) -> bool:
+        return self._first.alive(connected)
+
+    def fate(self, otherwise: str) -> str:
+        found = self._first.fate(otherwise)  # first: it waits for what the target has to say of itself
+        return str(self._blamed() or found)
+
     def _blamed(self) -> PearlError | None:
         """Where our rank of the target has only lost another one: what that one's launcher says of it."""
-        lost = self._target is not None and isinstance(self._target.error, TransportError)
-        if lost and self.config.target_tp > 1:
+        target = self._first.target
+        if self.config.target_tp > 1 and target is not None and isinstance(target.error, TransportError):
             with suppress(TransportError):
                 return _failure(self._store.get(_FAILED, _TOLD_SECONDS))
         return None
 
-    def _end_workers(self, seconds: float = END_SECONDS) -> None:
-        if hasattr(self, "_store"):
-            try:
-                self._store.set(_CLOSED, "yes")
-            except TransportError:
-                log.debug("torchrun's store is gone already")
-        super()._end_workers(seconds)
+    def lose(self) -> None:
+        self._first.lose()
+        self._tell_closed()
+
+    def close(self) -> None:
+        self._tell_closed()
+        self._first.close()
+
+    def _tell_closed(self) -> None:
+        """To the other ranks, which then end their workers."""
+        try:
+            self._store.set(_CLOSED, "yes")
+        except TransportError:
+            log.debug("torchrun's store is gone already")
 
 
 def serve(config: EngineConfig, rank: int, progress: Progress) -> None:
@@ -134,7 +151,8 @@ def serve_follower(config: EngineConfig, rank: int) -> None:
     """Another rank of the target's, whose worker is not started again: all of them end together."""
     store = _store()
     with _told_to_rank_0(store, config):
-        worker = Worker("target", config, "", _shared_directory(config, store), rank=rank)
+        directory = _shared_directory(config, store)
+        worker = Worker(WorkerSettings(role="target", rank=rank, config=config, directory=directory))
         try:
             while not _closed(store):
                 if not worker.alive and not _closed(store):

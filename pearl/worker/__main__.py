@@ -1,7 +1,6 @@
 """`python -m pearl.worker`: one worker process, started by a launcher that holds its stdin (see lifeline.py).
 
-The first line on stdin is a JSON object: role, rank, start, config (of EngineConfig), address, directory,
-tensors.
+The first line on stdin is its `WorkerSettings`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pearl.config import EngineConfig
 from pearl.errors import PearlError
 from pearl.printable import log_to_stderr
 from pearl.worker.lifeline import Lifeline
@@ -21,15 +19,13 @@ from pearl.worker.lifeline import Lifeline
 def main() -> int:
     lifeline = Lifeline()
     settings = lifeline.settings
-    role, config = settings["role"], EngineConfig(**settings["config"])
-    directory = Path(settings["directory"])
-    log_to_stderr(config.log_level, f"{role} rank {settings['rank']}" if settings["rank"] else role)
-    lifeline.watch(directory)
+    log_to_stderr(settings.config.log_level, settings.name)
+    lifeline.watch(settings.directory)
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
-    run = build.run_follower if settings["rank"] else build.run_draft if role == "draft" else build.run_target
+    run = build.run_follower if settings.rank else build.run_draft if settings.role == "draft" else build.run_target
     try:
-        run(config, settings, lifeline)
+        run(settings, lifeline)
     except PearlError as error:
         lifeline.tell("failed", kind=type(error).__name__, message=str(error))
         return error.exit_code

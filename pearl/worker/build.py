@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pearl.config import Device, EngineConfig
+from pearl.config import Device, EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.models.checkpoint import is_toy
+from pearl.models.embedded import Progress, silent
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import ModelRunner
@@ -35,28 +36,31 @@ from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
+from pearl.worker.settings import WorkerSettings
 from pearl.worker.target import TargetWorker
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import RankGroup
 
+# What it means that the ranks of a model are out of step.
+_LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "draft": DraftLost}
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
-def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
+def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
-    tracer = _tracer(config, settings)
-    endpoint = ZmqListener(settings["address"], _keys(config, settings))
+    config, model, tracer = settings.config, settings.model, _tracer(settings)
+    endpoint = ZmqListener(settings.address, _keys(settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
-        device = place(config, "target")
-        make_channel = _channel(config, settings, 0, device, tracer)
-        _pin(config, "target")  # from here on the draft's cores are none that we may use
-        with _leading(config, settings, device, lifeline) as group:
+        device = place(config, model.role)
+        make_channel = _channel(settings, 0, device, tracer)
+        _pin(config, model.role)  # from here on the draft's cores are none that we may use
+        with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
-            tokenizer, _ = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code, progress=progress)
+            tokenizer = _tokenizer(model, progress)
             digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
-            runner = _loaded(tracer, config, "target", device, progress, group)
+            runner = _loaded(tracer, model, device, progress, group)
             worker = TargetWorker(
                 endpoint,
                 TargetExecutor(runner, partial(_text_stream, tokenizer)),
@@ -73,31 +77,30 @@ def run_target(config: EngineConfig, settings: dict[str, Any], lifeline: Lifelin
         tracer.stop()
 
 
-def run_follower(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
+def run_follower(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
-    role, rank = settings["role"], settings["rank"]
-    device = place(config, role, rank)
-    _pin(config, role, rank)
-    group = _group(config, settings, device)
+    device = place(settings.config, settings.role, settings.rank)
+    _pin(settings.config, settings.role, settings.rank)
+    group = _group(settings, device)
     assert group is not None
-    runner = make_runner(config, role, device, lambda _: None, group)
+    runner = make_runner(settings.model, device, silent, group)
     with torch.inference_mode():
         follow(runner, group)
 
 
-def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline) -> None:
+def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
-    tracer = _tracer(config, settings)
-    endpoint = ZmqConnection(settings["address"], _keys(config, settings))
+    config, model, tracer = settings.config, settings.model, _tracer(settings)
+    endpoint = ZmqConnection(settings.address, _keys(settings))
     try:
-        device = place(config, "draft")
-        make_channel = _channel(config, settings, 1, device, tracer)
-        _pin(config, "draft")
-        with _leading(config, settings, device, lifeline) as group:
+        device = place(config, model.role)
+        make_channel = _channel(settings, 1, device, tracer)
+        _pin(config, model.role)
+        with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
-            tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
+            tokenizer = _tokenizer(model, progress)
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-            runner = _loaded(tracer, config, "draft", device, progress, group)
+            runner = _loaded(tracer, model, device, progress, group)
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
@@ -120,40 +123,39 @@ def run_draft(config: EngineConfig, settings: dict[str, Any], lifeline: Lifeline
         tracer.stop()
 
 
-def _keys(config: EngineConfig, settings: dict[str, Any]) -> Keys | None:
-    return channel_keys(config.keys, Path(settings["directory"]))
+def _keys(settings: WorkerSettings) -> Keys | None:
+    return channel_keys(settings.config.keys, settings.directory)
 
 
-def _tracer(config: EngineConfig, settings: dict[str, Any]) -> Tracer:
+def _tracer(settings: WorkerSettings) -> Tracer:
     """This worker's. A part stands beside the file that it will become, or with the sockets where a front asked for it:
     no front can name a file for us to write.
     """
 
     def recorder(trace: Path) -> Recorder:
-        header = {"role": settings["role"], "run": settings["directory"], "config": config.model_dump(mode="json")}
-        return Recorder(part_path(trace, settings["role"], os.getpid()), header | where_and_what())
+        header = settings.model_dump(mode="json", include={"role", "config"}) | {"run": str(settings.directory)}
+        return Recorder(part_path(trace, settings.role, os.getpid()), header | where_and_what())
 
     def open_part(number: int) -> Recorder:
-        return recorder(asked_for(Path(settings["directory"]), number))
+        return recorder(asked_for(settings.directory, number))
 
-    return Tracer(recorder(Path(config.trace)) if config.trace else None, open_part)
+    whole = settings.config.trace
+    return Tracer(recorder(Path(whole)) if whole else None, open_part)
 
 
-def _group(config: EngineConfig, settings: dict[str, Any], device: torch.device) -> RankGroup | None:
+def _group(settings: WorkerSettings, device: torch.device) -> RankGroup | None:
     """The ranks that share this worker's model, once all are there; None where it is one's own."""
-    role = settings["role"]
-    if config.ranks(role) == 1:
+    size, timeout = settings.model.tp, settings.config.startup_timeout
+    if size == 1:
         return None
     from pearl.transport.torch_dist import RankGroup
 
-    store, rank = Path(settings["directory"]) / "group", settings["rank"]
-    return RankGroup(store, rank, config.ranks(role), device, config.startup_timeout, role, settings["start"])
+    store = settings.directory / "group"
+    return RankGroup(store, settings.rank, size, device, timeout, settings.role, settings.start)
 
 
 @contextmanager
-def _leading(
-    config: EngineConfig, settings: dict[str, Any], device: torch.device, lifeline: Lifeline
-) -> Iterator[RankGroup | None]:
+def _leading(settings: WorkerSettings, device: torch.device, lifeline: Lifeline) -> Iterator[RankGroup | None]:
     """The group that this process leads, if any. Its other ranks are dismissed where all went well; where it did not
     they may be out of step, and end when this process does.
     """
@@ -163,7 +165,7 @@ def _leading(
         lifeline.tell("failed", kind=TransportError.__name__, message=why)
         os._exit(TransportError.exit_code)
 
-    group = _group(config, settings, device)
+    group = _group(settings, device)
     if group is None:
         yield None
         return
@@ -176,15 +178,10 @@ def _leading(
 
 
 def _loaded(
-    tracer: Tracer,
-    config: EngineConfig,
-    role: str,
-    device: torch.device,
-    progress: Callable[[str], None],
-    group: RankGroup | None = None,
+    tracer: Tracer, model: ModelConfig, device: torch.device, progress: Progress, group: RankGroup | None
 ) -> ModelRunner:
     start = tracer.clock()
-    runner = make_runner(config, role, device, progress, group)
+    runner = make_runner(model, device, progress, group)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
 
@@ -193,83 +190,79 @@ def _text_stream(tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[st
     return TextStream(tokenizer, prompt, stops)
 
 
-def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Callable[[str], None]) -> bytes:
+def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
+    return load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code, progress=progress)[0]
+
+
+def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Progress) -> bytes:
     """What the draft's Hello must show: that it is the draft whose token ids were compared with ours."""
-    draft, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code, progress=progress)
+    draft = _tokenizer(config.model("draft"), progress)
     check_same_vocabulary(target, draft, config.target, config.draft)
     return vocabulary_digest(draft, draft.vocab_size)
 
 
 def make_runner(
-    config: EngineConfig,
-    role: str,
-    device: torch.device,
-    progress: Callable[[str], None],
-    group: RankGroup | None = None,
+    model: ModelConfig, device: torch.device, progress: Progress = silent, group: RankGroup | None = None
 ) -> ModelRunner:
-    is_target = role == "target"
-    spec = config.target if is_target else config.draft
+    """Loads the model on `device`, or of one that `group` shares this rank's part. Raises `ModelError`."""
     runner: ModelRunner
-    if is_toy(spec):
+    if is_toy(model.spec):
         if group is not None:
-            raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {role}_tp 1.")
-        runner = load_toy(spec, role, config.max_context)
+            raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
+        runner = load_toy(model.spec, model.role, model.max_context)
     else:
         runner = load_runner(
-            spec,
-            exact=config.exact,
+            model.spec,
+            exact=model.exact,
             device=device,
-            dtype=config.target_dtype if is_target else config.draft_dtype,
-            max_context=config.max_context,
-            device_map=config.target_device_map if is_target and len(config.device("target").gpus) > 1 else None,
-            forwards=config.forwards,
-            trust_remote_code=config.trust_remote_code,
+            dtype=model.dtype,
+            max_context=model.max_context,
+            device_map=model.device_map if len(model.part().gpus) > 1 else None,
+            forwards=model.forwards,
+            trust_remote_code=model.trust_remote_code,
             progress=progress,
             group=group or ALONE,
         )
         if group is not None and group.rank == 0:
-            runner = LeadingRunner(runner, group, TargetLost if is_target else DraftLost)
+            runner = LeadingRunner(runner, group, _LOST[model.role])
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
-    pace = config.target_pace if is_target else config.draft_pace
-    return PacedRunner(runner, pace) if pace else runner
+    return PacedRunner(runner, model.pace) if model.pace else runner
 
 
-def place(config: EngineConfig, role: str, rank: int = 0) -> torch.device:
+def place(config: EngineConfig, role: ModelRole, rank: int = 0) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    device, gpus = settled(config, role, rank), torch.cuda.device_count()
+    model, device, gpus = config.model(role), settled(config, role, rank), torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    ranks, free = config.ranks(role), len(_free_gpus(config, role))
-    if config.device(role).kind == "auto" and 1 < ranks > free:
-        raise ModelError(f"{role}_tp {ranks} takes a GPU a rank, and torch sees {free} for it")
+    free = len(_free_gpus(config, role))
+    if model.part().kind == "auto" and 1 < model.tp > free:
+        raise ModelError(f"{role}_tp {model.tp} takes a GPU a rank, and torch sees {free} for it")
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
-        name = config.target_device if role == "target" else config.draft_device
-        raise ModelError(f"device {name} is not there: torch sees {gpus} GPUs")
+        raise ModelError(f"device {model.device} is not there: torch sees {gpus} GPUs")
     return _cuda(index)
 
 
-def settled(config: EngineConfig, role: str, rank: int = 0) -> Device:
+def settled(config: EngineConfig, role: ModelRole, rank: int = 0) -> Device:
     """What `auto` comes to on this host; other devices are themselves.
 
     GPUs: one for each of the target's ranks, then the draft's; a draft of one shares the last where there are no more.
     Otherwise as many cores for each worker of this host.
     """
-    device = config.device(role, rank)
+    device = config.model(role).part(rank)
     if device.kind != "auto":
         return device
     if gpus := torch.cuda.device_count():
         free = _free_gpus(config, role)
         return Device("cuda", gpus=(free[rank] if rank < len(free) else gpus - 1,))
-    targets, drafts = config.target_tp, config.draft_tp if config.has_draft else 0
-    if not config.one_host:
-        targets, drafts = (targets, 0) if role == "target" else (0, drafts)
-    which = rank if role == "target" else targets + rank
-    return Device("cpu", cores=_equal_part(sorted(os.sched_getaffinity(0)), which, targets + drafts))
+    here = config.roles if config.one_host else (role,)
+    workers = [(each, which) for each in here for which in range(config.model(each).tp)]
+    cores = sorted(os.sched_getaffinity(0))
+    return Device("cpu", cores=_equal_part(cores, workers.index((role, rank)), len(workers)))
 
 
-def _free_gpus(config: EngineConfig, role: str) -> list[int]:
+def _free_gpus(config: EngineConfig, role: ModelRole) -> list[int]:
     """Those that `auto` may give to the ranks of `role`: of a draft those that the target leaves.
 
     Where the two may be on two hosts, the draft's own has perhaps too few for that, and the target none of them.
@@ -290,7 +283,7 @@ def _cuda(index: int) -> torch.device:
 
 def _on_two_gpus(config: EngineConfig) -> bool:
     """Whether NCCL can join the workers. Both come to the same answer: it is how they agree on a tensor channel."""
-    target, draft = Device.parse(config.target_device), Device.parse(config.draft_device)
+    target, draft = (Device.parse(config.model(role).device) for role in config.roles)
     if "cpu" in (target.kind, draft.kind):
         return False
     if "auto" in (target.kind, draft.kind):
@@ -298,7 +291,7 @@ def _on_two_gpus(config: EngineConfig) -> bool:
     return not set(target.gpus) & set(draft.gpus)
 
 
-def _pin(config: EngineConfig, role: str, rank: int = 0) -> None:
+def _pin(config: EngineConfig, role: ModelRole, rank: int = 0) -> None:
     """Pins this process to the cores of its device. Threads that run already (of the sockets) stay unpinned."""
     cores = settled(config, role, rank).cores
     if cores is not None:
@@ -313,18 +306,19 @@ def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
 
 
 def _channel(
-    config: EngineConfig, settings: dict[str, Any], rank: int, device: torch.device, tracer: Tracer
+    settings: WorkerSettings, rank: int, device: torch.device, tracer: Tracer
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
-    kind = settings.get("tensors") or config.tensors
-    if kind == "auto":
-        kind = "nccl" if config.one_host and _on_two_gpus(config) else "frames"
+    config, kind = settings.config, settings.tensors or settings.config.tensors
     if kind == "frames" or not config.has_draft:
         return None
+    if kind == "auto" and not (config.one_host and _on_two_gpus(config)):
+        return None
+    backend = "nccl" if kind == "auto" else kind
     from pearl.transport.torch_dist import ProcessGroupChannel
 
     def make(vocab_size: int) -> TensorChannel:
-        store = Path(settings["directory"]) / "group"
-        return tracer.channel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, config.draft_timeout))
+        store, timeout = settings.directory / "group", config.draft_timeout
+        return tracer.channel(ProcessGroupChannel(backend, store, "rows", rank, vocab_size, device, timeout))
 
     return make

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pearl.worker.settings import WorkerSettings
+
 DIRECTORY = "PEARL_DIRECTORY"  # of the environment: where the sockets are
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is ended under it
@@ -41,7 +43,7 @@ class Lifeline:
         if not line:  # the launcher was killed before it said anything, and nobody else knows of its directory
             shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
             os._exit(1)
-        self.settings: dict[str, Any] = json.loads(line)
+        self.settings = WorkerSettings.from_json(line)
         self.closed = threading.Event()
         self._launcher = os.getppid()
         _continue_when_orphaned()

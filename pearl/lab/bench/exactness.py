@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from pearl.client.request import Prompt
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
@@ -52,9 +52,9 @@ class Finding:
         return self.equal == self.count
 
 
-def check_rows(config: EngineConfig, role: str, tokens: int, seed: int = 0) -> Finding:
+def check_rows(config: EngineConfig, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
     """Feed one random sequence in random cuts, with rollbacks between them, and compare all logits."""
-    runner = make_runner(config, role, place(config, role), lambda _: None)
+    runner = make_runner(config.model(role), place(config, role))
     piece = FED if runner.device.type == "cuda" else _PIECE
     return compare_cuts(runner, role, min(tokens, runner.context), seed, piece)
 

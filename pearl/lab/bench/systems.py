@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pearl.client.request import resolve_sampling
-from pearl.config import DecodingConfig, Device, EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import StartError
 from pearl.metrics import Statistics
@@ -163,12 +163,12 @@ class Devices:
 
 def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
     """Of the target and of the draft, all their ranks, as the workers settle them."""
-    targets = [settled(config, "target", rank) for rank in range(config.target_tp)]
-    drafts = [settled(config, "draft", rank) for rank in range(config.draft_tp)]
-    return _together(targets), _together(drafts)
+    target, draft = (_settled(config, role) if role in config.roles else Devices() for role in ("target", "draft"))
+    return target, draft
 
 
-def _together(devices: Sequence[Device]) -> Devices:
+def _settled(config: EngineConfig, role: ModelRole) -> Devices:
+    devices = [settled(config, role, rank) for rank in range(config.model(role).tp)]
     cores = [core for device in devices for core in device.cores or ()]
     return Devices(tuple(sorted({*cores})), tuple(sorted({gpu for device in devices for gpu in device.gpus})))
 
