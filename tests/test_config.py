@@ -95,7 +95,7 @@ def test_core_that_is_not_there_is_refused() -> None:
         (EngineConfig, {"max_context": 1}, "max_context"),
         (EngineConfig, {"draft_timeout": 0}, "draft_timeout"),
         (EngineConfig, {"draft_restarts": -1}, "draft_restarts"),
-        (EngineConfig, {"target_dtype": "int4"}, "target_dtype"),
+        (EngineConfig, {"target_dtype": "int2"}, "target_dtype"),
         (EngineConfig, {"control": "udp"}, "control"),
         (EngineConfig, {"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
         (EngineConfig, {"control": "tcp://a b:1", "keys": "k"}, "control"),
