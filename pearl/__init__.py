@@ -7,22 +7,29 @@ with Engine() as engine:  # the embedded pair
         print(piece.text, end="", flush=True)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.version import __version__
 
 if TYPE_CHECKING:
     from pearl.client.stream import Result
+    from pearl.config import DecodingConfig, EngineConfig, SamplingParams
     from pearl.engine import Engine
 
 __all__ = ["DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
 
+_ROOMS = {
+    "DecodingConfig": "pearl.config",
+    "Engine": "pearl.engine",
+    "EngineConfig": "pearl.config",
+    "Result": "pearl.client.stream",
+    "SamplingParams": "pearl.config",
+}
+
 
 def __getattr__(name: str) -> object:
-    """Engine and Result on first use: a worker, which imports this package too, has no use for them."""
-    if name in ("Engine", "Result"):
-        from pearl import engine
-
-        return getattr(engine, name)
+    """Imported on first use: a worker, which imports this package too, has no use for an engine; nor has `--help`."""
+    if name in _ROOMS:
+        return getattr(import_module(_ROOMS[name]), name)
     raise AttributeError(f"module 'pearl' has no attribute {name!r}")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from pearl.cli import cli, main
+from pearl.cli import _COMMANDS, cli, main
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
 from pearl.engine import Engine
 from pearl.printable import printable
@@ -318,3 +320,25 @@ def test_a_wildcard_is_refused_with_keys_too(tmp_path: Path) -> None:
     assert pearl("keys", str(tmp_path / "k")).returncode == 0
     said = refused(*PAIR, "--control", "tcp://0.0.0.0:5555", "--keys", str(tmp_path / "k"), "x")
     assert "wildcard" in said
+
+
+@pytest.mark.parametrize("name", sorted(_COMMANDS))
+def test_the_list_says_of_a_command_what_it_says_itself(name: str) -> None:
+    """Written down twice, so that the list is printed without importing what it lists."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    line = _COMMANDS[name][1]
+    assert command.get_short_help_str(200) == line
+    listed = CliRunner().invoke(cli, ["--help"]).output
+    assert re.search(rf"^  {name} +{re.escape(line)}$", listed, re.MULTILINE), "whole, not truncated"
+
+
+def test_help_imports_no_command() -> None:
+    """It took seconds of CPU while all of them were imported to be listed."""
+    code = (
+        "import sys\nfrom pearl.cli import cli\ncli.main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'rich', 'prompt_toolkit', 'zmq'} & set(sys.modules)\n"
+        "sys.exit(' '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -10,55 +10,79 @@ import sys
 
 import click
 
-from pearl.cli.chat import chat
-from pearl.cli.generate import generate
-from pearl.cli.keys import keys
-from pearl.cli.serve import serve
-from pearl.cli.terminal import say
-from pearl.cli.trace import trace
 from pearl.errors import PearlError
 from pearl.version import __version__
 
-# These need torch, whose import takes seconds; the others speak to an engine without it.
-_HEAVY = {
-    "calibrate": "pearl.cli.calibrate:calibrate_pair",
-    "bench": "pearl.cli.bench:bench",
-    "check": "pearl.cli.exactness:check_bits",
-    "distill": "pearl.cli.distill:distill",
-    "evaluate-draft": "pearl.cli.evaluate:evaluate_draft",
-    "simulate": "pearl.cli.simulate:simulate",
+# Section -> command -> where it is, what it does in a line (its own first one; a test compares them).  A command is
+# imported when it is asked for: some need torch, whose import takes seconds.
+_SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Use it": {
+        "generate": ("generate:generate", "Generate one text from a prompt."),
+        "chat": ("chat:chat", "Talk with the model."),
+        "serve": ("serve:serve", "Keep an engine running for others to connect to."),
+        "keys": ("keys:keys", "Make the keys that secure a control channel between two hosts."),
+    },
+    "See and check": {
+        "trace": ("trace:trace", "Report, compare, draw or replay what --trace FILE has recorded."),
+        "check": ("exactness:check_bits", "Compare logits and texts of all methods bit for bit."),
+    },
+    "Measure": {
+        "calibrate": ("calibrate:calibrate_pair", "Measure a pair on this machine: which method to use."),
+        "bench": ("bench:bench", "All methods side by side on the same prompts."),
+        "simulate": ("simulate:simulate", "All methods side by side in virtual time, without a model."),
+    },
+    "Make a draft": {
+        "distill": ("distill:distill", "Make a draft for a target, out of the target's own answers."),
+        "evaluate-draft": ("evaluate:evaluate_draft", "How often the target would accept what a draft guesses."),
+    },
 }
+_COMMANDS = {name: each for section in _SECTIONS.values() for name, each in section.items()}
+_EXAMPLES = """
+Examples:
 
+\b
+  pearl generate "Explain the tides to a child."
+  pearl chat --target my-model --draft my-small-model
+  pearl calibrate --target my-model --draft my-small-model
+  pearl generate "Hello" --trace run.json && pearl trace show run.json
+
+Shell completion, for bash (zsh and fish likewise):
+
+\b
+  eval "$(_PEARL_COMPLETE=bash_source pearl)"
+"""
 
 _LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # of a write
 
 
 class _Group(click.Group):
-    """Imports a heavy command when it is asked for."""
+    """Knows its commands by name, and imports one when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_HEAVY])
+        return sorted(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _HEAVY:
-            return super().get_command(ctx, cmd_name)
-        module, _, name = _HEAVY[cmd_name].partition(":")
-        command = getattr(importlib.import_module(module), name)
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(f"{__name__}.{module}"), name)
         assert isinstance(command, click.Command)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for section, commands in _SECTIONS.items():
+            with formatter.section(section):
+                formatter.write_dl([(name, line) for name, (_, line) in commands.items()])
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+@click.group(
+    cls=_Group,
+    epilog=_EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="pearl")
 def cli() -> None:
     """PEARL: parallel speculative decoding. Two processes, one text."""
-
-
-cli.add_command(chat)
-cli.add_command(generate)
-cli.add_command(keys)
-cli.add_command(serve)
-cli.add_command(trace)
 
 
 def _open_what_is_closed() -> bool:
@@ -90,6 +114,8 @@ def _discard(number: int) -> None:
 
 def _tell(text: str) -> None:
     """To standard error, should it take it; else the exit code must do."""
+    from pearl.cli.terminal import say
+
     try:
         say(text)
     except OSError:

@@ -66,11 +66,11 @@ def bench(
     raw: bool,
     to: Path | None,
 ) -> None:
-    """All methods side by side on the same prompts, taking turns.
+    """All methods side by side on the same prompts.
 
-    ar has the target's device; a row of its own gives it all that PEARL uses. sd runs with the gamma that is found
-    best. transformers' generate, with and without an assistant, is there as an outside baseline. Greedy unless
-    --temperature says otherwise; only committed tokens up to EOS count.
+    They take turns. ar has the target's device; a row of its own gives it all that PEARL uses. sd runs with the gamma
+    that is found best. transformers' generate, with and without an assistant, is there as an outside baseline. Greedy
+    unless --temperature says otherwise; only committed tokens up to EOS count.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)

@@ -33,10 +33,11 @@ _TOKENS = 64
 def calibrate_pair(
     settings: Settings, prompts: Path | None, limit: int, acceptance: float | None, to: Path | None
 ) -> None:
-    """Measures a pair on this machine: t_draft and t_target(n), alone and with both at work; c; which method to use.
+    """Measure a pair on this machine: which method to use.
 
-    Decodes a few texts by each method (--max-tokens, 64 of them), reads the times from traces, and predicts each
-    method's speed by the simulator. Says so when speculation does not pay.
+    Measures t_draft and t_target(n), alone and with both at work, and the window c. Decodes a few texts by each method
+    (--max-tokens, 64 of them), reads the times from traces, and predicts each method's speed by the simulator. Says so
+    when speculation does not pay.
     """
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")

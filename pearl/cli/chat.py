@@ -188,7 +188,7 @@ def chat(
     history: bool,
     connect: str | None,
 ) -> None:
-    """Talks with the model. In the chat, /? lists its commands.
+    """Talk with the model. In the chat, /? lists its commands.
 
     Where standard input is no terminal each of its lines is a message, and only the replies are printed.
     """

@@ -73,7 +73,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint.")
 @config_options
 def distill(config: DistillConfig, resume: bool) -> None:
-    """Makes a draft for a target, out of the target's own answers.
+    """Make a draft for a target, out of the target's own answers.
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
     on them. A killed run goes on with --resume, and loses nothing. The draft is OUT/draft, an ordinary directory.

@@ -49,7 +49,7 @@ def evaluate_draft(
     png_path: Path | None,
     as_json: bool,
 ) -> None:
-    """How often the target would accept what DRAFT guesses.
+    """How often the target would accept what a draft guesses.
 
     The target answers the prompts of each FILE (.jsonl with "prompt", "question" or "turns"; or one a line) greedily;
     both models then read the answers. NAME is the file's in the table.

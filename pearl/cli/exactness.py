@@ -31,10 +31,11 @@ _ROWS = 300
 @json_option
 @settings_options
 def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
-    """Compares logits and texts bit for bit; exit code 1 where any differ.
+    """Compare logits and texts of all methods bit for bit.
 
-    Logits: of one sequence, cut into forwards at random. Texts: of every method and window, with the draft killed too,
-    against the target's own with the same seed; under the ratio rule against each other. Texts have --max-tokens, 48.
+    Exit code 1 where any differ. Logits: of one sequence, cut into forwards at random. Texts: of every method and
+    window, with the draft killed too, against the target's own with the same seed; under the ratio rule against each
+    other. Texts have --max-tokens, 48.
     """
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()

@@ -27,10 +27,10 @@ from pearl.printable import printable
 @connect_option
 @settings_options
 def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, connect: str | None) -> None:
-    """Generates text from PROMPT, or from standard input where it is left out (or is -).
+    """Generate one text from a prompt.
 
-    The text goes to standard output, all else to standard error.  Where the model has a chat template it is applied;
-    see --raw.
+    PROMPT is read from standard input where it is left out (or is -). The text goes to standard output, all else to
+    standard error. Where the model has a chat template it is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
     text = "" if torchrun.rank() else _prompt(prompt)  # before any work; torchrun's other rank needs none

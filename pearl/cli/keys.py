@@ -14,9 +14,9 @@ from pearl.transport.zeromq import new_keys
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def keys(file: Path) -> None:
-    """Makes FILE, the keys that secure a control channel between two hosts.
+    """Make the keys that secure a control channel between two hosts.
 
-    Whoever can read it can use the engines that are started with it. It is never overwritten.
+    Whoever can read FILE can use the engines that are started with it. It is never overwritten.
     """
     write_keys(file, new_keys())
     say(f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both")

@@ -16,9 +16,10 @@ from pearl.config import Settings
 @click.command()
 @settings_options
 def serve(settings: Settings) -> None:
-    """Keeps an engine running for pearl chat --connect and pearl generate --connect, until Ctrl-C.
+    """Keep an engine running for others to connect to.
 
-    Only this user's processes on this machine can reach it.  Sampling and decoding are for who asks to choose.
+    It runs until Ctrl-C; pearl chat --connect and pearl generate --connect use it. Only this user's processes on this
+    machine can reach it. Sampling and decoding are for who asks to choose.
     """
     with running(settings.engine, SafeConsole(stderr=True)) as engine:
         if engine is None:

@@ -41,10 +41,11 @@ _COUNT = click.IntRange(min=1)
 def simulate(
     ctx: click.Context, trace: Path | None, jitter: float, delay: float, seed: int, to: Path | None, **texts: Any
 ) -> None:
-    """All methods side by side, decoded in virtual time: no model, no waiting, the same coordinator.
+    """All methods side by side in virtual time, without a model.
 
-    Only forwards and messages take time.  Each model has a device of its own; ar has the target's alone.  A replay
-    (--trace) takes from a recorded run which positions the draft got right, and how long forwards took.
+    The coordinator is the real one. Only forwards and messages take time. Each model has a device of its own; ar has
+    the target's alone. A replay (--trace) takes from a recorded run which positions the draft got right, and how long
+    forwards took.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)

@@ -25,7 +25,7 @@ _FILE = click.Path(path_type=Path)
 
 @click.group()
 def trace() -> None:
-    """What a run recorded with --trace FILE says: who worked, and who waited for what.
+    """Report, compare, draw or replay what --trace FILE has recorded.
 
     The file is a Chrome trace: ui.perfetto.dev opens it too.
     """
