@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -347,7 +348,9 @@ def _refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> No
         if key in UNSUPPORTED:
             raise ConfigError(f"{key} is not supported: {UNSUPPORTED[key]}")
         if key not in allowed:
-            raise ConfigError(f"unknown setting {key!r}; allowed are {', '.join(sorted(allowed))}")
+            near = get_close_matches(key, allowed, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"unknown setting {key!r}; {meant}allowed are {', '.join(sorted(allowed))}")
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_seeds_are_drawn_only_where_none_was_given() -> None:
         ("just text", "not a str"),
         ("a: [1", "is not YAML"),
         ("a: b: c", "is not YAML"),
-        ("temprature: 1.0\n", "unknown setting 'temprature'; allowed are .*temperature"),
+        ("temprature: 1.0\n", r"unknown setting 'temprature'; did you mean temperature\? allowed are .*top_p"),
         ("logprobs: 3\n", "logprobs is not supported"),
         ("gamma: three\n", "gamma: .*got 'three'"),
         ("!!python/object/apply:os.system [true]", "is not YAML"),

@@ -5,6 +5,7 @@ How it starts, dies and cleans up is in test_processes.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -460,3 +461,39 @@ def test_text_of_a_real_model_ends_at_its_eos(tiny: Engine, reference: transform
     assert EOS_ID not in result.tokens[:-1]
     coupled = DecodingConfig(rule="coupled")
     assert one(tiny, params.model_copy(update={"seed": seed}), STORY, decoding=coupled).tokens == result.tokens
+
+
+# ---- mistakes of a program ----
+
+
+def test_mistakes_in_a_call_are_told_by_name(toy: Engine) -> None:
+    for prompt in (None, 7, {"role": "user", "content": "hi"}):
+        with pytest.raises(RequestError, match="a prompt is text, a list of chat messages, or a list of token ids"):
+            toy.generate(prompt)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="a prompt is text"):
+            toy.stream(prompt)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"params is a dict; give a SamplingParams, .*'temperature': 0"):
+        toy.generate([PROMPT], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown keyword 'metod'; did you mean method"):
+        toy.generate([PROMPT], GREEDY, metod="ar")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"max_tokens is a field of SamplingParams: give params="):
+        toy.stream(PROMPT, max_tokens=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="did you mean temperature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_async_for_is_told_what_to_do(toy: Engine) -> None:
+    async def read() -> None:
+        with toy.stream(PROMPT, GREEDY) as stream:
+            async for _ in stream:
+                pass
+
+    with pytest.raises(RequestError, match=r"read with `for`"):
+        asyncio.run(read())
+
+
+def test_engine_and_result_show_what_they_are(toy: Engine) -> None:
+    assert repr(toy) == f"<Engine: {TOY} with {TOY}, running in {toy.directory}>"
+    result = one(toy)
+    assert repr(result) == f"<Result: {result.text!r}, 60 tokens, length, seed {result.seed}>"
+    assert repr(Result("x" * 100)) == f"<Result: '{'x' * 60}...', 0 tokens, not finished, seed 0>"

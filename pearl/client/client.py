@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
@@ -80,6 +81,23 @@ class Options(TypedDict, total=False):
     decoding: DecodingConfig | None
     preview: bool
     raw: bool
+
+
+def check_options(options: Mapping[str, Any], params: object) -> None:
+    """Raises `ConfigError` for a keyword that is none of `Options`, and for params of another type."""
+    if params is not None and not isinstance(params, SamplingParams):
+        shown = (
+            f"SamplingParams(**{params!r:.60})" if isinstance(params, Mapping) else "SamplingParams(temperature=0.7)"
+        )
+        raise ConfigError(f"params is a {type(params).__name__}; give a SamplingParams, such as {shown}")
+    for name in options:
+        if name in SamplingParams.model_fields:
+            raise ConfigError(f"{name} is a field of SamplingParams: give params=SamplingParams({name}=...)")
+        if name not in Options.__annotations__:
+            known = [*Options.__annotations__, *SamplingParams.model_fields]
+            near = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown keyword {name!r}{meant} (there are {', '.join(Options.__annotations__)})")
 
 
 class Client:
@@ -156,6 +174,10 @@ class Client:
             self._turns.wait_for(lambda: not self._reading, 2 * _READ_SECONDS)
         self._endpoint.close()
         self._life.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     @property
     def _is_ours(self) -> bool:

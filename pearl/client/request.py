@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pearl.config import DecodingConfig, SamplingParams
@@ -12,12 +12,15 @@ from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.text import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+_PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several: a list of ints or of messages is one."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+        raise RequestError(f"{_PROMPT}, or a list of these; not {_named(prompts)}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], (int, dict)) else prompts
 
@@ -32,6 +35,8 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
         messages = [{"role": "user", "content": prompt}]
         chat = None if raw else tokenizer.apply_chat(messages)
         return chat if chat is not None else tokenizer.encode(prompt)
+    if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
+        raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, dict) for item in items):
         chat = tokenizer.apply_chat(items)
@@ -39,8 +44,12 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
             raise RequestError("this model has no chat template: give the prompt as text or token ids")
         return chat
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
-        raise RequestError("a prompt is text, a list of chat messages, or a list of token ids")
+        raise RequestError(_PROMPT)
     return items
+
+
+def _named(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def submission(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from pearl import errors
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
 from pearl.protocol.messages import Committed, Error, Finished, Preview, Provenance, Submit
 from pearl.text import TextStream, Tokenizer
+
+_SHOWN = 60  # characters of a text in a repr
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Piece:
         return self.text
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """A finished text. `finish_reason`: eos, stop, length or cancelled."""
 
@@ -46,6 +48,11 @@ class Result:
     seed: int = 0
     prompt_tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
+
+    def __repr__(self) -> str:
+        text = repr(self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}...")
+        ending = self.finish_reason or "not finished"
+        return f"<Result: {text}, {len(self.tokens)} tokens, {ending}, seed {self.seed}>"
 
 
 class Source(Protocol):
@@ -89,6 +96,9 @@ class Stream:
 
     def __iter__(self) -> Iterator[Piece]:
         return self
+
+    def __aiter__(self) -> NoReturn:
+        raise RequestError("a stream is read with `for`, not `async for`: reading it blocks; use asyncio.to_thread")
 
     def __next__(self) -> Piece:
         if not self.open:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from pearl.client.client import Client, Options
+from pearl.client.client import Client, Options, check_options
 from pearl.client.request import Prompt
 from pearl.client.stream import Piece, Result, Stream
 from pearl.config import EngineConfig, SamplingParams
@@ -89,6 +89,10 @@ class Engine:
         """
         self._client.close()
 
+    def __repr__(self) -> str:
+        pair = self.config.target + (f" with {self.config.draft}" if self.config.has_draft else "")
+        return f"<Engine: {pair}, {'closed' if self._client.closed else 'running'} in {self.directory}>"
+
     def __enter__(self) -> Engine:
         return self
 
@@ -121,15 +125,18 @@ class Engine:
             options: method, decoding, preview and raw; see `Options`.
 
         Raises:
+            ConfigError: an option that there is not, or with which this engine cannot generate.
             RequestError: the prompt does not fit, say. Nothing was computed.
             TargetLost: (while iterating) the target is gone; the engine is of no more use.
         """
+        check_options(options, params)
         return self._client.stream(prompt, params, **options)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> list[Result]:
         """Generates a text for each prompt, one after the other; arguments as for `stream`."""
+        check_options(options, params)
         return self._client.generate(prompts, params, **options)
 
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
