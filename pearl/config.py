@@ -188,6 +188,11 @@ class EngineConfig(Section):
         """Of the models that there are."""
         return ("target", "draft") if self.has_draft else ("target",)
 
+    def check_method(self, method: str) -> None:
+        """Raises `ConfigError` where the method needs a draft and there is none."""
+        if method != "ar" and not self.has_draft:
+            raise ConfigError(f"method {method} needs a draft model and this engine has none; use method ar")
+
     def model(self, role: ModelRole) -> ModelConfig:
         """The settings of one model, and those that both have."""
         values = self.model_dump()

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from pearl.cli import _COMMANDS, cli, main
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
-from pearl.engine import Engine
+from pearl.engine import Engine, preflight
 from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
 
@@ -50,13 +50,13 @@ def refused(*arguments: str, code: int = 2) -> str:
 def refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`refused` without a process of its own, for what is refused before anything starts."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, code: int = 2) -> str:
         monkeypatch.setattr(sys, "argv", ["pearl", "generate", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
         with pytest.raises(SystemExit) as ended:
             main()
         said = capsys.readouterr()
-        assert ended.value.code == 2, said.err
+        assert ended.value.code == code, said.err
         assert said.out == ""
         return " ".join(said.err.split())
 
@@ -342,3 +342,20 @@ def test_help_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_conflicts_are_told_before_any_process_starts(
+    refused_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both workers used to import torch first: seconds, for a mistake that the command line shows."""
+
+    def start(*arguments: object, **options: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert "method pearl needs a draft model" in refused_here("1", "--target", TOY, "--draft", "none")
+    assert "no config.json" in refused_here("1", "--target", TOY, "--draft", str(tmp_path), code=3)
+    assert "no such directory or .gguf file" in refused_here("1", "--target", "./nowhere/model", code=3)
+    monkeypatch.setattr(preflight, "_GPUS", ("no such device",))
+    said = refused_here("1", *PAIR, "--target-device", "cuda:0", code=3)
+    assert "target: device cuda:0 is not there: this machine shows no GPU" in said

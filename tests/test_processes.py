@@ -186,7 +186,7 @@ def test_model_that_cannot_be_loaded_is_told_with_its_cause(temporary: Path, rol
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_device_that_is_not_there_is_told(temporary: Path, role: str) -> None:
     before = children()
-    with pytest.raises(ModelError, match=f"{role} worker: device cuda:1 is not there") as caught:
+    with pytest.raises(ModelError, match=f"{role}: device cuda:1 is not there") as caught:
         Engine(TOY, TOY, **{f"{role}_device": "cuda:1"})
     assert str(caught.value).count("cuda:1") == 1
     assert children() <= before

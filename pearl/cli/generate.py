@@ -34,6 +34,8 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     """
     console = SafeConsole(stderr=True)
     text = "" if torchrun.rank() else _prompt(prompt)  # before any work; torchrun's other rank needs none
+    if connect is None:
+        settings.engine.check_method(settings.decoding.method)
     with running(settings.engine, console, connect) as engine:
         if engine is None:
             return

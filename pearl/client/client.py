@@ -252,8 +252,7 @@ class Client:
     def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
         values = decoding.model_dump() if decoding else {}
         chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
-        if chosen.method != "ar" and not self.config.has_draft:
-            raise ConfigError(f"method {chosen.method} needs a draft model and this engine has none; use method ar")
+        self.config.check_method(chosen.method)
         return chosen
 
     def start_trace(self, path: str | Path) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from pearl.client.client import Life
 from pearl.client.recording import logged_not_raised
 from pearl.config import EngineConfig
+from pearl.engine.preflight import check_models
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
 from pearl.errors import PearlError, StartError, TransportError
 from pearl.models.embedded import Progress
@@ -86,6 +87,7 @@ class LocalLauncher:
 
     def launch(self, progress: Progress) -> str:
         config, directory = self.config, self.directory
+        check_models(config, ("target",) if self._elsewhere else config.roles)
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
         keys = ensured_keys(config.control, config.keys, directory)
