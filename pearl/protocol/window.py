@@ -144,7 +144,7 @@ class Window:
         if fresh and not method.pre_verify:  # the target idles for the first window, the draft drafts on past it
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
-            # A verdict that meets a forward already begun costs the draft up to that forward, and leaves it one token
-            # short when the target is free: then it is due sooner than the target's next forward would end without it.
+            # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that it is in, so it has
+            # c - 1 tokens when the target is free. Its next token takes t_draft; starting without it saves that wait.
             return Window(1 if fresh else max(1, c - 1), length + 2 * c)
         return Window(1, length + c) if fresh else Window(c, length - 1 + 2 * c)

@@ -1,9 +1,8 @@
-"""The thread that a draft computes on: when a token is drawn it begins the next forward without being told.
+"""The thread that a draft computes on: once a token is drawn it starts the next forward without waiting for the loop.
 
-What the loop does with a token - telling the target, asking its state machine what comes next - then happens while that
-forward runs, not before it.  What the machine asks for next is nearly always what runs already; where it is not, the
-forward is forgotten.  It is one that the draft would have begun in any case had the loop been a moment faster: nothing
-is begun while a message waits to be read, or beyond what the target lets it draft.
+The loop then sends the token and asks its state machine for the next command while that forward runs.  The machine
+nearly always asks for the forward that is running already; where it asks for another, the running one is discarded.
+No forward is started early while a message waits to be read, or beyond the position up to which the draft may draft.
 
 On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
 not know yet, so that the GPU goes on at once.  It is launched late, for what is launched cannot be taken back.
@@ -32,11 +31,11 @@ _UNKNOWN = Drafted((-1,))  # a token that nobody knows yet; no command has it
 
 
 class Ahead:
-    """Carries out commands as `executor` does, whose only user it is. A context manager.
+    """Carries out commands in its thread, with an executor that nobody else uses. A context manager.
 
     Args:
-        wanted: whether a forward that was not asked for may begin; called on the thread.
-        computed: called on the thread with each event, as soon as it is there.
+        wanted: whether a forward may start before it is asked for; called in the thread.
+        computed: called in the thread with each event, as soon as it is known.
     """
 
     def __init__(
@@ -56,9 +55,9 @@ class Ahead:
         self._thread.start()
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; what needs no answer is not waited for.
+        """Return the event that answers `command`; None at once for a command without an answer.
 
-        Raises what its computation, or that of a command before it, has raised.
+        Raises what this command, or an unanswered one before it, has raised.
         """
         self._commands.put(command)
         if not isinstance(command, Draft):
@@ -69,7 +68,7 @@ class Ahead:
         return outcome
 
     def close(self) -> None:
-        """Ends the thread, once what it computes is done; one that hangs is left to the end of the process."""
+        """End the thread after its current forward; a thread that hangs is abandoned after 3 s (it is a daemon)."""
         self._commands.put(None)
         self._thread.join(_PATIENCE)
 
@@ -84,21 +83,21 @@ class Ahead:
         try:
             with torch.inference_mode():
                 if device.type == "cuda":
-                    # A stream of its own: what the loop does with a row must not wait for the forward after it.
+                    # A stream of its own, so that copying a row to the host does not wait for the forward after it.
                     stream = torch.cuda.Stream(device)
                     stream.wait_stream(torch.cuda.default_stream(device))  # where the model was made and measured
                     with torch.cuda.stream(stream):
                         self._serve()
                 else:
                     self._serve()
-        except BaseException as error:  # none that a command has raised: those are outcomes
+        except BaseException as error:  # of the thread itself; errors of commands are outcomes already
             self._outcomes.put(error)
 
     def _serve(self) -> None:
-        guess: Draft | None = None  # what was begun without being told, and what came of it
+        guess: Draft | None = None  # a forward that was started before it was asked for; `outcome` is its result
         outcome: Event | _Begun | BaseException | None = None
         while (command := self._commands.get()) is not None:
-            # A guess is forgotten with its failure, but not that ranks have lost each other over it.
+            # A guess that failed is discarded with its error, unless the error is that a rank is lost.
             lasting = BaseException if guess is None else (DraftLost, TransportError)
             failed = isinstance(outcome, lasting)
             if not failed and (guess is None or not _same(command, guess)):
@@ -119,7 +118,7 @@ class Ahead:
 
     def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | _Begun | BaseException | None:
         try:
-            # Of a guess the state machine knows nothing: it rolls back what it has asked for, and only that.
+            # The state machine does not know of the guess, so its own rollbacks do not undo it.
             if forgotten is not None and not isinstance(command, Rollback):
                 self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
             if self._proposer.chains and isinstance(command, Draft) and command.budget:
@@ -143,7 +142,7 @@ class Ahead:
     def _collect(
         self, command: Draft, launched: Launched
     ) -> tuple[Event | BaseException, Draft | None, _Begun | BaseException | None]:
-        """What came of `command`; and what was begun before that was known, with what came of that."""
+        """Return the event of `command`, and the guess that was launched before it was known, with its outcome."""
         guess: Draft | None = None
         following: _Begun | BaseException | None = None
         if command.budget > 1:
@@ -168,20 +167,20 @@ class Ahead:
         return drafted, guess, following
 
     def _wait_until_late(self, launched: Launched) -> None:
-        """In short naps: one that is done early, or was measured on a bad day, is not waited out."""
+        """Sleep until `_lead` seconds before the forward should end, in naps, in case it ends earlier."""
         while (left := self._due - self._lead - time.monotonic()) > 0 and not launched.done:
             time.sleep(min(left, _LONGEST_NAP))
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What was launched and is not collected yet."""
+    """A forward that was launched and not collected yet."""
 
     launched: Launched
 
 
 def _after(command: Draft, drafted: Drafted) -> Draft | None:
-    """What the state machine asks for next, as things stand; None where that is nothing."""
+    """Return the command that should follow, if no message changes that; None where drafting pauses."""
     budget = command.budget - len(drafted.tokens)
     if not drafted.tokens or budget <= 0 or drafted.paused:
         return None
@@ -191,8 +190,8 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
 
 
 def _same(command: object, guess: Draft) -> bool:
-    """Whether one forward answers both. What the bound allows beyond it may have grown meanwhile."""
-    # field by field: this stands between two forwards
+    """Whether one forward answers both. Their budgets may differ: the bound may have grown meanwhile."""
+    # Field by field, because comparing whole commands costs time between two forwards.
     return (
         isinstance(command, Draft)
         and command.budget > 0

@@ -115,7 +115,7 @@ class DraftWorker:
             case Welcome() if self._executor is None:
                 self._meet(message)
             case Welcome():
-                pass  # a second time
+                pass  # repeated
             case Error(_, kind, text):
                 raise getattr(errors, kind)(text)
             case ProtocolError() | TransportError():
@@ -133,7 +133,7 @@ class DraftWorker:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
         self._executor, self._packer = self._welcomed(welcome)
         self._open.callback(self._packer.close)
-        # one that knows a draft's speed has met another, and has no use for a long measurement now
+        # A target that knows t_draft has had a draft before, and waits for this one amid its work: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside)
         self._execute = self._tracer.computing(self._open.enter_context(ahead).execute)
@@ -166,7 +166,7 @@ class DraftWorker:
             self._launcher_beat(0.0)
 
     def _announce(self, tokens: int) -> None:
-        """Long work, of which silence is no sign of trouble."""
+        """Tell target and launcher how long a long prefix will take, so that they do not take silence for a hang."""
         seconds = tokens * self._prefill_pace
         self._mail.send(Heartbeat(self._steps, "prefill", tokens, seconds))
         self._launcher_beat(SLACK * seconds)

@@ -1,4 +1,4 @@
-"""Whether the draft is worth waiting for: by its silence, its pace and its beats. Knows no sockets and no messages."""
+"""Decides whether a draft is still worth waiting for, by its silence, pace and heartbeats. No sockets, no messages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pearl.protocol.window import Speeds
 from pearl.silence import SLACK, Silence
 
 _TOO_SLOW = 20.0  # times what its token took when it joined
-_LEAST_SLOW = 0.01  # seconds; below that slowness harms nobody, and the noise of a busy machine is larger
-_SLOW_TOKENS = 8  # that many in a row, or `timeout` spent on them, and it is given up
+_LEAST_SLOW = 0.01  # seconds; a token that takes less is never slow: a busy machine's noise is as large
+_SLOW_TOKENS = 8  # slow tokens in a row after which the draft is given up; or when they have taken `timeout` in all
 _MOST_ALLOWED = 10  # times `timeout`: the longest silence that a draft may announce
-_STALLED_BEATS = 2  # so many of one at rest while we wait for it: something was lost, and it is told all again
-_STALLED_FOR_GOOD = 8  # so many, and it is given up
+_STALLED_BEATS = 2  # heartbeats of an idle draft while the target waits for it: a message was lost, begin anew
+_STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is given up
 _AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
 
 
 class DraftHealth:
-    """Of one draft after the other. `timeout`: seconds of silence that are borne."""
+    """Health of the draft that is connected now. `timeout`: seconds of silence after which a draft is lost."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -26,7 +26,7 @@ class DraftHealth:
         self.joined()
 
     def joined(self) -> None:
-        """Another draft."""
+        """Begin anew: another draft has connected."""
         self._slow_tokens = self._stalled_beats = 0
         self._slow_seconds = 0.0
         self._silence.heard()
@@ -38,12 +38,12 @@ class DraftHealth:
         self._silence.heard()
 
     def announced(self, seconds: float) -> None:
-        """Long work, that should take so long. It is allowed a multiple; but a draft cannot ask for ever."""
+        """Allow silence for work that should take `seconds`: four times as much, at most ten times `timeout`."""
         self._silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     @property
     def silent(self) -> float:
-        """Seconds."""
+        """Seconds since the last sign of life, less those that were allowed."""
         return self._silence.seconds
 
     def drafted(self) -> None:
@@ -51,10 +51,10 @@ class DraftHealth:
         self._stalled_beats = 0
 
     def took(self, seconds: float, speeds: Speeds) -> None:
-        """How long a token took. Raises `DraftLost` where each costs more than it can save, and did so for a while."""
-        if not seconds:  # a forward of more than its last token says nothing
+        """Note the seconds that a token took. Raises `DraftLost` after several that took too long to be worth it."""
+        if not seconds:  # unknown: the forward was fed more than one token
             return
-        # In this order: the target's time is looked up for a token that is slow, not for every one.
+        # The cheap comparison first: the target's time is interpolated, and this runs for every token.
         if seconds <= max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW) or seconds <= 2 * speeds.t_target(1):
             self._slow_tokens, self._slow_seconds = 0, 0.0
             return
@@ -63,9 +63,13 @@ class DraftHealth:
             raise DraftLost(f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual")
 
     def stalled(self, work: str, awaited: bool) -> bool:
-        """Whether a draft that beats, at this work, waits while it is waited for: then it has missed something.
+        """Whether draft and target wait for each other, by a heartbeat of the draft: a message was lost then.
 
-        Raises `DraftLost` where telling it all again does not help.
+        Args:
+            work: what the draft says that it does.
+            awaited: whether the target waits for its tokens.
+
+        Raises `DraftLost` where giving it the whole prefix again has not helped.
         """
         if work not in _AT_REST or not awaited:
             self._stalled_beats = 0

@@ -27,7 +27,7 @@ _GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is ende
 
 
 def _continue_when_orphaned() -> None:
-    """Has the kernel send SIGCONT when the launcher dies: a worker that is stopped could not notice, nor end.
+    """Have the kernel send SIGCONT when the launcher dies, or a stopped worker would not notice and never end.
 
     (It comes when the *thread* that created us ends, perhaps early, and again later: harmless to who is not stopped.)
     """

@@ -18,7 +18,7 @@ _FORWARD, _KEEP, _FORK = range(3)
 
 
 class Telling(Protocol):
-    """What `tell` is given on the leader `told` returns on every follower, in order."""
+    """Sends numbers from the leader to all followers: `told` returns there what `tell` was given, in order."""
 
     def tell(self, words: Sequence[int]) -> None: ...
     def told(self) -> list[int]: ...
