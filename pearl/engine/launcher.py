@@ -95,10 +95,17 @@ class LocalLauncher:
         followers = () if self._elsewhere else range(1, config.target_tp)
         settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
         self.target = Ranks(settings, followers, progress)
+        is_known = not address.endswith("*")  # else the port is free for the target to choose
+        if is_known:
+            self._launch_draft(address, progress)  # at once: both import torch meanwhile, and what is sent early waits
         self.target.wait_for("bound", self._deadline)
-        if config.has_draft and not self._elsewhere:
-            self.draft = DraftKeeper(config, self.target.address, directory, progress)
+        if not is_known:
+            self._launch_draft(self.target.address, progress)
         return self.target.address
+
+    def _launch_draft(self, address: str, progress: Progress) -> None:
+        if self.config.has_draft and not self._elsewhere:
+            self.draft = DraftKeeper(self.config, address, self.directory, progress)
 
     def wait_until_ready(self, check_others: Callable[[], None] = lambda: None) -> float:
         """`check_others` raises why workers that are elsewhere will not come."""
