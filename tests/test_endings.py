@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pearl.drafting.model import ModelProposer
 from pearl.metrics import Stopwatch, fold
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.models.toy import ToyRunner
@@ -49,7 +50,7 @@ def run(
 ) -> Result:
     """Real executors on toy runners, moves in random order."""
     target = TargetExecutor(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
-    pair = Pair([submit], target, lambda: DraftExecutor(runner(text, wrong, says), VOCAB), draft_context)
+    pair = Pair([submit], target, lambda: DraftExecutor(ModelProposer(runner(text, wrong, says), VOCAB)), draft_context)
     pair.run(at_random(seed))
     result = pair.results[submit.request]
     check_counts(result)
@@ -165,6 +166,11 @@ def test_the_whole_context_can_be_used() -> None:
     small.context = len(TEXT) - 1
     draft = runner(TEXT, (7,))
     draft.context = len(TEXT) - 1
-    pair = Pair([submission(TEXT, gamma=4)], TargetExecutor(small), lambda: DraftExecutor(draft, VOCAB), len(TEXT))
+    pair = Pair(
+        [submission(TEXT, gamma=4)],
+        TargetExecutor(small),
+        lambda: DraftExecutor(ModelProposer(draft, VOCAB)),
+        len(TEXT),
+    )
     pair.run(at_random(0))
     assert tuple(pair.results[1].tokens) == TEXT[len(PROMPT) :]
