@@ -178,7 +178,9 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         "chat": {"raw", "question", "system", "show_draft", "markdown", "history", "connect"},
         "serve": set(),
     }.items():
-        options = [p for p in cli.commands[name].params if isinstance(p, click.Option)]
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        options = [p for p in command.params if isinstance(p, click.Option)]
         assert {p.name for p in options if not p.hidden} == fields | more | {"config"}
         assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
 
