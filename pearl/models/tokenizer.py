@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 TOY_VOCABULARY = 32
-TOY_LIMIT = 100_000  # there are more printable characters than that
+TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
 _UNSUPPORTED: Mapping[str, object] = {
