@@ -11,6 +11,6 @@ python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
 gpus=${GPUS:-0-1} draft=${DRAFT_GPU:-2}
 command=("$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m pearl generate
-    --target-device "cuda:$gpus" --target-device-map "${DEVICE_MAP:-auto}" --draft-device "cuda:$draft" "$@")
+    --target-tp 1 --target-device "cuda:$gpus" --target-device-map "${DEVICE_MAP:-auto}" --draft-device "cuda:$draft" "$@")
 if [ -n "$dry" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
 exec "${command[@]}"

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from pearl.client.stream import Result
     from pearl.config import DecodingConfig, EngineConfig, SamplingParams
     from pearl.engine import Engine
+    from pearl.engine.asynchronous import AsyncEngine
 
-__all__ = ["DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
+__all__ = ["AsyncEngine", "DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
 
 _ROOMS = {
+    "AsyncEngine": "pearl.engine.asynchronous",
     "DecodingConfig": "pearl.config",
     "Engine": "pearl.engine",
     "EngineConfig": "pearl.config",

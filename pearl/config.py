@@ -1,8 +1,7 @@
 """Every setting there is, validated by pydantic: how an engine is built, how a request is decoded and sampled.
 
 A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line.  Unknown
-keys and bad values are refused by name.  Knows no models, sockets or processes; what a device name means to torch is
-for the workers.
+keys and bad values are refused by name.  Knows no models, sockets or processes.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from pearl.decoding.registry import RULES, Parameters, find, named_parameters
+from pearl.device import Device
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 
@@ -37,8 +38,20 @@ LEAST_TEMPERATURE = 1e-4
 MOST_TEMPERATURE = 1e30
 LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 
+# What `pearl.protocol.window.METHODS` says of them, for who must not import the protocol; a test compares the two.
+DRAFTLESS = ("ar", "ngram")  # methods that need no draft
+BRANCHING = ("auto", "pearl", "ssd")  # methods whose draft may prepare for other outcomes
+LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies guesses too
+LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
+MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
+BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
+AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
+
 Seconds = Annotated[float, Field(gt=0)]
-_MOST_NUMBERS = 4096  # of cores or GPUs in a name
+NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
+WordedNumber = BeforeValidator(lambda given: NUMBER_WORDS.get(given, given) if isinstance(given, str) else given)
+Guesses = Annotated[Annotated[int, Field(ge=0, le=256)] | None, WordedNumber]
+Outcomes = Annotated[Annotated[int, Field(ge=0, le=BRANCHES)] | None, WordedNumber]
 _ONE_HOST = ("ipc", "tcp")
 _ADDRESS = re.compile(
     r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
@@ -68,17 +81,23 @@ class EngineConfig(Section):
     """What is fixed for an engine's life: the pair, where it runs and how its processes talk."""
 
     target: str = Field(
-        "embedded", description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8."
+        "embedded",
+        description="Target model: embedded, directory, hub id, .gguf file, toy:vocab=32,alpha=0.8, or replay:FILE, "
+        "recorded texts (see pearl simulate record --help).",
     )
-    draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for method ar only.")
+    draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram.")
     target_device: str = Field("auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).")
     draft_device: str = Field("auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread.")
     target_dtype: DType = Field(
         "auto",
-        description="Weights of the target; auto: the checkpoint's, or float32 on a CPU that has no instructions for "
-        "it. int8 and int4, on CPUs, round them to another model.",
+        description="Weights of the target; auto: the checkpoint's or, on a CPU that has no instructions for it, "
+        "float32 (4 bits where they are so in the file). int8 and int4, on CPUs, round them to another model.",
     )
-    draft_dtype: DType = Field("auto", description="Of the draft. int8 and int4, on CPUs: it guesses a little worse.")
+    draft_dtype: DType = Field(
+        "auto",
+        description="Of the draft. int8 and int4, on CPUs: it guesses a little worse. auto may be int8 on a CPU that "
+        "has no instructions for bfloat16.",
+    )
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
     )
@@ -98,6 +117,17 @@ class EngineConfig(Section):
         description="Refuse a model whose logits depend on how many tokens are fed together: all but our own forward.",
     )
     max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
+    slots: int = Field(
+        1,
+        ge=1,
+        le=MAX_SLOTS,
+        description="Requests that are worked on side by side, each in a KV cache of its own; others wait.",
+    )
+    datastore: str | None = Field(
+        None,
+        description="Directory of texts from which ngram and pearl guess too, beside the text so far; see "
+        "pearl datastore --help.",
+    )
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
     draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
     control: str = Field(
@@ -111,11 +141,16 @@ class EngineConfig(Section):
         description="File of the keys that secure the control channel; pearl keys FILE makes one.",
     )
     tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
-        "auto", description="How dense draft distributions travel; auto: NCCL between GPUs, otherwise ZeroMQ frames."
+        "auto", description="How dense draft distributions travel; auto: ZeroMQ frames, between GPUs too."
     )
     draft_timeout: Seconds = Field(10.0, description="Seconds of silence after which the draft counts as lost.")
     target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
     startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
+    profile: str = Field(
+        "auto",
+        description="What is known of the pair's speeds at start: auto (of this pair on this machine, as pearl "
+        "calibrate has kept it, if it has), none, or such a file.",
+    )
     draft_restarts: int = Field(
         3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
     )
@@ -169,6 +204,16 @@ class EngineConfig(Section):
             )
         return value
 
+    @field_validator("profile")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return value if value in ("auto", "none") else os.path.abspath(os.path.expanduser(value))
+
+    @field_validator("datastore")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return value and os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
+
     @field_validator("trace")
     @classmethod
     def _writable(cls, value: str | None) -> str | None:
@@ -190,8 +235,9 @@ class EngineConfig(Section):
 
     def check_method(self, method: str) -> None:
         """Raises `ConfigError` where the method needs a draft and there is none."""
-        if method != "ar" and not self.has_draft:
-            raise ConfigError(f"method {method} needs a draft model and this engine has none; use method ar")
+        if method not in (*DRAFTLESS, "auto") and not self.has_draft:
+            use = " or ".join(DRAFTLESS)
+            raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
 
     def model(self, role: ModelRole) -> ModelConfig:
         """The settings of one model, and those that both have."""
@@ -226,6 +272,7 @@ class ModelConfig:
     forwards: str
     exact: bool
     max_context: int | None
+    slots: int
     trust_remote_code: bool
 
     def part(self, rank: int = 0) -> Device:
@@ -257,12 +304,49 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
 class DecodingConfig(Section):
     """How a request is decoded: the method, its window, the acceptance rule and that rule's parameters."""
 
-    method: Literal["ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
-        "pearl", description="ar: target alone; sd: draft and target in turn; pearl and its two ablations."
+    method: Literal["auto", "ar", "ngram", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
+        "auto",
+        description="auto: pearl or ngram, what is faster, found out while a text is written; ar: target alone; "
+        "ngram: target alone, verifying guesses from the text so far; sd: draft and "
+        "target in turn; ssd: the same, but the draft prepares for what the target may decide meanwhile; pearl and its "
+        "two ablations.",
     )
     window: Literal["stream", "fixed"] = Field("stream", description="stream: no full windows; fixed: the paper's.")
     gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
     rule: str = next(iter(RULES))
+    look_ahead: Guesses = Field(
+        None,
+        description="Most guesses, n-grams of the text so far, that the target verifies in a forward beside what is "
+        "drafted: of these so many as make most tokens a second; 0 or off: none, as published. Default, auto: "
+        f"{LOOK_AHEAD} for ngram and pearl, which alone take them.",
+    )
+    draft_lookup: Guesses = Field(
+        None,
+        description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, of which "
+        f"it likewise takes what pays; 0 or off: none, as published. Default, auto: {DRAFT_LOOKUP} for pearl, else 0.",
+    )
+    branches: Outcomes = Field(
+        None,
+        description="Most outcomes other than the expected one that the draft prepares for, in rows of its forwards "
+        "that cost little; 0 or off: none, as published. Default, auto: "
+        f"{BRANCHES} for pearl and ssd, else 0.",
+    )
+
+    @property
+    def rule_in_use(self) -> str:
+        """`rule`; where nobody has chosen one, method auto takes the one under which no choice changes a text."""
+        return "coupled" if self.method == "auto" and "rule" not in self.model_fields_set else self.rule
+
+    @property
+    def guesses(self) -> tuple[int, int, int]:
+        """`look_ahead`, `draft_lookup` and `branches`, with their defaults."""
+        ahead = LOOK_AHEAD if self.method in LOOKING_AHEAD else 0
+        lookup = DRAFT_LOOKUP if self.method in ("auto", "pearl") else 0
+        branches = BRANCHES if self.method in BRANCHING else 0
+        defaults = {"look_ahead": ahead, "draft_lookup": lookup, "branches": branches}
+        chosen = (default if getattr(self, name) is None else getattr(self, name) for name, default in defaults.items())
+        look_ahead, draft_lookup, most = chosen
+        return look_ahead, draft_lookup, most
 
     @property
     def parameters(self) -> Parameters:
@@ -276,6 +360,20 @@ class DecodingConfig(Section):
             find(self.rule).values(self.parameters)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _guesses_of_the_method(self) -> Self:
+        if self.look_ahead and self.method not in LOOKING_AHEAD:
+            raise ConfigError(f"look_ahead is for method {' and '.join(LOOKING_AHEAD)}, not {self.method}")
+        if self.look_ahead == 0 and self.method == "ngram":
+            raise ConfigError("method ngram with look_ahead 0 is method ar")
+        if self.draft_lookup and self.method in DRAFTLESS:
+            raise ConfigError(f"draft_lookup is for methods with a draft, not {self.method}")
+        if self.branches and self.method not in BRANCHING:
+            raise ConfigError(f"branches are for methods {', '.join(BRANCHING)}, not {self.method}")
+        if self.branches == 0 and self.method == "ssd":
+            raise ConfigError("method ssd with branches 0 is method sd")
         return self
 
 
@@ -408,66 +506,3 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}")
     return {str(key): value for key, value in values.items()}
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device as named by the user.
-
-    Attributes:
-        gpus: GPU numbers; several for a model that is spread over them.
-        cores: CPU cores to pin to; None: not pinned.
-    """
-
-    kind: Literal["auto", "cpu", "cuda"]
-    gpus: tuple[int, ...] = ()
-    cores: tuple[int, ...] | None = None
-
-    @staticmethod
-    def parse(name: str) -> Device:
-        """Raises ValueError for anything but auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1, cuda:0-1."""
-        kind, colon, rest = name.partition(":")
-        try:
-            numbers = _numbers(rest) if colon else None
-        except ValueError:
-            numbers, kind = None, ""
-        if kind == "cuda":
-            return Device("cuda", gpus=numbers or (0,))
-        if kind == "cpu":
-            return Device("cpu", cores=numbers and _usable(numbers))
-        if name == "auto":
-            return Device("auto")
-        shown = name if len(name) < 80 else f"{name[:80]}..."
-        raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
-
-    def part(self, rank: int, size: int) -> Device:
-        """That of `rank` where `size` ranks share it equally; of auto and cpu, itself."""
-
-        def mine(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            each = len(numbers) // size
-            return numbers[rank * each : (rank + 1) * each]
-
-        return Device(self.kind, mine(self.gpus), self.cores and mine(self.cores))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        start, end = int(first), int(last if dash else first) + 1
-        if end - start + len(numbers) > _MOST_NUMBERS:
-            raise ValueError(text)
-        numbers += range(start, end)
-    if not numbers:
-        raise ValueError(text)
-    return tuple(dict.fromkeys(numbers))
-
-
-def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
-    usable = os.sched_getaffinity(0)
-    missing = sorted(set(cores) - usable)
-    if missing:
-        named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
-        raise ValueError(f"CPU cores [{named}] are not there: this process may use {sorted(usable)}")
-    return cores

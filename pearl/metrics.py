@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from math import ceil, sqrt
 
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
@@ -13,7 +14,7 @@ from pearl.protocol.window import Speeds
 
 @dataclass(frozen=True)
 class Statistics:
-    """One request. Names as vLLM's, where it has them; only committed tokens count.
+    """One request. Names as vLLM's where they mean what vLLM means by them; only committed tokens count.
 
     Attributes:
         num_prompt_tokens, num_generated_tokens: tokens; generated ones include an EOS.
@@ -21,18 +22,43 @@ class Statistics:
         num_draft_tokens: draft tokens that reached the target, judged or not.
         num_judged_draft_tokens: those that were accepted or corrected; the rest was discarded by an earlier rejection.
         num_accepted_draft_tokens: those accepted.
-        draft_acceptance_rate: accepted / judged - the alpha of the papers, not accepted / drafted.
-        mean_acceptance_length: committed tokens a run, its correction (or bonus) included: 1/(1-alpha) in theory.
-        acceptance_histogram: accepted tokens of a finished run -> number of such runs.
+        draft_acceptance_rate: accepted / drafted, as vLLM's; a token that an earlier rejection discarded counts too.
+        acceptance_rate: accepted / judged: the alpha of the papers.
+        mean_run_length: committed tokens a run, its correction (or bonus) included: 1 / (1 - alpha) in theory. A run
+            may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`.
+        run_histogram: accepted tokens of a finished run -> number of such runs.
         provenance: committed tokens by where they came from.
+        num_guesses: guesses made without a model that the target was fed; those committed are `provenance`'s "guessed".
+        guessed_by_source: those committed by who guessed them, "n-gram" or "datastore": the surer where both did.
+        accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
+            confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
+        num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
+        expected_rejections: the sum of the chances, at each position judged, that its token is rejected: for rule ratio
+            of the total variation distances between draft and target. None where nothing was judged so.
+        expected_rejections_sd: the standard deviation of `num_rejections` from that.
+        bias: of a rule that is not exact the sum over these positions of the total variation distance between the
+            target's distribution and the one that is committed by: the text's own distance is at most its mean. 0 for
+            an exact rule.
+        num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
+        num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
+        num_tokens_without_draft: tokens committed while the draft rested, for it did not pay (method auto).
+        rates: tokens a second with the draft ("drafted") and without it ("alone"), as method auto has timed them.
+        draft_speedup: how many times as fast the target is with the draft as without, by what method auto has compared
+            within texts; None: nothing.
+        num_comparisons: of which that is the mean, at most 8; a fraction where some were of short stretches.
         target_steps: forwards by phase.
-        seconds: from the start of the prefill to the last commit.
-        seconds_to_first_token: from the start of the prefill.
-        tokens_per_second: of decoding: tokens after the first, over the time after the first.
+        tokens_per_step: generated tokens over forwards after the prefill.
+        queue_seconds: from the submission to the start of the prefill: other requests came first.
+        seconds: from the submission to the last commit.
+        seconds_to_first_token: TTFT, from the submission.
+        itl_p50, itl_p99: inter-token latency, quantiles of the seconds between a token and the one before it; 0 where
+            both came with one commit.
+        tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
         target_busy_seconds: in forwards, judging and sampling.
         target_wait_seconds: cause -> seconds.
         draft_wait_seconds: for verdicts, as the draft told with its last tokens.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
+        t_target_spread: likewise, while the target has the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
         window: c as last used; 0 without a draft.
         stale, duplicate, resyncs: draft messages dropped, and whole prefixes sent again.
@@ -46,18 +72,37 @@ class Statistics:
     num_judged_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     draft_acceptance_rate: float | None = None
-    mean_acceptance_length: float | None = None
-    acceptance_histogram: dict[str, int] = field(default_factory=dict)
+    acceptance_rate: float | None = None
+    mean_run_length: float | None = None
+    run_histogram: dict[str, int] = field(default_factory=dict)
     provenance: dict[str, int] = field(default_factory=dict)
+    num_guesses: int = 0
+    guessed_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    num_rejections: int = 0
+    expected_rejections: float | None = None
+    expected_rejections_sd: float | None = None
+    bias: float | None = None
+    num_foreseen_rejections: int = 0
+    num_foreseen_bonuses: int = 0
+    num_tokens_without_draft: int = 0
+    rates: dict[str, float] = field(default_factory=dict)
+    draft_speedup: float | None = None
+    num_comparisons: float = 0.0
     target_steps: dict[str, int] = field(default_factory=dict)
+    tokens_per_step: float | None = None
+    queue_seconds: float = 0.0
     seconds: float = 0.0
     seconds_to_first_token: float = 0.0
+    itl_p50: float | None = None
+    itl_p99: float | None = None
     tokens_per_second: float | None = None
     target_busy_seconds: float = 0.0
     target_wait_seconds: dict[str, float] = field(default_factory=dict)
     draft_wait_seconds: float = 0.0
     t_draft: float = 0.0
     t_target: dict[str, float] = field(default_factory=dict)
+    t_target_spread: dict[str, float] = field(default_factory=dict)
     speed_ratio: float = 0.0
     window: int = 0
     stale: int = 0
@@ -77,8 +122,15 @@ class Statistics:
 
 @dataclass
 class Stopwatch:
-    """When what happened to a request, in seconds of one monotonic clock."""
+    """When what happened to a request, in seconds of one monotonic clock.
 
+    Attributes:
+        submitted: when it came.
+        begun: when it was first worked on.
+        gaps: (seconds since the commit before, tokens) of each commit but the first.
+    """
+
+    submitted: float = 0.0
     begun: float = 0.0
     first: float | None = None
     last: float = 0.0
@@ -86,17 +138,31 @@ class Stopwatch:
     in_first: int = 0  # tokens that came with the first commit
     busy: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
     draft_waited: float = 0.0
     draft_lost: bool = False
 
     def committed(self, tokens: int, now: float) -> None:
         if self.first is None:
             self.first, self.in_first = now, tokens
+        else:
+            self.gaps.append((now - self.last, tokens))
         self.last = now
         self.generated += tokens
 
     def waited(self, cause: str, seconds: float) -> None:
         self.waits[cause] = self.waits.get(cause, 0.0) + seconds
+
+    def token_latency(self, share: float) -> float | None:
+        """The quantile `share` of the seconds between a token and the one before it, after the first commit."""
+        tokens = sum(count for _, count in self.gaps)
+        # Tokens of one commit come together: all but the first of them without delay.
+        above = tokens - max(1, ceil(share * tokens))
+        for gap, _ in sorted(self.gaps, reverse=True):
+            if above == 0:
+                return gap
+            above -= 1
+        return 0.0 if tokens else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -109,6 +175,8 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
     """The statistics of one finished request."""
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
     committed_by_runs = counts.accepted + runs
+    profile = speeds.profile
+    steps = sum(n for phase, n in counts.steps.items() if phase is not Phase.PREFILL)
     return Statistics(
         num_prompt_tokens=prompt_tokens,
         num_generated_tokens=watch.generated,
@@ -116,19 +184,38 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         num_draft_tokens=counts.drafted,
         num_judged_draft_tokens=counts.judged,
         num_accepted_draft_tokens=counts.accepted,
-        draft_acceptance_rate=counts.accepted / counts.judged if counts.judged else None,
-        mean_acceptance_length=committed_by_runs / runs if runs else None,
-        acceptance_histogram={str(k): n for k, n in sorted(counts.runs.items())},
+        draft_acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
+        acceptance_rate=counts.accepted / counts.judged if counts.judged else None,
+        mean_run_length=committed_by_runs / runs if runs else None,
+        run_histogram={str(k): n for k, n in sorted(counts.runs.items())},
         provenance={p.value: n for p, n in counts.provenance.items() if n},
+        num_guesses=counts.guesses,
+        guessed_by_source={source.value: n for source, n in counts.guessed.items()},
+        accepted_by_source={source.value: count for source, count in counts.sources.items()},
+        num_rejections=counts.rejected,
+        expected_rejections=counts.odds.rejections if counts.odds else None,
+        expected_rejections_sd=sqrt(counts.odds.variance) if counts.odds else None,
+        bias=counts.odds.bias if counts.odds else None,
+        num_foreseen_rejections=counts.foreseen,
+        num_foreseen_bonuses=counts.foreseen_bonuses,
+        num_tokens_without_draft=counts.rested,
+        rates={"alone" if rests else "drafted": rate for rests, rate in counts.rates.items()},
+        draft_speedup=counts.speedup,
+        num_comparisons=profile.comparisons if counts.speedup else 0.0,
         target_steps={phase.value: counts.steps[phase] for phase in Phase},
-        seconds=max(0.0, watch.last - watch.begun),
-        seconds_to_first_token=max(0.0, (watch.first or watch.begun) - watch.begun),
+        tokens_per_step=watch.generated / steps if steps else None,
+        queue_seconds=max(0.0, watch.begun - watch.submitted),
+        seconds=max(0.0, watch.last - watch.submitted),
+        seconds_to_first_token=max(0.0, (watch.first or watch.begun) - watch.submitted),
+        itl_p50=watch.token_latency(0.5),
+        itl_p99=watch.token_latency(0.99),
         tokens_per_second=watch.tokens_per_second,
         target_busy_seconds=watch.busy,
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
         t_draft=speeds.t_draft,
-        t_target={str(n): t for n, t in speeds.measured},
+        t_target={str(n): t for n, t in profile.t_target},
+        t_target_spread={str(n): t for n, t in profile.t_elsewhere},
         speed_ratio=speeds.ratio,
         window=window if counts.drafted else 0,
         stale=counts.stale,

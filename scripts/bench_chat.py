@@ -64,9 +64,7 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
     each = list(zip(seconds[1], seconds[-1], strict=True))
     ratio = bootstrapped(each, lambda some: median(last for _, last in some) / median(second for second, _ in some))
     console.print(f"turn {turns} over turn 2: {ratio.value:.2f}, 95% interval {ratio.low:.2f} to {ratio.high:.2f}")
-    console.print(
-        f"{conversations} conversations; stolen {stolen.share:.1%} of the cores' time; {in_words(hardware())}"
-    )
+    console.print(f"{conversations} conversations; {stolen.taken()}; {in_words(hardware())}")
 
 
 if __name__ == "__main__":

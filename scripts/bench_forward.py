@@ -20,9 +20,9 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 
 from pearl.drafting.model import ModelProposer
+from pearl.lab.bench.shapes import SHAPES, random_model
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
@@ -34,39 +34,6 @@ from pearl.worker.execute import DraftExecutor
 
 _STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is started
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# As published: hidden size, inner size, layers, heads, key-value heads, vocabulary. Of 70B only some layers.
-SHAPES = {
-    "1b": (2048, 8192, 16, 32, 8, 128256),
-    "7b": (4096, 11008, 32, 32, 32, 32000),
-    "13b": (5120, 13824, 40, 40, 40, 32000),
-    "70b-4-layers": (8192, 28672, 4, 64, 8, 32000),
-    "tiny": (64, 128, 2, 4, 2, 256),
-}
-
-
-def random_model(shape: str, device: torch.device, dtype: str) -> PreTrainedModel:
-    """A Llama of that shape: a forward takes as long whatever the weights are."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=8192,
-        dtype=getattr(torch, "bfloat16" if dtype == "auto" else dtype),
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(config.dtype)  # type: ignore[arg-type]
-    model.to_empty(device=device)
-    with torch.device(device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.02)
-    return model.eval()
 
 
 def runners_of(model: str, device: torch.device, dtype: str, context: int) -> dict[str, ModelRunner]:
@@ -77,9 +44,14 @@ def runners_of(model: str, device: torch.device, dtype: str, context: int) -> di
             for forwards in ("auto", "transformers")
         }
     return {
-        "auto": LlamaRunner(random_model(model, device, dtype), context),
-        "transformers": HFRunner(random_model(model, device, dtype), context),
+        "auto": LlamaRunner(random_model(model, device, _of(dtype)), context),
+        "transformers": HFRunner(random_model(model, device, _of(dtype)), context),
     }
+
+
+def _of(dtype: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
+    return found
 
 
 def bandwidth(device: torch.device) -> float:
@@ -121,7 +93,7 @@ def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
 def weights_read(model: str, dtype: str) -> int:
     """Bytes of weights that a forward reads: all but the embedding's rows of tokens that were not fed."""
     meta = torch.device("meta")
-    found = random_model(model, meta, dtype) if model in SHAPES else load_model(model, device=meta, dtype=dtype)
+    found = random_model(model, meta, _of(dtype)) if model in SHAPES else load_model(model, device=meta, dtype=dtype)
     unread = 0 if found.config.tie_word_embeddings else found.get_input_embeddings().weight.numel()  # type: ignore[operator]
     return (sum(p.numel() for p in found.parameters()) - unread) * next(found.parameters()).dtype.itemsize
 

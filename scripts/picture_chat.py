@@ -19,7 +19,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from pearl.cli.chat import Chat, status
-from pearl.cli.reply import GUESSED, STYLES, Reply
+from pearl.cli.reply import PENDING, STYLES, Reply
 from pearl.client.conversation import Conversation
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine
@@ -53,7 +53,7 @@ class Still:
             self._guess = text
 
     def finish(self) -> None:
-        self._console.print(self._text + Text(self._guess if self.is_frozen else "", GUESSED))
+        self._console.print(self._text + Text(self._guess if self.is_frozen else "", PENDING))
 
 
 class Pictured(Chat):

@@ -119,6 +119,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.faults = 0
         self.wrong: list[str] = []
+        self._others = {child.pid for child in psutil.Process().children()}
 
     def round(self, number: int) -> None:
         """One engine, from its start to its end."""
@@ -218,13 +219,16 @@ class Soak:
 
     def check_nothing_left(self, number: int) -> None:
         deadline = time.monotonic() + 30
-        while children := [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]:
+        while children := [c for c in psutil.Process().children() if self._ours(c)]:
             if time.monotonic() > deadline:
                 self.wrong.append(f"round {number}: left behind: {children}")
                 return
             time.sleep(0.05)
         left = list(self.directory.glob("pearl-*"))
         self.check(not left, f"round {number}: left behind: {left}")
+
+    def _ours(self, child: psutil.Process) -> bool:
+        return child.pid not in self._others and child.status() != psutil.STATUS_ZOMBIE
 
 
 @click.command()

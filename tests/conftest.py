@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers' threads are enough
 
+import hypothesis
 import pytest
+import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from pearl import config
+from pearl.config import DecodingConfig
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
+from tests.warm import Nursery
 
+hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
+hypothesis.settings.load_profile("pearl")
+
+# PEARL as in the paper: the target waits for its draft
+AS_PUBLISHED = DecodingConfig(method="pearl", **config.AS_PUBLISHED)
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
 
 
@@ -31,17 +43,51 @@ def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: floa
     return tokens[len(prompt) :]
 
 
-# Fixtures that take seconds, by module: the tests that use one run on one of the workers, where it is made once.
-_SHARED = {"test_engine": "tiny", "test_distill": "whole", "test_tables": "reached", "test_bench": "system"}
+# Fixtures that take seconds, by module: the tests that use any of these run on one of the workers, where they are made
+# once.
+_SHARED: dict[str, set[str]] = {
+    "test_bench": {"system"},
+    "test_chat": {"paced"},
+    "test_distill": {"whole"},
+    "test_engine": {"tiny"},
+    "test_server": {"engine", "served", "slow", "several"},
+    "test_slots": {"several", "alone"},
+    "test_tables": {"reached"},
+}
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks for groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first: at the end short ones keep all workers busy."""
     for item in items:
-        shared = _SHARED.get(item.path.stem)
-        if shared in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{shared}"))
+        if _SHARED.get(item.path.stem, set()) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What has been collected is to stay, and takes 0.2 s of every full collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_workers() -> Iterator[None]:
+    """Engines of this process fork their workers from one that has imported what they need."""
+    if torch.cuda.is_available():  # an import may look for GPUs, and who is forked after that cannot use them
+        yield
+        return
+    nursery = Nursery()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pearl.engine.processes.Popen", nursery.start)
+        yield
+    nursery.close()
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's engines start their workers as users' do."""
+    monkeypatch.setattr("pearl.engine.processes.Popen", subprocess.Popen)
 
 
 @pytest.fixture(scope="session")

@@ -45,8 +45,9 @@ class LenientTarget(RatioTarget):
         tokens: Sequence[int],
         rows: Sequence[torch.Tensor],
         start: int,
+        launched: torch.Tensor | None = None,
     ) -> Judgement:
-        return super().judge(logits, tokens, [self._share * row for row in rows], start)
+        return super().judge(logits, tokens, [self._share * row for row in rows], start, launched)
 
 
 @contextmanager

@@ -27,17 +27,33 @@ from pearl.protocol.events import (
     Failed,
     Forward,
     Forwarded,
+    Guess,
+    Guessed,
     Judge,
     Judged,
+    Keep,
     Open,
     Rollback,
     Sample,
     Sampled,
     Send,
+    Spread,
     Stalled,
     Wait,
 )
-from pearl.protocol.messages import Begin, Committed, Decoding, Error, Preview, Provenance, Sampling, Submit, Verdict
+from pearl.protocol.messages import (
+    Begin,
+    Committed,
+    Decoding,
+    Error,
+    Preview,
+    Provenance,
+    Sampling,
+    Source,
+    Submit,
+    Verdict,
+)
+from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import State
 from pearl.protocol.sequence import extend_digest
@@ -45,6 +61,7 @@ from pearl.protocol.window import Speeds
 
 PROMPT = (3, 1)
 WRONG = 1_000  # what a scripted draft says where it is wrong
+OTHER = 1_001  # what it thinks might be said where it is right
 STALLS = 3  # so many in a row, and the worker gives the draft up: more would be a deadlock that only time resolves
 LOST = 2_000  # what a scripted model says in a context that is not the script's
 
@@ -59,7 +76,7 @@ TEXT = script(30)
 
 def submission(text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any) -> Submit:
     """Asks for the rest of `text`. `settings`: fields of Decoding or of Submit."""
-    ours = {k: v for k, v in settings.items() if k in ("window", "gamma", "rule")}
+    ours = {k: v for k, v in settings.items() if k in ("window", "gamma", "rule", "look_ahead", "branches")}
     theirs = {k: v for k, v in settings.items() if k not in ours}
     fields: dict[str, Any] = {"request": 1, "limit": len(text), "sampling": Sampling()} | theirs
     return Submit(prompt=tuple(text[:prompt]), decoding=Decoding(method, **ours), **fields)
@@ -86,47 +103,109 @@ class Cache:
 
 
 class ScriptTarget:
-    """A target that would write `text`. A row can be used only if the last forward kept it."""
+    """A target that would write `text`. A row can be used only if the last forward kept it.
 
-    def __init__(self, text: Sequence[int]) -> None:
+    It guesses, where asked to, at each place: a wrong token, and the two right ones but for positions in `unguessed`.
+    """
+
+    def __init__(self, text: Sequence[int], unguessed: Collection[int] = (), trees: bool = True) -> None:
         self.text = tuple(text)
+        self.unguessed = frozenset(unguessed)
+        self.trees = trees
         self.cache = Cache()
-        self.first_row = 0
+        self.told: list[int] = list(text)  # what it was told to guess after
+        self.contexts: list[tuple[int, ...]] = []  # of each token of the last forward, itself included
+        self.fed: tuple[int, ...] = ()
+        self.parents: tuple[int, ...] | None = None  # of a tree that waits
+        self.rows = 0
 
     def execute(self, command: object) -> object | None:
         match command:
-            case Open():
+            case Open() | Spread():
                 return None
             case Rollback(length):
                 self.cache.rollback(length)
+                self.parents = None
                 return None
-            case Forward(start=start, tokens=tokens, rows=rows):
-                self.cache.feed(start, tokens)
-                assert 0 <= rows <= len(tokens)
-                self.first_row = len(self.cache.tokens) + 1 - rows
-                return Forwarded(request=command.request)
-            case Judge(start, tokens):
-                for i, token in enumerate(tokens):
-                    if token != self._says(start + i):
-                        return Judged(i, self._says(start + i), request=command.request)
+            case Keep(path):
+                assert self.parents is not None, "no tree waits"
+                assert [self.parents[node] for node in path] == [-1, *path[:-1]], "no path"
+                self.cache.tokens += [self.fed[node] for node in path]
+                self.parents = None
+                return None
+            case Guess():
+                return self._guess(command)
+            case Forward():
+                return self._forward(command)
+            case Judge(start, tokens, _, nodes):
+                for i, (token, node) in enumerate(zip(tokens, nodes, strict=True)):
+                    if token != self._says(start + i, node):
+                        return Judged(i, self._says(start + i, node), request=command.request)
                 return Judged(len(tokens), None, request=command.request)
-            case Sample(position):
-                return Sampled(self._says(position), request=command.request)
+            case Sample(position, node, follow):
+                return self._sample(position, node, follow, command.request)
         raise AssertionError(command)
 
-    def _says(self, position: int) -> int:
-        assert self.first_row <= position <= len(self.cache.tokens), "no row was kept for this position"
-        assert tuple(self.cache.tokens[:position]) == self.text[:position], "the row is of another context"
+    def _forward(self, command: Forward) -> Forwarded:
+        start, tokens, parents = command.start, command.tokens, command.parents
+        assert 0 <= command.rows <= len(tokens)
+        assert len(self.cache.tokens) == start, "the cache does not hold what the command says"
+        self.contexts, self.fed, self.rows, self.parents = [], tokens, command.rows, parents
+        for token, parent in zip(tokens, parents or range(-1, len(tokens) - 1), strict=True):
+            self.contexts.append((*(self.contexts[parent] if parent >= 0 else self.cache.tokens), token))
+        assert len(set(self.contexts)) == len(self.contexts), "one token twice"
+        if parents is None:
+            self.cache.feed(start, tokens)
+        else:
+            assert self.trees
+        return Forwarded(request=command.request)
+
+    def _guess(self, command: Guess) -> Guessed:
+        text = self.told[: command.base] + list(command.tokens)
+        assert len(self.told) >= command.base
+        self.told = text
+        tokens: list[int] = []
+        parents: list[int] = []
+        places = range(command.committed, len(text) + 1) if self.trees else [len(text)]
+        for place in places:
+            above, end = place - 1, min(command.limit, place + 2)
+            right = [p for p in range(place, end) if self.unguessed.isdisjoint(range(place, p + 1))]
+            taken = place < len(text) and text[place : place + 1] == list(self.text[place : place + 1])
+            if self.trees and place < command.limit:
+                tokens.append(WRONG + 1)
+                parents.append(above)
+            for position in () if taken else right:
+                tokens.append(self.text[position])
+                parents.append(above)
+                above = len(text) + len(tokens) - 1
+        sources = (Source.NGRAM,) * len(tokens)
+        return Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), sources, request=command.request)
+
+    def _sample(self, position: int, node: int, follow: bool, request: int) -> Sampled:
+        says = [self._says(position, node)]
+        while follow and (*self.contexts[node], says[-1]) in self.contexts:
+            node = self.contexts.index((*self.contexts[node], says[-1]))
+            says.append(self._says(position + len(says), node))
+        return Sampled(tuple(says), request=request)
+
+    def _says(self, position: int, node: int) -> int:
+        assert node >= len(self.fed) - self.rows, "no row was kept for this position"
+        assert self.contexts[node] == self.text[:position], "the row is of another context"
         return self.text[position]
 
 
 class ScriptDraft:
-    """A draft that writes the same text, but for the positions in `wrong`."""
+    """A draft that writes the same text, but for the positions in `wrong`.
 
-    def __init__(self, text: Sequence[int], wrong: Collection[int] = ()) -> None:
+    `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
+    """
+
+    def __init__(self, text: Sequence[int], wrong: Collection[int] = (), foresees: Collection[int] = ()) -> None:
         self.text = tuple(text)
         self.wrong = frozenset(wrong)
+        self.foresees = frozenset(foresees)
         self.cache = Cache()
+        self.branches: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def execute(self, command: object) -> object | None:
         match command:
@@ -134,16 +213,44 @@ class ScriptDraft:
                 return None
             case Rollback(length):
                 self.cache.rollback(length)
+                self.branches = {after: tokens for after, tokens in self.branches.items() if after[0] <= length}
                 return None
-            case Draft(start, tokens, budget):
-                self.cache.feed(start, tokens)
-                return Drafted((self._says(len(self.cache.tokens)),) if budget else ())
+            case Draft(start, tokens, budget, pending, hedge, bonus):
+                if tokens or not hedge:
+                    self.cache.feed(start, tokens)
+                if hedge:
+                    return self._hedged(pending, hedge, bonus)
+                if not budget:
+                    return Drafted()
+                known = len(self.cache.tokens)
+                branches = self._prepared(known - pending, known + budget)
+                return Drafted((self._says(self.cache.tokens),), branches=branches)
         raise AssertionError(command)
 
-    def _says(self, position: int) -> int:
-        if tuple(self.cache.tokens) != self.text[:position]:
+    def _says(self, prefix: Sequence[int]) -> int:
+        position = len(prefix)
+        if tuple(prefix) != self.text[:position]:
             return LOST
         return WRONG if position in self.wrong else self.text[position]
+
+    def _hedged(self, pending: int, depth: int, bonus: bool) -> Drafted:
+        """One token more for each outcome, while there is any to prepare for."""
+        before, known = dict(self.branches), len(self.cache.tokens)
+        branches = self._prepared(known - pending, len(self.text), depth, bonus)
+        return Drafted(branches=branches, paused=self.branches == before)
+
+    def _prepared(self, committed: int, until: int, depth: int = 99, bonus: bool = False) -> tuple[Proposal, ...]:
+        """One token more for each outcome that is foreseen and open."""
+        known = self.cache.tokens
+        opened = {(p, self.text[p] if known[p] == WRONG else OTHER): () for p in self.foresees if p < len(known)}
+        if bonus and len(known) in self.foresees and len(known) < len(self.text):
+            opened[len(known), self.text[len(known)]] = ()
+        every = {after: tokens for after, tokens in (opened | self.branches).items() if after[0] >= committed}
+        for after, tokens in every.items():
+            if after[0] + 1 + len(tokens) < until and len(tokens) < depth:
+                every[after] = (*tokens, self._says([*known[: after[0]], after[1], *tokens]))
+        self.branches = every
+        return tuple(Proposal(after[0] + 1, tokens, after=after) for after, tokens in every.items() if tokens)
 
 
 class ChokingDraft(ScriptDraft):
@@ -271,7 +378,10 @@ class Pair:
         """What holds between any two moves (DESIGN section 3)."""
         target = self.coordinator
         for sequence in [target.sequence] + ([self.drafter.sequence] if self.drafter else []):
-            assert 0 <= sequence.fed <= sequence.cached, "a rollback only shortens"
+            # What the cache lacks waits in a tree, whose path the next forward begins by keeping.
+            waits = sequence is target.sequence and any(m.request.fed.has_guesses for m in target.running.values())
+            assert sequence.fed >= 0
+            assert sequence.fed <= sequence.cached or waits, "a rollback only shortens"
             assert sequence.committed <= len(sequence.tokens)
             assert sequence.digest == extend_digest(0, sequence.tokens[: sequence.committed])
         if self.drafter is not None and self.drafter.begun is not None and target.request is not None:
@@ -376,14 +486,18 @@ def at_random(seed: int) -> Callable[[list[str]], str]:
     return pick
 
 
-def check_counts(result: Result) -> None:
-    """The statistics agree with what was committed, and with themselves."""
+def check_counts(result: Result, runs_ahead: bool = False) -> None:
+    """The statistics agree with what was committed, and with themselves.
+
+    `runs_ahead`: the target commits draws of its own before the draft's token for the position has come.
+    """
     counts = result.counts
     for kind in Provenance:
         assert counts.provenance[kind] == result.provenance.count(kind), kind
     assert sum(counts.provenance.values()) == len(result.tokens)
-    assert counts.accepted == counts.provenance[Provenance.ACCEPTED]
-    assert counts.judged == counts.accepted + counts.provenance[Provenance.CORRECTED]
+    assert counts.accepted - counts.late == counts.provenance[Provenance.ACCEPTED]
+    wrong, corrected = counts.judged - counts.accepted, counts.provenance[Provenance.CORRECTED]
+    assert wrong == corrected or (runs_ahead and wrong > corrected)  # drafted wrongly, and committed before that came
     assert counts.judged <= counts.drafted
 
 

@@ -204,3 +204,14 @@ class RunnerContract:
         runner.rollback(5, 1)
         close(feed_chain(runner, some_tokens(runner, 7, 5), 7, slot=1), whole[5:])
         assert [runner.length(slot) for slot in (0, 1)] == [12, 12]
+
+    def test_a_fork_of_a_part_copies_what_is_not_shared(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        if runner.capabilities.slots < 2:
+            pytest.skip("holds one sequence")
+        feed_chain(runner, some_tokens(runner, 9), 0)
+        feed_chain(runner, some_tokens(runner, 4), 0, slot=1)
+        feed_chain(runner, some_tokens(runner, 3, start=60), 0, slot=1)  # where the two part
+        runner.fork(0, 1, 7, shared=4)
+        assert [runner.length(slot) for slot in (0, 1)] == [9, 7]
+        close(feed_chain(runner, some_tokens(runner, 5, 7), 5, slot=1), whole[7:])
+        close(feed_chain(runner, some_tokens(runner, 3, 9), 3), whole[9:])

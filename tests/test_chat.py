@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,13 +26,16 @@ from rich.console import Console
 from pearl import SamplingParams
 from pearl.cli.commands import COMMANDS
 from pearl.cli.reply import MarkdownReply, TokenReply
+from pearl.config import EngineConfig
 from pearl.engine import Engine
-from pearl.engine.attach import attach, find_engine, running_engines
+from pearl.engine.attach import attach
+from pearl.engine.card import find_card, leftovers, read_card, running_engines, stop, table
 from pearl.errors import ConfigError, TargetLost
 from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from tests.conftest import TOY, greedy_text
+from pearl.worker.build import devices_of
+from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.screen import BOUND, CTRL_C, CTRL_D, Person
 
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
@@ -62,10 +67,10 @@ def started_with(environment: dict[str, str]) -> list[psutil.Process]:
     return found
 
 
-def worker(environment: dict[str, str], role: str) -> psutil.Process:
+def target(environment: dict[str, str]) -> psutil.Process:
     """The draft is the younger one."""
     workers = [p for p in started_with(environment) if p.cmdline()[-1:] == ["pearl.worker"]]
-    return sorted(workers, key=lambda p: p.create_time())[{"target": 0, "draft": -1}[role]]
+    return min(workers, key=lambda p: p.create_time())
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
@@ -79,6 +84,13 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 def attached(toy: Engine) -> list[str]:
     """Arguments of a chat with the engine that runs already: no models to load."""
     return ["--connect", str(toy.directory), "--raw", "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def paced() -> Iterator[list[str]]:
+    """Arguments of a chat with an engine that runs already, and is slow enough to be met amid a reply."""
+    with Engine(TOY, TOY, target_pace=0.05, draft_pace=0.01) as engine:
+        yield ["--connect", str(engine.directory), "--raw", "--ignore-eos"]
 
 
 def chatting(environment: dict[str, str], *arguments: str, rows: int = 30, columns: int = 100) -> Person:
@@ -96,14 +108,23 @@ def wanted(text: str, length: int) -> str:
 
 def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
     """Several turns, the status line, and leaving; a reply continues all that went before."""
-    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "12") as person:
+    # A target that does not wait for its draft may be done before it has judged anything.
+    waits = ["--look-ahead", "0"]
+    with chatting(home, *attached, *waits, "--temperature", "0", "--max-tokens", "12") as person:
         person.sees("/? for help")
         person.sees(">>>")
         person.send("123")
         first = wanted("123", 12)
         person.sees(first)
         person.sees(STATUS)
-        for part in ("tokens/s", "of drafts accepted", "tokens a run", "c = ", "waited: target", "cut at max_tokens"):
+        for part in (
+            "tokens/s",
+            "tokens a step",
+            "of judged drafts accepted",
+            "c = ",
+            "waited: target",
+            "cut at max_tokens",
+        ):
             person.sees(part)
         person.send("4")
         person.sees(wanted("123" + first + "4", 12))
@@ -113,19 +134,24 @@ def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
         assert person.echoes
 
 
-def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str]) -> None:
-    with chatting(home, *SLOW, "--temperature", "0") as person:
+def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str], paced: list[str]) -> None:
+    with chatting(home, *paced, "--temperature", "0") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(wanted("123", 10))
         person.type(CTRL_C)
         person.sees("stopped after")
+        person.sees(STATUS)
+        said = re.search(r"stopped after (\d+) tokens .* s to the first token · ([\d.]+) tokens/s", person.text)
+        assert said is not None
+        assert int(said[1]) >= 10
+        assert 1 < float(said[2]) < 60, "a forward of the target lasts 0.05 s"
         person.send("/show")
         person.sees("1 turns")
         person.send("/set max_tokens 5")
         person.sees("max_tokens 5")
         person.send("4")
-        person.sees(STATUS)
+        person.sees(STATUS, 2)
         person.type(CTRL_C)  # in an empty line it only says how to leave
         person.sees("Ctrl-D or /bye leaves")
         person.send("/bye")
@@ -133,8 +159,23 @@ def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str]) -> None:
         assert person.echoes
 
 
-def test_keys_typed_while_a_reply_is_made_are_kept(home: dict[str, str]) -> None:
-    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "30") as person:
+def test_a_wait_for_another_client_is_said(home: dict[str, str], paced: list[str]) -> None:
+    """Nothing showed whether a chat hung, read a long conversation, or was not its turn."""
+    with attach(Path(paced[1])) as other, chatting(home, *paced, "--temperature", "0") as person:
+        person.sees(">>>")
+        with other.stream("9", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)) as first:
+            next(first)
+            person.send("123")
+            person.sees("another client is being served")
+        person.sees(wanted("123", 10))
+        person.type(CTRL_C)
+        person.sees(STATUS)
+        person.send("/bye")
+        assert person.leaves() == 0
+
+
+def test_keys_typed_while_a_reply_is_made_are_kept(home: dict[str, str], paced: list[str]) -> None:
+    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "30") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(wanted("123", 3))
@@ -145,13 +186,53 @@ def test_keys_typed_while_a_reply_is_made_are_kept(home: dict[str, str]) -> None
         person.sees("/exit")
 
 
+def test_lines_typed_while_a_reply_is_made_are_taken_one_by_one(home: dict[str, str], paced: list[str]) -> None:
+    """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it."""
+    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20", "--no-history") as person:
+        person.sees(">>>")
+        person.send("123")
+        first = wanted("123", 20)
+        person.sees(first[:3])
+        person.send("4")
+        person.send("/set max_tokens 5x\x7f")
+        person.send("6")
+        person.paste("7\r8")
+        person.sees(STATUS)
+        second = wanted("123" + first + "4", 20)
+        person.sees(f">>> 4 {second}")
+        person.sees("max_tokens 5")
+        person.sees(f">>> 6 {wanted('123' + first + '4' + second + '6', 5)}")
+        person.sees(STATUS, 3)
+        person.sees(">>> 7 8")
+        person.type(CTRL_C)
+        person.send("/show")
+        person.sees("3 turns")
+
+
+def test_an_answer_typed_before_its_question_is_none(home: dict[str, str], paced: list[str]) -> None:
+    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20") as person:
+        person.sees(">>>")
+        person.send("1" * 440)
+        person.sees("1" * 20)
+        person.type("2" * 50 + "\ry\r")
+        person.sees("Drop the oldest 1 of 1 turns? [y/N]")
+        person.send("n")
+        person.sees("Nothing was sent")
+        person.sees(">>> y")
+
+
 def test_a_draft_killed_amid_a_reply_is_said_and_the_reply_goes_on(home: dict[str, str]) -> None:
     text = wanted("123", 60)
-    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "60") as person:
+    connected = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "60", "--connect"]
+    with (
+        Engine(TOY, TOY, target_pace=0.05, draft_pace=0.01) as engine,
+        chatting(home, *connected, str(engine.directory)) as person,
+    ):
         person.sees(">>>")
         person.send("123")
         person.sees(text[:5])
-        worker(home, "draft").kill()
+        assert engine._launcher.draft_pid is not None
+        os.kill(engine._launcher.draft_pid, signal.SIGKILL)
         person.sees(text)
         person.sees("the draft was lost on the way")
         person.sees(STATUS)
@@ -162,16 +243,19 @@ def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_terminal_sound(ho
         person.sees(">>>")
         person.send("123")
         person.sees(wanted("123", 5))
-        worker(home, "target").kill()
+        target(home).kill()
         assert person.leaves() == 4
         assert "error: target worker was killed by signal 9" in person.text.replace("\n", " ")
         assert "Traceback" not in person.text
         assert person.echoes
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_chat_that_is_ended_puts_the_terminal_back(home: dict[str, str], number: signal.Signals) -> None:
-    with chatting(home, *SLOW, "--temperature", "0") as person:
+@pytest.mark.parametrize(("number", "own"), [(signal.SIGTERM, False), (signal.SIGHUP, True)])
+def test_a_chat_that_is_ended_puts_the_terminal_back(
+    home: dict[str, str], paced: list[str], number: signal.Signals, own: bool
+) -> None:
+    """And leaves nothing of an engine of its own."""
+    with chatting(home, *(SLOW if own else paced), "--temperature", "0") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(wanted("123", 5))
@@ -181,9 +265,9 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(home: dict[str, str], numbe
         assert person.echoes
 
 
-def test_a_resize_amid_a_reply_leaves_one_whole_reply(home: dict[str, str]) -> None:
+def test_a_resize_amid_a_reply_leaves_one_whole_reply(home: dict[str, str], paced: list[str]) -> None:
     text = wanted("123", 150)
-    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "150", "--no-markdown", "--show-draft") as person:
+    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "150", "--no-markdown", "--show-draft") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(text[:50])
@@ -194,24 +278,35 @@ def test_a_resize_amid_a_reply_leaves_one_whole_reply(home: dict[str, str]) -> N
         assert end.count(text[:40]) == 1
 
 
-def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str], toy: Engine) -> None:
-    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "40", "--show-draft") as person:
+def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str], paced: list[str], toy: Engine) -> None:
+    plain = ("--look-ahead", "0", "--draft-lookup", "0")
+    with chatting(home, *paced, *plain, "--temperature", "0", "--max-tokens", "40", "--show-draft") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
         reply = wanted("123", 40)
         colours = person.colours(reply)
-    (same,) = toy.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        words = "accepted", "corrected", "bonus", "guessed without a model"
+        assert [person.colours(word)[0] for word in words] == ["green", "brown", "cyan", "blue"], "a legend"
+        person.send("4")
+        person.sees(STATUS, 2)
+        assert person.text.count("not judged yet") == 1, "said once"
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (same,) = toy.generate([[1, 2, 3]], params, decoding=AS_PUBLISHED)
     assert colours == [{"accepted": "green", "corrected": "brown"}[source.value] for source in same.provenance]
-    assert any(guess and guess in reply for guess in person.italics)
-    assert any(guess and guess not in reply for guess in person.italics), "half of what the draft says is refused"
+    guesses = {text for text in person.italics if text and " " not in text}  # not the legend
+    assert any(guess in reply for guess in guesses)
+    assert any(guess not in reply for guess in guesses), "half of what the draft says is refused"
 
 
 @pytest.mark.slow
 def test_markdown_is_rendered_and_never_flickers(home: dict[str, str]) -> None:
     """From the first character on no frame is without the text of the one before."""
-    arguments = ["--target-pace", "0.05", "--draft-pace", "0.01", "--max-tokens", "60", "--temperature", "0"]
-    with chatting(home, *arguments) as person:
+    arguments = ["--max-tokens", "60", "--temperature", "0", "--connect"]
+    with (
+        Engine(target_pace=0.05, draft_pace=0.01) as engine,
+        chatting(home, *arguments, str(engine.directory)) as person,
+    ):
         person.sees(">>>")
         person.send("Write the words red and blue as a Markdown list, then say why you like them.")
         person.sees(STATUS)
@@ -419,7 +514,9 @@ def test_the_conversation_outlives_the_engine(home: dict[str, str]) -> None:
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
-        worker(home, "target").kill()
+        person.send("/show")
+        person.sees(f"target {TOY} on c")  # what auto has come to, not "auto"; the toy has no weights, so no dtype
+        target(home).kill()
         person.send("4")
         assert person.leaves() == 4
         assert "last-chat.json; /load goes on with it" in " ".join(person.text.split())
@@ -501,7 +598,7 @@ def test_without_a_draft_the_method_is_ar(home: dict[str, str]) -> None:
         (["-q", "1", "--target", TOY, "--draft", TOY], 2, "no chat template"),
         (["-q", "1", "--target", "/nowhere"], 3, "/nowhere"),
         (["-q", "1", "--connect"], 2, "no engine is running"),
-        (["-q", "1", "--connect", "/nowhere"], 2, "no engine runs in /nowhere"),
+        (["-q", "1", "--connect", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
         (["--temperature", "x"], 2, "temperature"),
     ],
 )
@@ -555,8 +652,8 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) ->
 def test_a_second_front_attaches(toy: Engine) -> None:
     """Both use one engine, and closing the second one leaves it running."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    assert toy.directory in running_engines()
-    with attach(find_engine(str(toy.directory))) as other:
+    assert toy.directory in [card.directory for card in running_engines()]
+    with attach(find_card(str(toy.directory)).directory) as other:
         assert other.context == toy.context
         assert other.generate([[1, 2, 3]], params)[0].tokens == toy.generate([[1, 2, 3]], params)[0].tokens
     assert toy.generate([[1, 2, 3]], params)[0].tokens == greedy_text([1, 2, 3], 10)
@@ -570,8 +667,8 @@ def test_what_another_user_could_have_left_is_no_engine(toy: Engine, tmp_path: P
         directory.mkdir()
         directory.chmod(mode)
         (directory / "engine.json").write_text(json.dumps(card | {"address": address}))
-        with pytest.raises(ConfigError, match="no engine runs in"):
-            find_engine(str(directory))
+        with pytest.raises(ConfigError, match="no running engine of yours is named"):
+            find_card(str(directory))
 
 
 def test_an_attached_front_is_told_when_the_engine_goes() -> None:
@@ -583,22 +680,137 @@ def test_an_attached_front_is_told_when_the_engine_goes() -> None:
     with pytest.raises(TargetLost), other:
         other.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True))
     assert time.monotonic() - began < other.config.target_timeout / 2
-    with pytest.raises(ConfigError, match="no engine runs in"):
-        find_engine(str(engine.directory))
+    with pytest.raises(ConfigError, match="no running engine of yours is named"):
+        find_card(str(engine.directory))
+
+
+def serving(environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+    """An engine, and its directory."""
+    command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    lines = iter(server.stderr.readline, "")
+    return server, next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
 
 
 def test_serve_and_connect(home: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
-    server = subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    lines = iter(server.stderr.readline, "")
-    directory = next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
+    server, directory = serving(home)
     for connect in (["--connect"], ["--connect", directory]):
         run = piped(home, "--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123", *connect)
         assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n"), run.stderr
     server.send_signal(signal.SIGINT)
     assert server.wait(BOUND) == 0
+    assert server.stderr is not None
     server.stderr.close()
+
+
+def test_engines_are_listed_and_stopped(home: dict[str, str]) -> None:
+    """By PID, by directory and all at once; who connects is told between which it may choose."""
+
+    def listed() -> list[dict[str, Any]]:
+        run = piped(home, "--json", command="ps")
+        assert run.returncode == 0, run.stderr
+        found: list[dict[str, Any]] = json.loads(run.stdout)
+        return found
+
+    servers = [serving(home) for _ in range(3)]
+    processes, directories = [server for server, _ in servers], [directory for _, directory in servers]
+    assert {(each["pid"], each["directory"]) for each in listed()} == {(s.pid, directory) for s, directory in servers}
+    for each in listed():
+        assert (each["target"], each["draft"], each["program"]) == (TOY, TOY, "pearl serve")
+        assert each["target_device"].startswith(("cpu:", "cuda:")), "what auto has come to"
+        assert 0 <= each["age_seconds"] < BOUND
+    table = piped(home, command="ps")
+    choice = piped(home, "-q", "1", "--connect")
+    assert choice.returncode == 2
+    for said in (table.stdout, choice.stderr):
+        assert {row.split()[0] for row in said.splitlines() if "pearl serve" in row} == {str(s.pid) for s in processes}
+        assert all(directory in said for directory in directories)
+    wanted_reply = (0, wanted("123", 8) + "\n")
+    arguments = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
+    run = piped(home, *arguments, "--connect", str(processes[0].pid))
+    assert (run.returncode, run.stdout) == wanted_reply, run.stderr
+
+    for name, server in ((str(processes[0].pid), processes[0]), (directories[1], processes[1])):
+        run = piped(home, name, command="stop")
+        assert run.returncode == 0, run.stderr
+        assert f"stopped PID {server.pid}: pearl serve with {TOY}" in run.stderr
+        assert server.wait(0.1) == 128 + signal.SIGTERM, "it has ended when the command returns"
+        assert server.pid not in [each["pid"] for each in listed()]
+    run = piped(home, "--all", command="stop")
+    assert run.returncode == 0, run.stderr
+    assert processes[2].wait(0.1) == 128 + signal.SIGTERM
+    assert piped(home, command="ps").stderr == "no engine is running\n"
+    for server in processes:
+        assert server.stderr is not None
+        server.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["1"], ["/nowhere"], ["--all"], [], ["1", "--all"]])
+def test_what_cannot_be_stopped_is_one_line_and_an_exit_code(home: dict[str, str], arguments: list[str]) -> None:
+    run = piped(home, *arguments, command="stop")
+    assert (run.returncode, run.stdout, len(run.stderr.splitlines())) == (2, "", 1), run.stderr
+    assert run.stderr.startswith("error: ")
+
+
+def test_a_card_tells_what_was_taken_before_what_is_set(toy: Engine) -> None:
+    card = read_card(toy.directory)
+    assert card is not None
+    assert card.place("target")[0] != "auto"
+    card = replace(card, taken={"target": {"device": "cuda:0-1", "dtype": "bfloat16"}})
+    assert card.place("target") == ("cuda:0-1", "bfloat16")
+    assert card.place("draft") == ("auto", "auto")
+    assert " cuda:0-1 + auto " in table([card])
+    assert card.program not in ("pearl serve", "", "-c")
+    alone = replace(card, config=card.config | {"draft": "none"})
+    assert " cuda:0-1  " in table([alone])
+    assert "draft_device" not in alone.to_json()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ({"target_device": "cpu:0"}, "cpu:0"),
+        ({"target_device": "cpu"}, "cpu"),
+        ({"target_device": "cuda:1"}, "cuda:1"),
+        ({"target_device": "cuda:0-3"}, "cuda:0-3"),
+        ({"target_device": "cuda:0-3", "target_tp": 4}, "cuda:0-3"),
+        ({"target_device": "cuda:0,2", "target_tp": 2}, "cuda:0,2"),
+    ],
+)
+def test_devices_are_told_as_users_name_them(settings: dict[str, Any], device: str) -> None:
+    assert devices_of(EngineConfig(**settings), "target") == device
+
+
+def test_a_program_is_not_stopped_for_an_engine_that_is_gone(
+    toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card outlives an engine that was killed, and another process may have got its PID."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    directory = tmp_path / "pearl-12345678"
+    directory.mkdir(mode=0o700)
+    card = json.loads((toy.directory / "engine.json").read_text())
+    (directory / "engine.json").write_text(json.dumps(card | {"started": card["started"] - 1}))
+    assert running_engines() == []
+    assert leftovers() == [directory]
+    (found,) = [each for each in (read_card(directory),) if each is not None]
+    assert stop(found, 0.0), "it is gone; this process, which has the PID, goes on"
+    with pytest.raises(ConfigError, match="no running engine of yours is named"):
+        find_card(str(os.getpid()))
+
+
+def test_an_engine_of_another_program_is_not_stopped_with_all(
+    tmp_path: Path, toy: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one's: the program would end."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    (tmp_path / "pearl-12345678").mkdir(mode=0o700)
+    (tmp_path / "pearl-12345678" / "engine.json").write_text((toy.directory / "engine.json").read_text())
+    run = piped({**os.environ}, "--all", command="stop")
+    assert run.returncode == 2
+    assert f"left alone: PID {os.getpid()}" in run.stderr
 
 
 def test_an_end_that_was_swallowed_comes_again() -> None:

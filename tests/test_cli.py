@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,12 +18,16 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from pearl.cli import _COMMANDS, cli, main
-from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig
-from pearl.engine import Engine, preflight
+from pearl.cli.generate import summary
+from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig, load_settings
+from pearl.engine import Engine, Result, preflight
+from pearl.metrics import Statistics
 from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
+from tests.tiny import tiny_model
 
 BOUND = 120.0  # seconds
 PAIR = ["--target", TOY, "--draft", TOY]
@@ -30,6 +35,30 @@ SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
 # Text of the prompt "123" as the toy tokenizer writes it.
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 WANTED = "".join(CHARACTERS[t] for t in greedy_text([1, 2, 3], 30))
+
+
+def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
+    """TTFT from the submission with the queue apart, TPOT, ITL; accepted over judged, and over drafted."""
+    statistics = Statistics(
+        num_draft_tokens=20,
+        num_judged_draft_tokens=10,
+        num_accepted_draft_tokens=8,
+        acceptance_rate=0.8,
+        draft_acceptance_rate=0.4,
+        seconds_to_first_token=0.5,
+        queue_seconds=0.2,
+        tokens_per_second=40.0,
+        itl_p50=0.02,
+        itl_p99=0.09,
+        tokens_per_step=1.5,
+    )
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary(load_settings(None, {}), Result(statistics=statistics)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "500 ms after the submission, 200 ms of them in the queue" in text
+    assert "25.0 ms each on average (TPOT); ITL p50 20 ms, p99 90 ms" in text
+    assert "0.80 of 10 judged draft tokens, 0.40 of 20 drafted" in text
+    assert "1.50 tokens a step" in text
 
 
 def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -47,18 +76,31 @@ def refused(*arguments: str, code: int = 2) -> str:
 
 
 @pytest.fixture
-def refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`refused` without a process of its own, for what is refused before anything starts."""
+def pearl_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`pearl` without a process of its own, whose workers are then none that import torch anew."""
 
-    def run(*arguments: str, code: int = 2) -> str:
-        monkeypatch.setattr(sys, "argv", ["pearl", "generate", *arguments])
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        assert ended.value.code == code, said.err
-        assert said.out == ""
-        return " ".join(said.err.split())
+        assert isinstance(ended.value.code, int | None)
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused_here(pearl_here: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., str]:
+    """`refused` without a process of its own."""
+
+    def run(*arguments: str, code: int = 2) -> str:
+        ended = pearl_here("generate", *arguments)
+        assert ended.returncode == code, ended.stderr
+        assert ended.stdout == ""
+        return " ".join(ended.stderr.split())
 
     return run
 
@@ -73,7 +115,7 @@ def attached(toy: Engine) -> list[str]:
 
 
 def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
-    run = pearl("generate", *SHORT, "123")
+    run = pearl("generate", *SHORT, "--look-ahead", "0", "123")  # a target that waits for its draft judges it
     assert run.returncode == 0, run.stderr
     assert run.stdout == WANTED + "\n"
     for row in ("method", "30 tokens", "acceptance", "target steps", "t_target(n)", "seed"):
@@ -85,8 +127,8 @@ def test_prompt_comes_from_stdin(attached: list[str]) -> None:
     assert run.stdout == WANTED + "\n"
 
 
-def test_json_is_one_document_that_adds_up() -> None:
-    run = pearl("generate", *SHORT, "--json", "--window", "fixed", "--gamma", "3", "123")
+def test_json_is_one_document_that_adds_up(pearl_here: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    run = pearl_here("generate", *SHORT, "--json", "--window", "fixed", "--gamma", "3", "123")
     assert run.returncode == 0, run.stderr
     document = json.loads(run.stdout)
     assert document["text"] == WANTED
@@ -100,10 +142,10 @@ def test_json_is_one_document_that_adds_up() -> None:
     assert isinstance(document["seed"], int)
 
 
-def test_flags_override_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_file(tmp_path: Path, pearl_here: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"target: {TOY}\ndraft: {TOY}\nmax_tokens: 5\ntemperature: 0\nignore_eos: true\nstop: ['@']\n")
-    run = pearl("generate", "--config", str(path), "--max-tokens", "7", "--json", "123")
+    run = pearl_here("generate", "--config", str(path), "--max-tokens", "7", "--json", "123")
     assert run.returncode == 0, run.stderr
     document = json.loads(run.stdout)
     assert document["text"] == WANTED[:7]
@@ -111,8 +153,8 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert "loading" not in run.stdout
 
 
-def test_method_ar_needs_no_draft() -> None:
-    run = pearl("generate", *SHORT, "--draft", "none", "--method", "ar", "123")
+def test_method_ar_needs_no_draft(pearl_here: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    run = pearl_here("generate", *SHORT, "--draft", "none", "--method", "ar", "123")
     assert run.stdout == WANTED + "\n"
 
 
@@ -163,8 +205,8 @@ def test_model_that_is_not_there_is_told_once_and_exits_with_3() -> None:
     assert "error: " in said
 
 
-def test_prompt_too_long_is_told_before_any_work() -> None:
-    said = refused(*PAIR, "--max-tokens", "600", "123", code=2)
+def test_prompt_too_long_is_told_before_any_work(refused_here: Callable[..., str]) -> None:
+    said = refused_here(*PAIR, "--max-tokens", "600", "123", code=2)
     assert "the context holds 512" in said
 
 
@@ -176,7 +218,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     for name, more in {
         "generate": {"raw", "as_json", "connect"},
         "chat": {"raw", "question", "system", "show_draft", "markdown", "history", "connect"},
-        "serve": set(),
+        "serve": {"http", "api_key", "http_queue", "http_model"},
     }.items():
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
@@ -335,6 +377,31 @@ def test_the_list_says_of_a_command_what_it_says_itself(name: str) -> None:
     assert re.search(rf"^  {name} +{re.escape(line)}$", listed, re.MULTILINE), "whole, not truncated"
 
 
+@pytest.mark.parametrize("name", sorted(_COMMANDS))
+def test_the_help_of_a_command_ends_with_an_example_that_it_takes(name: str) -> None:
+    shown = CliRunner().invoke(cli, [name, "--help"]).output
+    line = shown.splitlines()[-1].strip()
+    program, *words = shlex.split(line)
+    assert program == "pearl"
+    command, parent = cli, None
+    while isinstance(command, click.Group):
+        found = command.get_command(click.Context(command), words[0]) if words else None
+        if found is None:
+            break
+        command, parent, words = found, command, words[1:]
+    assert parent is not None, "it is a command of pearl"
+    assert command.make_context(name, list(words)).params, "parsed, with the option names and values that it has"
+
+
+def test_the_help_lists_settings_by_what_they_are_about() -> None:
+    shown = CliRunner().invoke(cli, ["generate", "--help"]).output
+    titles = ["Options:", "The pair, and where it runs:", "How it is decoded:", "How tokens are drawn:"]
+    parts = re.split(rf"(?m)^({'|'.join(map(re.escape, titles))})$", shown)
+    assert parts[1::2] == titles
+    for title, flag in zip(titles, ("--connect", "--target-device", "--window", "--seed"), strict=True):
+        assert f"  {flag} " in parts[parts.index(title) + 1], title
+
+
 def test_help_imports_no_command() -> None:
     """It took seconds of CPU while all of them were imported to be listed."""
     code = (
@@ -354,10 +421,34 @@ def test_conflicts_are_told_before_any_process_starts(
     def start(*arguments: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
+    monkeypatch.setattr("pearl.engine.processes.Popen", start)
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert "method pearl needs a draft model" in refused_here("1", "--target", TOY, "--draft", "none")
+    assert "method pearl needs a draft model" in refused_here(
+        "1", "--target", TOY, "--draft", "none", "--method", "pearl"
+    )
     assert "no config.json" in refused_here("1", "--target", TOY, "--draft", str(tmp_path), code=3)
     assert "no such directory or .gguf file" in refused_here("1", "--target", "./nowhere/model", code=3)
+    (tmp_path / "model.gguf").write_text("something else")
+    assert "it is no GGUF file" in refused_here("1", "--target", str(tmp_path / "model.gguf"), code=3)
+    for config, said in (
+        ("{", "cannot be read"),
+        ("[]", "names no model_type"),
+        ('{"model_type": "llama"}', "weights"),
+    ):
+        (tmp_path / "config.json").write_text(config)
+        assert said in refused_here("1", "--target", str(tmp_path), code=3)
+    assert "different vocabularies" in refused_here("1", "--target", str(tiny_model()), "--draft", TOY, code=3)
+    assert "unknown key 'beta'" in refused_here("1", "--target", "toy:beta=1", "--draft", "none", code=3)
+    assert "alpha between 0 and 1" in refused_here("1", "--target", TOY, "--draft", "toy:alpha=2", code=3)
+    assert "ranks cannot share a toy" in refused_here("1", *PAIR, "--target-tp", "2", code=3)
+    assert "nccl is for two GPUs" in refused_here("1", *PAIR, "--tensors", "nccl", code=3)
+    ours_alone = ("--forwards", "transformers")
+    assert "draft_dtype int8 is for one CPU" in refused_here("1", "--draft-dtype", "int8", *ours_alone, code=3)
+    assert "exact refuses" in refused_here("1", "--exact", *ours_alone, code=3)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = refused_here("1", "--target", "nobody/no-such-model", code=3)
+    assert "the hub cannot be reached" in said
+    assert len(said.splitlines()) == 1, "told once"
     monkeypatch.setattr(preflight, "_GPUS", ("no such device",))
     said = refused_here("1", *PAIR, "--target-device", "cuda:0", code=3)
     assert "target: device cuda:0 is not there: this machine shows no GPU" in said

@@ -12,12 +12,12 @@ from pearl.config import (
     SECTIONS,
     UNSUPPORTED,
     DecodingConfig,
-    Device,
     EngineConfig,
     SamplingParams,
     load_settings,
     read_file,
 )
+from pearl.device import Device
 from pearl.errors import ConfigError
 from pearl.worker.settings import WorkerSettings
 
@@ -199,6 +199,20 @@ def test_overrides_win_over_the_file_and_an_empty_file_is_fine(tmp_path: Path) -
     assert load_settings(path, {}) == load_settings(None, {})
 
 
+@pytest.mark.parametrize("name", ["look_ahead", "draft_lookup", "branches"])
+def test_a_bound_is_a_number_or_a_word(name: str, tmp_path: Path) -> None:
+    """YAML reads `off` as false."""
+    path = tmp_path / "mine.yaml"
+    defaults = DecodingConfig(method="pearl")
+    for written, meant in (("auto", defaults.guesses), ("off", None), ("0", None), ('"off"', None)):
+        path.write_text(f"{name}: {written}\nmethod: pearl\n")
+        decoding = load_settings(path, {}).decoding
+        assert decoding.guesses == (meant or DecodingConfig(method="pearl", **{name: 0}).guesses)  # type: ignore[arg-type]
+    assert load_settings(path, {name: "auto"}).decoding.guesses == defaults.guesses, "a flag wins over the file"
+    with pytest.raises(ConfigError, match=name):
+        DecodingConfig(method="pearl", **{name: "on"})  # type: ignore[arg-type]
+
+
 def test_there_are_configurations() -> None:
     assert CONFIGS
 
@@ -260,7 +274,7 @@ def test_there_is_one_rank_at_least() -> None:
 def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) -> None:
     """Also on the other side of the worker's stdin."""
     own = {"device": "cpu", "dtype": "int8", "tp": 2, "pace": 0.1}
-    both = {"forwards": "eager", "exact": True, "max_context": 7, "trust_remote_code": True}
+    both = {"forwards": "eager", "exact": True, "max_context": 7, "slots": 3, "trust_remote_code": True}
     named = {f"draft_{name}": value for name, value in own.items()}
     config = EngineConfig(draft="toy", target_device_map="balanced", **named, **both)  # type: ignore[arg-type]
     settings = WorkerSettings(role="draft", rank=1, start=3, config=config, address="a", directory=tmp_path)

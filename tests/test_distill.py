@@ -30,6 +30,7 @@ from pearl.lab.distill.run import Distillation
 from pearl.lab.distill.shards import Shards, written_whole
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
+from tests.conftest import AS_PUBLISHED
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
 def test_the_engine_drafts_with_it(whole: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with Engine(target(), str(whole / "draft"), startup_timeout=BOUND) as engine:
-        drafted = engine.generate([[5, 6, 7]], params, method="pearl")[0]
+        drafted = engine.generate([[5, 6, 7]], params, decoding=AS_PUBLISHED)[0]
         alone = engine.generate([[5, 6, 7]], params, method="ar")[0]
     assert drafted.tokens == alone.tokens
     assert drafted.statistics.num_judged_draft_tokens > 0

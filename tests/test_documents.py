@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.cli import cli
-from pearl.config import Device, EngineConfig, load_settings
+from pearl.config import EngineConfig, load_settings
+from pearl.device import Device
 from pearl.document import parse_json, parse_yaml
 from pearl.errors import ConfigError, PearlError, TraceError
 from pearl.lab.bench.paper import pairs
@@ -95,7 +96,7 @@ json_values = st.recursive(
 FIELDS = ("ph", "name", "cat", "pid", "tid", "ts", "dur", "args")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(FIELDS), json_values, st.sampled_from(COMMANDS[:4]))
 def test_any_value_in_any_field_of_a_trace(field: str, value: object, command: str) -> None:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"pearl-test-{os.getpid()}.json"
@@ -248,7 +249,7 @@ def test_the_configurations_that_come_with_us_are_read() -> None:
         assert parse_yaml(path.read_text())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=60))
 def test_any_text_is_yaml_or_one_error(text: str) -> None:
     for parse in (parse_yaml, parse_json):

@@ -1,4 +1,4 @@
-"""The embedded pair: made once, by one process at a time, never used half made; and what it computes."""
+"""The embedded pair, and the cache that it is kept in: made once, by one process at a time, never used half made."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pearl.errors import ModelError
-from pearl.models import embedded
+from pearl.errors import ConfigError, ModelError
+from pearl.models import embedded, kept
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
@@ -39,11 +39,11 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PEARL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
-    assert embedded.cache_directory() == Path("/home/me/.cache/pearl")
+    assert kept.cache_directory() == Path("/home/me/.cache/pearl")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert embedded.cache_directory() == Path("/xdg/pearl")
+    assert kept.cache_directory() == Path("/xdg/pearl")
     monkeypatch.setenv("PEARL_CACHE", "~/models")
-    assert embedded.cache_directory() == Path("/home/me/models")
+    assert kept.cache_directory() == Path("/home/me/models")
 
 
 def test_the_packaged_draft_is_the_one_named() -> None:
@@ -82,20 +82,20 @@ def test_an_unwritable_cache_is_a_model_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_failed_build_leaves_nothing(cache: Path) -> None:
-    def fail(building: Path, progress: embedded.Progress) -> None:
+    def fail(building: Path, progress: kept.Progress) -> None:
         building.mkdir()
         (building / "half").touch()
         raise ModelError("conversion failed")
 
     with pytest.raises(ModelError, match="conversion failed"):
-        embedded._built_once("model", fail, embedded.silent)
+        kept.built_once("model", fail, kept.silent)
     assert made(cache) == []
 
 
 BUILDER = """
 import os, sys, time
 from pathlib import Path
-from pearl.models import embedded
+from pearl.models import embedded, kept
 
 def build(building, progress):
     building.mkdir()
@@ -107,7 +107,7 @@ def build(building, progress):
     time.sleep(0.5)  # long enough for the others to arrive
     (building / "second").write_text("whole")
 
-made = embedded._built_once("model", build, embedded.silent)
+made = kept.built_once("model", build, kept.silent)
 assert sorted(path.name for path in made.iterdir()) == ["first", "second"], "saw a half-made directory"
 """
 
@@ -139,6 +139,68 @@ def test_a_killed_build_is_never_used(cache: Path, tmp_path: Path) -> None:
     _, errors = lives.communicate(timeout=120)
     assert lives.returncode == 0, errors
     assert made(cache) == ["model"]
+
+
+def convert_as(cache: Path, name: str, content: str = "weights") -> tuple[Path, bool]:
+    """Where a conversion stands, and whether it had to be made."""
+    made_now = []
+
+    def build(building: Path, progress: kept.Progress) -> None:
+        building.mkdir()
+        (building / "weights").write_text(content)
+        made_now.append(True)
+
+    return kept.converted(name, build, kept.silent), bool(made_now)
+
+
+def test_a_conversion_is_kept(cache: Path) -> None:
+    directory = cache / "converted" / "one"
+    assert [convert_as(cache, "one") for _ in range(2)] == [(directory, True), (directory, False)]
+
+
+@pytest.mark.parametrize(("file", "content"), [("weights", "weig"), ("weights", None), ("sizes.json", "{")])
+def test_a_damaged_conversion_is_made_anew(cache: Path, file: str, content: str | None) -> None:
+    directory, _ = convert_as(cache, "one")
+    (directory / file).unlink()
+    if content is not None:
+        (directory / file).write_text(content)
+    assert convert_as(cache, "one") == (directory, True)
+    assert (directory / "weights").read_text() == "weights"
+
+
+def test_what_was_not_used_for_longest_makes_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is made stays, though it alone takes more than all may."""
+    for age, name in enumerate(["lately", "before", "long-ago"]):
+        directory, _ = convert_as(cache, name, "0123456789")
+        os.utime(directory, (1e9 - age, 1e9 - age))
+    convert_as(cache, "before")  # used again
+    monkeypatch.setenv("PEARL_CACHE_GB", "25e-9")
+    convert_as(cache, "new", "0123456789")
+    assert made(cache / "converted") == ["before", "new"]
+    convert_as(cache, "large", "0123456789" * 3)
+    assert made(cache / "converted") == ["large"]
+
+
+@pytest.mark.parametrize("given", ["much", "-1", "nan", "inf"])
+def test_a_bound_must_be_a_number(cache: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("PEARL_CACHE_GB", given)
+    with pytest.raises(ConfigError, match="PEARL_CACHE_GB"):
+        convert_as(cache, "one")
+
+
+def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+    os.utime(file, (1, 1))
+    stamps = [kept.stamp([file]), kept.stamp([file])]
+    os.utime(file, (2, 2))
+    stamps.append(kept.stamp([file]))
+    file.write_text("22")
+    os.utime(file, (2, 2))
+    stamps.append(kept.stamp([file]))
+    (tmp_path / "other").write_text("22")
+    stamps.append(kept.stamp([tmp_path / "other"]))
+    assert len(set(stamps)) == 4
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +245,10 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
     )
     automatic = torch.bfloat16 if multiplies_bf16() else torch.float32
     runners = [load_runner(name, device=CPU, max_context=128) for name in ("embedded", "embedded-draft")]
-    assert all(isinstance(runner, LlamaRunner) and runner.dtype == automatic for runner in runners)
+    assert [isinstance(runner, LlamaRunner) and runner.dtype for runner in runners] == [torch.bfloat16, automatic]
+    rounded = load_runner("embedded-draft", device=CPU, max_context=128, may_round=True)
+    assert isinstance(rounded, LlamaRunner)
+    assert rounded.dtype == torch.bfloat16
     assert len(runners[1]._layers) == 2
     tokenizer = AutoTokenizer.from_pretrained(target)
     chat = [{"role": "user", "content": "Give me three tips for staying healthy."}]

@@ -13,7 +13,9 @@ from pearl.drafting.model import ModelProposer
 from pearl.metrics import Stopwatch, fold
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.models.toy import ToyRunner
-from pearl.protocol.messages import FinishReason, Provenance, Sampling, Submit
+from pearl.protocol.events import Guess, Guessed
+from pearl.protocol.messages import FinishReason, Provenance, Sampling, Source, Submit
+from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import PREFILL_CHUNK
 from pearl.protocol.window import METHODS, Speeds
 from pearl.text import TextStream
@@ -24,6 +26,7 @@ VOCAB = 40
 GARBAGE = VOCAB - 1  # what either model says in a context that is not the script's
 TEXT = (3, 1, *range(5, 25))
 OFFSETS = range(1, 11)  # tokens generated up to the end: over two windows of four
+AHEAD = [(method, 0) for method in METHODS] + [(name, 8) for name, method in METHODS.items() if method.looks_ahead]
 WINDOWS = [("fixed", 1), ("fixed", 4), ("stream", 4)]
 TOKENIZER = ToyTokenizer(VOCAB)
 
@@ -40,6 +43,18 @@ def runner(text: Sequence[int], wrong: Sequence[int] = (), says: int = GARBAGE) 
     return ToyRunner(VOCAB, distribution)
 
 
+class Foresees(TargetExecutor):
+    """It guesses the next four tokens of `TEXT`, and a wrong one beside the first."""
+
+    def _guess(self, command: Guess) -> Guessed:
+        place = command.base + len(command.tokens)
+        right = TEXT[place : min(place + 4, command.limit)]
+        tokens = (*right, GARBAGE) if right else ()
+        parents = (place - 1, *range(place, place + len(right) - 1), place - 1) if right else ()
+        sources = (Source.NGRAM,) * len(tokens)
+        return Guessed(tokens, parents, (0.9,) * len(tokens), sources, request=command.request)
+
+
 def run(
     submit: Submit,
     text: Sequence[int] = TEXT,
@@ -49,11 +64,11 @@ def run(
     draft_context: int = 1000,
 ) -> Result:
     """Real executors on toy runners, moves in random order."""
-    target = TargetExecutor(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
+    target = Foresees(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
     pair = Pair([submit], target, lambda: DraftExecutor(ModelProposer(runner(text, wrong, says), VOCAB)), draft_context)
     pair.run(at_random(seed))
     result = pair.results[submit.request]
-    check_counts(result)
+    check_counts(result, runs_ahead=submit.decoding.look_ahead > 0)
     return result
 
 
@@ -68,14 +83,17 @@ ENDS: dict[FinishReason, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("reason", ENDS, ids=lambda reason: reason.value)
 @pytest.mark.parametrize(("window", "gamma"), WINDOWS)
-@pytest.mark.parametrize("method", METHODS)
-def test_the_text_is_cut_at_its_end(method: str, window: str, gamma: int, reason: FinishReason) -> None:
-    """Greedy or sampled, the end accepted or corrected: nothing after it is committed or counted."""
+@pytest.mark.parametrize(("method", "look_ahead"), AHEAD)
+def test_the_text_is_cut_at_its_end(
+    method: str, look_ahead: int, window: str, gamma: int, reason: FinishReason
+) -> None:
+    """Greedy or sampled, the end accepted, corrected or guessed: nothing after it is committed or counted."""
     for offset in OFFSETS:
         end = len(PROMPT) + offset
         for wrong in ((), (end - 1,), (4, 7)):
             sampling = Sampling(temperature=offset % 2, seed=offset)
-            submit = submission(TEXT, method, window=window, gamma=gamma, sampling=sampling, **ENDS[reason](offset))
+            settings = {"window": window, "gamma": gamma, "look_ahead": look_ahead, "sampling": sampling}
+            submit = submission(TEXT, method, **settings, **ENDS[reason](offset))
             result = run(submit, wrong=wrong, seed=offset)
             assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (offset, wrong)
             assert result.end is not None
@@ -174,3 +192,21 @@ def test_the_whole_context_can_be_used() -> None:
     )
     pair.run(at_random(0))
     assert tuple(pair.results[1].tokens) == TEXT[len(PROMPT) :]
+
+
+def test_latencies_between_tokens_and_from_the_submission() -> None:
+    """Tokens of one commit come together; a request that waited for another says so apart."""
+    watch = Stopwatch(submitted=1.0, begun=3.0)
+    for at, tokens in ((4.0, 1), (5.0, 1), (5.5, 3), (7.5, 1)):
+        watch.committed(tokens, at)
+    told = fold(Counts(), watch, Speeds(), 4, 0)
+    assert (told.queue_seconds, told.seconds_to_first_token, told.seconds) == (2.0, 3.0, 6.5)
+    gaps = [1.0, 0.5, 0.0, 0.0, 2.0]
+    assert told.itl_p50 == sorted(gaps)[2] == 0.5
+    assert told.itl_p99 == 2.0
+    assert told.tokens_per_second == 5 / 3.5
+    assert Stopwatch().token_latency(0.5) is None
+    together = Stopwatch()
+    together.committed(1, 1.0)
+    together.committed(9, 2.0)
+    assert (together.token_latency(0.5), together.token_latency(0.99)) == (0.0, 1.0)

@@ -48,7 +48,8 @@ def test_a_batch_answers_as_each_alone() -> None:
     kind = tiny_model("llama")
     prompts = [[i, *range(3, 3 + i % 7)] for i in range(5, 29)]
     limits = 20
-    found = answer(load_model(str(kind), device=CPU).eval(), prompts, limit=limits, eos=(EOS_ID,), top=5, circles=True)
+    model = load_model(str(kind), device=CPU).eval()
+    found = answer(model, prompts, limit=limits, eos=(EOS_ID,), top=5, allow_loops=True)
     assert [a.tokens for a in found] == [by_hand(kind, prompt, limits) for prompt in prompts]
 
 
@@ -57,9 +58,9 @@ def test_rows_that_end_leave_the_batch_and_the_others_go_on() -> None:
     kind = tiny_model("llama")
     loaded = load_model(str(kind), device=CPU).eval()
     prompts = [[i, *range(3, 3 + i % 7)] for i in range(5, 69)]
-    free = answer(loaded, prompts, limit=20, eos=(), circles=True)
+    free = answer(loaded, prompts, limit=20, eos=(), allow_loops=True)
     ends = tuple({a.tokens[i % 20] for i, a in enumerate(free)})
-    cut = answer(loaded, prompts, limit=20, eos=ends, circles=True)
+    cut = answer(loaded, prompts, limit=20, eos=ends, allow_loops=True)
     assert len({len(a.tokens) for a in cut}) > 3
     for short, long in zip(cut, free, strict=True):
         assert short.tokens == long.tokens[: len(short.tokens)]
@@ -90,10 +91,10 @@ def test_drawn_tokens_have_the_recorded_frequencies() -> None:
     assert {a.tokens[0] for a in drawn[1::2]} == {ids[0]}
 
 
-def test_going_in_circles_ends_an_answer() -> None:
+def test_a_loop_ends_an_answer() -> None:
     """The greedy text of a model whose next token depends on the last alone is a circle, sooner or later."""
     loaded = model(seed=3)
-    (whole,) = answer(loaded, [[5]], limit=200, eos=(), circles=True)
+    (whole,) = answer(loaded, [[5]], limit=200, eos=(), allow_loops=True)
     (cut,) = answer(loaded, [[5]], limit=200, eos=())
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     if len(cut.tokens) < 200:

@@ -127,7 +127,7 @@ def test_what_is_fed_beside_a_slot_does_not_change_its_bits(kind: str) -> None:
     assert torch.equal(feed_chain(runner, tokens[133:], 67, 2), wanted[133:])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=60), seed=st.integers(0, 9))
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_any_cut_will_do(kind: str, cuts: list[int], seed: int) -> None:
@@ -321,7 +321,7 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
     assert all(check_rows(config, role, 100).passed for role in ("target", "draft"))
     with Engine(config=config) as engine:
         findings = list(check_texts(engine, prompts, params, kill=True))
-    assert len(findings) == 2 * 7 + 3
+    assert len(findings) == 2 * 9 + 4
     assert [finding for finding in findings if not finding.passed] == []
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +20,20 @@ from pearl.errors import ConfigError, TraceError
 from pearl.lab import theory
 from pearl.lab.experiments import checks, plots, sweeps
 from pearl.lab.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
+from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.recorded import interpolated, recorded
 from pearl.lab.experiments.workload import Totals, independent, run
-from pearl.lab.simulate import CoinTarget, Executor, Outcome, Timing, paired_executors, simulate
+from pearl.lab.simulate import (
+    CoinDraft,
+    CoinTarget,
+    Executor,
+    ForesightDraft,
+    LookupDraft,
+    Outcome,
+    Timing,
+    paired_executors,
+    simulate,
+)
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Judge, Judged
@@ -56,6 +68,20 @@ def test_closed_forms_hold_within_one_per_cent() -> None:
     assert [check for check in found if not check.passed] == []
 
 
+@pytest.mark.parametrize(("share", "filled"), [(0.5, 4), (1.0, 4), (0.5, 1)])
+def test_a_foreseen_share_has_its_closed_form(share: float, filled: int) -> None:
+    """Tokens a step, and as many times as fast as ar: nobody waits for a window behind a branch."""
+    assert [each for each in checks.foreseen_yield(0.8, 5, share, filled, TOKENS, 1) if not each.passed] == []
+    assert not any(each.passed for each in checks.foreseen_yield(0.8, 5, share, filled, TOKENS, 1, generous))
+
+
+def test_the_closed_form_of_a_foreseen_share_has_pearls_own_for_its_end() -> None:
+    for a, c in ((0.6, 3), (0.8, 5), (1.0, 4)):
+        assert theory.pearl_foreseen_tokens_per_step(a, c, 0.0) == pytest.approx(theory.pearl_tokens_per_step(a, c))
+        assert theory.pearl_foreseen_tokens_per_step(a, c, 1.0) == pytest.approx(theory.geometric(a, c))
+        assert theory.pearl_foreseen_tokens_per_step(a, c, 1.0, 0) == pytest.approx(theory.pearl_tokens_per_step(a, c))
+
+
 def test_rejections_are_the_sum_of_distances() -> None:
     found = checks.rejections(0, 12_000, seed=1)
     assert found.passed, found
@@ -66,6 +92,7 @@ def test_all_checks_are_made() -> None:
     assert claims == {
         "PEARL, theorem 1",
         "PEARL",
+        "PEARL with branches",
         "PEARL, theorem 2",
         "pearl",
         "pearl-no-pre-verify",
@@ -162,7 +189,7 @@ def test_methods_stand_side_by_side() -> None:
         "pearl, fixed(5)",
     ]
     assert done["ar"].tokens_per_second == pytest.approx(0.2)
-    assert done["ar"].mean_acceptance_length is None
+    assert done["ar"].mean_run_length is None
     rates = {name: totals.tokens_per_second for name, totals in done.items()}
     assert rates["ar"] < rates["sd, gamma 4"] < rates["pearl-no-post-verify"] < rates["pearl, stream"]
 
@@ -252,6 +279,27 @@ def read_new(folder: Path, decoding: Decoding, timing: Timing, temperature: floa
     return traced(folder / f"{len(list(folder.iterdir()))}.json", decoding, timing, temperature)
 
 
+def test_a_run_with_guesses_and_branches_is_replayed_without(tmp_path: Path) -> None:
+    """What a trace does not tell is left out, and named."""
+    timing = Timing(0.01, lambda _: 0.05)
+    every = Decoding("pearl", look_ahead=16, draft_lookup=8, branches=7)
+    record = recorded(read_new(tmp_path, every, timing))
+    assert record.left_out == ("look-ahead", "lookup", "branches")
+    assert record.decoding == Decoding("pearl", gamma=record.decoding.gamma)
+    assert run(record.workload, record.decoding).tokens == 299
+    published = recorded(read_new(tmp_path, Decoding("pearl"), timing))
+    assert published.left_out == ()
+    assert published.tokens_per_second <= record.tokens_per_second
+
+
+@pytest.mark.parametrize("draft", [CoinDraft(), ForesightDraft(0.5, 4, 500), LookupDraft(0.5, 4, 500)])
+def test_coins_prepare_for_no_more_than_they_say(draft: Executor) -> None:
+    """A draft that may go on preparing while it waits ends that, too: its forwards could go on for ever."""
+    submit = Submit(1, (0,), 101, Sampling(), Decoding("pearl", branches=7))
+    outcome = simulate(submit, CoinTarget(0.7), draft, Timing(0.01, lambda _: 0.2))
+    assert len(outcome.tokens) == 100
+
+
 def test_a_replay_under_another_window_is_that_window(tmp_path: Path) -> None:
     """The bits are the text's, not the window's: what was never run comes out as it would have been."""
     timing = Timing(0.01, lambda _: 0.05)
@@ -295,8 +343,9 @@ def test_a_text_of_one_commit_has_no_speed(tmp_path: Path) -> None:
 
 
 def a_point(acceptance: float, delay: float, pearl: float, sd: float = 1.5, ratio: float = 5.0) -> sweeps.Point:
-    speedups = {sweeps.PEARL: pearl, sweeps.FIXED_C: pearl, sweeps.SD: sd}
-    return sweeps.Point(acceptance, ratio, 0.0, delay, speedups, dict.fromkeys(speedups, 5))
+    speedups = {sweeps.PEARL: Estimate(pearl, 0.1), sweeps.FIXED_C: Estimate(pearl, 0.1), sweeps.SD: Estimate(sd, 0.1)}
+    over_sd = {name: Estimate(one.value / sd, 0.1) for name, one in speedups.items()}
+    return sweeps.Point(acceptance, ratio, 0.0, delay, speedups, dict.fromkeys(speedups, 5), over_sd)
 
 
 def test_where_a_method_stops_paying() -> None:
@@ -305,18 +354,63 @@ def test_where_a_method_stops_paying() -> None:
     assert sweeps.stops_paying(points, "delay", sweeps.PEARL, sweeps.SD) == pytest.approx(1.25)
     assert sweeps.stops_paying(points[:3], "delay", sweeps.PEARL) is None
     assert sweeps.stops_paying(points[3:], "delay", sweeps.PEARL) == 0.0
+    for of, at in ((lambda e: e.low, 2.25), (lambda e: e.high, 2.75)):
+        assert sweeps.stops_paying(points, "delay", sweeps.PEARL, None, of) == pytest.approx(at)
+
+
+def test_an_interval_holds_what_other_luck_gives() -> None:
+    """Nineteen times in twenty; of blocks of texts that balance each other, not of the texts, which are far wider."""
+    luck = [sweeps.Luck(1000, 5, seed) for seed in range(12)]
+    found = []
+    for one in luck:
+        texts = one.texts(STEADY, 0.8)
+        done, plain = run(texts, STREAM), run(texts, AR)
+        found.append((speedup(done, plain, texts.block), speedup(done, plain, 1)))
+    middle = sum(one.value for one, _ in found) / len(found)
+    assert sum(one.ties(middle) for one, _ in found) >= 10
+    assert all(one.margin is not None and 0.002 < one.margin < 0.1 for one, _ in found)
+    assert sum(each.margin or 0 for _, each in found) > 2 * sum(one.margin or 0 for one, _ in found)
+
+
+def test_digits_are_those_that_the_sample_carries() -> None:
+    told = {0.2: "2.2 ± 0.2", 0.04: "2.18 ± 0.04", 0.004: "2.178 ± 0.004", 1e-9: "2.178 ± 0.000", 3.0: "2 ± 3"}
+    assert {margin: str(Estimate(2.1781, margin)) for margin in told} == told
+    assert str(Estimate(2.1781, None)) == "2.18", "one block: nothing is known"
+    assert Estimate(1.02, 0.03).ties(1.0)
+    assert not Estimate(1.02, 0.01).ties(1.0)
+    assert not Estimate(1.0, None).ties(1.0)
 
 
 def test_a_long_delay_takes_pearls_lead(tmp_path: Path) -> None:
     """And the best window found is never behind the one that is chosen without knowing of the delay."""
-    points = list(sweeps.over_delay(Timing(0.01, lambda _: 0.05), [0.8], 500, 0, (0.0, 0.5, 2.0)))
+    points = list(sweeps.over_delay(Timing(0.01, lambda _: 0.05), [0.8], sweeps.Luck(500, 2), (0.0, 0.5, 2.0)))
     assert [p.delay for p in points] == pytest.approx([0.0, 0.025, 0.1])
-    assert points[0].speedups[sweeps.PEARL] > points[0].speedups[sweeps.SD]
-    assert points[-1].speedups[sweeps.PEARL] < 1
-    assert all(p.speedups[sweeps.BEST_C] > 0.97 * p.speedups[sweeps.PEARL] for p in points)
+    assert points[0].lead(sweeps.PEARL, sweeps.SD).low > 1
+    assert points[-1].lead(sweeps.PEARL).value < 1
+    assert all(p.lead(sweeps.BEST_C).value > 0.97 * p.lead(sweeps.PEARL).value for p in points)
     end = sweeps.stops_paying(points, "delay", sweeps.PEARL)
     assert end is not None
     assert 0.02 < end < 0.1
+
+
+def test_more_foresight_is_faster_and_has_its_closed_form() -> None:
+    """No faster than its bound, and as fast as published PEARL without any."""
+    points = list(sweeps.over_foreseen(STEADY, [0.8], sweeps.Luck(2000, 2, 1)))
+    assert [p.foreseen for p in points] == list(sweeps.FORESEEN)
+    for one in points:
+        assert one.lead(sweeps.FIXED_C).value == pytest.approx(one.lead(sweeps.CLOSED).value, rel=0.03)
+    assert all(a.lead(sweeps.PEARL).value < b.lead(sweeps.PEARL).value for a, b in pairwise(points))
+
+
+def test_a_lookup_that_hits_moves_the_bound() -> None:
+    """Where all that is drafted is right, PEARL is as fast as c says, times the tokens of a draft forward."""
+    work = independent(STEADY, 1.0, 20, 300)
+    for hit in (0.0, 0.5):
+        done = run(work, Decoding("pearl", "stream", 24), draft=partial(LookupDraft, hit, 8))
+        bound = 5 * theory.pearl_lookup_ratio(hit, 8)
+        assert done.tokens_per_second * 5 == pytest.approx(bound, rel=0.05)
+    points = list(sweeps.over_lookup(STEADY, [0.8], sweeps.Luck(1000, 1, 1)))
+    assert points[0].lead(sweeps.PEARL).value < points[5].lead(sweeps.PEARL).value < points[9].lead(sweeps.PEARL).value
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
@@ -353,6 +447,16 @@ def invoked(*arguments: str, code: int = 0) -> Result:
     return result
 
 
+def test_what_is_simulated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large run was silent for minutes."""
+    monkeypatch.setattr("pearl.cli.simulate._SILENT_SECONDS", -1.0)
+    told = invoked("--requests", "2", "--tokens", "8").stderr.splitlines()
+    assert told[0] == "simulating the best window of sd"
+    assert "simulating pearl, window stream (5 of 6)" in told
+    monkeypatch.undo()
+    assert invoked("--requests", "2", "--tokens", "8").stderr == ""
+
+
 def test_table_and_json_agree(tmp_path: Path) -> None:
     small = [
         "--t-draft",
@@ -362,7 +466,7 @@ def test_table_and_json_agree(tmp_path: Path) -> None:
         "--acceptance",
         "0.8",
         "--requests",
-        "20",
+        "60",
         "--tokens",
         "60",
     ]
@@ -374,9 +478,10 @@ def test_table_and_json_agree(tmp_path: Path) -> None:
     )
     for method in document["methods"]:
         (row,) = [line for line in shown.splitlines() if line.startswith(method["name"] + " ")]
-        assert f"{method['tokens_per_second']:.2f}" in row
-        assert f"{method['speedup']:.3f}" in row
-    assert document["methods"][0]["speedup"] == 1
+        told = Estimate(method["speedup"], method["speedup_margin"])
+        assert str(told) in row
+        assert f"{method['tokens_per_second']:.{max(0, told.digits - 1)}f}" in row
+    assert (document["methods"][0]["speedup"], document["methods"][0]["speedup_margin"]) == (1, 0)
 
 
 def test_a_trace_is_replayed_by_command(tmp_path: Path) -> None:
@@ -429,7 +534,14 @@ def test_check_tells_by_its_exit_code(passes: bool, monkeypatch: pytest.MonkeyPa
 
 def test_a_sweep_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    out = invoked("sweep", "jitter", "--out", str(tmp_path / "s"), "--acceptance", "0.8", "--tokens", "400").output
+    out = invoked(
+        "sweep", "foreseen", "--out", str(tmp_path / "s"), "--acceptance", "0.8", "--tokens", "1000", "--repeats", "1"
+    ).output
+    assert "slower" not in out
+    assert (tmp_path / "s" / "foreseen.png").read_bytes().startswith(b"\x89PNG")
+    out = invoked(
+        "sweep", "jitter", "--out", str(tmp_path / "s"), "--acceptance", "0.8", "--tokens", "1000", "--repeats", "2"
+    ).output
     assert "slower from here on" in out
     points = json.loads((tmp_path / "s" / "jitter.json").read_text())
     assert [point["jitter"] for point in points] == list(sweeps.JITTERS)

@@ -6,22 +6,25 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import gguf
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError, RequestError
 from pearl.models import loading
-from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
+from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
+from pearl.models.tokenizer import load_tokenizer
 from tests.runner_contract import RunnerContract, close, some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a checkpoint in bfloat16
@@ -253,12 +256,8 @@ def test_vocabulary_counts_padding_ids() -> None:
     assert load_runner(str(tiny_model(vocab_size=288)), device=CPU).vocab_size == 288
 
 
-def test_resolve(tmp_path: Path) -> None:
-    file = tmp_path / "some.gguf"
-    file.touch()
-    assert resolve_checkpoint(str(tmp_path)) == Checkpoint(str(tmp_path))
-    assert resolve_checkpoint(str(file)) == Checkpoint(str(tmp_path), "some.gguf")
-    assert resolve_checkpoint("some/model-1.5B") == Checkpoint("some/model-1.5B")
+def test_resolve_a_directory(tmp_path: Path) -> None:
+    assert resolve_checkpoint(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["/no/such/place", "./x", "missing.gguf", "a/b/c", ""])
@@ -267,10 +266,45 @@ def test_no_such_model(spec: str) -> None:
         load_runner(spec, device=CPU)
 
 
-def test_an_unreachable_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"nobody/no-such-model.*could not be loaded"):
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is left to transformers where the hub knows it."""
+    asked = []
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda _, name, timeout: asked.append((name, timeout)))
+    assert resolve_checkpoint("some/model-1.5B") == "some/model-1.5B"
+    assert asked == [("some/model-1.5B", 10.0)]
+
+
+def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(api: object, name: str, timeout: float) -> None:
+        raise RepositoryNotFoundError("404", response=MagicMock())
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub has no model of that name"):
         load_runner("nobody/no-such-model", device=CPU)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def test_an_unreachable_hub_says_so(offline: None) -> None:
+    with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub cannot be reached \(.*offline"):
+        load_runner("nobody/no-such-model", device=CPU)
+
+
+def test_without_a_network_the_hubs_cache_is_used(
+    offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask for each file, wait, and ask again, in each process."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    shutil.copytree(tiny_model(), repository / "snapshots" / "0123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    messages: list[str] = []
+    assert load_runner("some/model", device=CPU, progress=messages.append).vocab_size == VOCAB_SIZE
+    assert messages == ["the hub cannot be reached: taking some/model as it is in the cache", "loading some/model"]
 
 
 def _truncated(directory: Path) -> None:
@@ -305,8 +339,14 @@ def test_unknown_dtype() -> None:
         load(dtype="float8")
 
 
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
-    """Packed or not, loading unpacks; an unnamed dtype is bfloat16 where the CPU has it."""
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "converted"
+
+
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
+    """It is converted, for each dtype once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
@@ -315,6 +355,22 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path) -> None:
     automatic = load_runner(str(file), device=CPU, max_context=64)
     assert isinstance(automatic, LlamaRunner)
     assert automatic.dtype == AUTOMATIC
+    made = sorted(path.name for path in cache.iterdir() if path.is_dir())
+    assert [name.rpartition("-")[2] for name in made] == ["bfloat16", "float32"]
+    tokenizer, defaults = load_tokenizer(str(file))
+    assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
+    messages: list[str] = []
+    load_runner(str(file), device=CPU, dtype="float32", max_context=64, progress=messages.append)
+    assert messages == [f"loading {file}"]
+
+
+def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    _write_gguf(file)
+    file.write_bytes(file.read_bytes()[:3000])
+    with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
+        load_runner(str(file), device=CPU)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def _write_gguf(file: Path) -> None:
@@ -330,6 +386,10 @@ def _write_gguf(file: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"])
+    writer.add_token_merges(["Ă Ă"])
+    writer.add_eos_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, weight in AutoModelForCausalLM.from_pretrained(tiny_model()).state_dict().items():
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}

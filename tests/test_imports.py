@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: list[set[str]] = [
     {"pearl.__main__"},
     {"pearl.cli"},
+    {"pearl.server"},
     {"pearl.lab.bench"},
     {"pearl.lab.experiments"},
     {"pearl.lab.distill", "pearl.lab.simulate", "pearl.lab.theory"},
@@ -32,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"pearl.protocol"},
     {"pearl.config"},
     {"pearl.decoding.registry"},  # of the package above, what configuration and codec read: no torch
-    {"pearl.document"},
+    {"pearl.device", "pearl.document"},
     {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from pearl.models.graphs import FED, PREFILL, pieces, visible
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
-from pearl.models.matrices import matrix
-from pearl.models.runner import feed_chain
+from pearl.models.matrices import is_in_4_bits, matrix, rounding_for
+from pearl.models.paced import PacedRunner
+from pearl.models.runner import Feed, dtype_of, feed_chain
 from pearl.models.toy import ToyRunner
 from tests.runner_contract import RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
@@ -141,6 +143,13 @@ def test_quantised_matrices_are_left_to_transformers() -> None:
     assert not is_llama(model)
 
 
+def test_a_quantised_checkpoint_is_too_even_where_its_matrices_are_plain_ones() -> None:
+    """Whose weights are tensors of a kind of their own, as torchao's: they cannot be put side by side."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    model.config.quantization_config = {"quant_method": "torchao"}
+    assert not is_llama(model)
+
+
 def test_weights_are_there_once() -> None:
     """A model that fills a device must not be copied on it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
@@ -185,7 +194,7 @@ def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) 
     found += [feed_chain(runners[1], tokens[i : i + 3], 3) for i in range(50, 200, 3)]
     close(torch.cat(found), whole)
     assert runners[1]._graphs is not None
-    assert set(runners[1]._graphs._known) == {(0, 64), (0, 128), (0, 256)}
+    assert list(runners[1]._graphs._known) == [(0, end) for end in (512, 256, 128, 64)]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 5])
@@ -201,18 +210,28 @@ def test_what_a_rejected_forward_left_is_not_seen_by_what_is_recorded(kept: int)
     assert torch.equal(feed_chain(runner, some_tokens(runner, 4, kept), 4), wanted)
 
 
-def test_few_recordings_serve_a_whole_text() -> None:
+@pytest.mark.parametrize(("context", "recordings"), [(200, 1), (256, 3)])
+def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each number of positions looked at, whatever is fed: which rows stand beside a row must not matter.
+
+    One that was made amid a text would hold it up for a tenth of a second.
+    """
+    monkeypatch.setattr(graphs, "_LEAST_VISIBLE", 128 if recordings > 1 else 512)
     made = []
-    model = AutoModelForCausalLM.from_pretrained(tiny_model())
 
     def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         made.append(work)
-        return work
+        return into_one_buffer(work)
 
-    runner = LlamaRunner(model, 200, record=record)
-    for fed in (20, 1, 3, 1, 8, 5, 1, 16, 12, 1):
-        feed_chain(runner, some_tokens(runner, fed), 1)
-    assert len(made) == 1, "of one size: which rows stand beside a row must not matter"
+    runner = LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, record=record)
+    assert len(made) == 2 * recordings
+    assert not runner._slots.keys.any(), "what recording has written is forgotten"
+    for slot in (0, 1):
+        for fed in (1, 3, 8, 16, 20, 1, 3, 8, 16, 20, 40):
+            feed_chain(runner, some_tokens(runner, fed), 1, slot)
+        feed_chain(runner, some_tokens(runner, context - 1 - runner.length(slot)), 1, slot)
+        runner.forward([Feed([3] * FED, FED, slot, (-1,) * FED)])  # nodes of one depth, that stand beyond the end
+    assert len(made) == 2 * recordings
 
 
 @pytest.mark.parametrize("start", [0, 1, 500, 511, 512, 1015, 1024, 5000])
@@ -279,6 +298,81 @@ def test_int4_holds_the_weights_of_a_q4_1_file(rows: int) -> None:
     x = torch.randn(5, 96, generator=generator).bfloat16()
     found, wanted = matrix(layer, rounding="int4")(x, None), x.float() @ weight.T
     assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
+
+
+def quantised(rows: int, columns: int, kind: str) -> torch.Tensor:
+    """Weights as a file of that kind holds them, dequantised to bfloat16."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns // 32, 32, generator=generator)
+    if kind == "Q4_1":
+        low, high = weight.aminmax(dim=2, keepdim=True)
+        step = ((high - low) / 15).half().float()
+        weight = ((weight - low) / step).round().clamp(0, 15) * step + low.half().float()
+    elif kind == "Q4_0":
+        at = weight.abs().argmax(2, keepdim=True)
+        step = (weight.gather(2, at) / -8).half().float()
+        weight = (weight / step).round().clamp(-8, 7) * step
+    elif kind == "Q8_0":
+        step = (weight.abs().amax(2, keepdim=True) / 127).half().float()
+        weight = (weight / step).round() * step
+    return weight.reshape(rows, columns).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0", "bfloat16"])
+def test_stored_multiplies_by_the_weights_as_they_are(kind: str) -> None:
+    """In 4 bits where they are so in the file, else in float32: what is off is the rounding of scales to bfloat16."""
+    weight = quantised(4200, 96, kind)
+    assert is_in_4_bits(weight) == kind.startswith("Q4")
+    layer = torch.nn.Linear(96, 4200, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(weight)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found, wanted = matrix(layer, rounding="stored", wide=True)(x, None), x.float() @ weight.float().T
+    assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
+    assert found.dtype == (torch.bfloat16 if kind.startswith("Q4") else torch.float32)
+
+
+def in_files(kind: str) -> Any:
+    """A tiny model whose matrices are as a file of 4 bits has them, all but the head."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    with torch.no_grad():
+        for name, linear in model.named_modules():
+            if isinstance(linear, torch.nn.Linear) and "lm_head" not in name:
+                linear.weight.copy_(quantised(*linear.weight.shape, kind))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_0"])
+def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: False)
+    assert rounding_for(in_files(kind), may_round=True) == "stored"
+    runner = LlamaRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
+    plain = HFRunner(in_files(kind).to(torch.bfloat16).float(), 128)
+    tokens = some_tokens(plain, 100)
+    found, wanted = feed_chain(runner, tokens, 100), feed_chain(plain, tokens, 100)
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std()
+    assert runner.capabilities.row_invariant
+    runner.rollback(0)
+    assert torch.equal(torch.cat([feed_chain(runner, [token], 1) for token in tokens]), found)
+
+
+def test_a_draft_of_bfloat16_may_be_rounded_where_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.bfloat16).float()
+    wide = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
+    for has_bf16, expected in ((True, ["", "", ""]), (False, ["int8", "", ""])):
+        monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda has_bf16=has_bf16: has_bf16)
+        assert [rounding_for(narrow, True), rounding_for(narrow, False), rounding_for(wide, True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("forwards", "dtype"), [("auto", "float32"), ("auto", "bfloat16"), ("auto", "int8"), ("transformers", "bfloat16")]
+)
+def test_a_runner_tells_what_its_weights_are_in(forwards: str, dtype: str) -> None:
+    """Through what wraps it too."""
+    runner = load_runner(str(tiny_model()), device=CPU, dtype=dtype, forwards=forwards)
+    assert dtype_of(PacedRunner(runner, 0.01)) == dtype
+    assert dtype_of(ToyRunner(2, lambda _: torch.ones(2))) == ""
 
 
 @pytest.mark.parametrize("dtype", ROUNDINGS)

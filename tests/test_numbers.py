@@ -129,7 +129,7 @@ def test_every_class_and_every_field_is_tried() -> None:
     assert sum(1 for message in EXAMPLES for _ in places(msgpack.unpackb(encode(message)[0]))) > 60
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_what_is_let_in_is_a_number_to_compute_with(data: st.DataObject) -> None:
     """Any number in any place: products and quotients of two that were let in are numbers too."""
@@ -150,7 +150,7 @@ sound = st.floats(codec.LEAST_SECONDS, codec.MOST_SECONDS)
 any_float = st.floats(0, allow_nan=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(5e-324, {1: 0.01}, 0.5)
 @example(1e-300, {1: 1e300, 4: inf}, 1.0)
 @given(sound | any_float, st.dictionaries(st.integers(1, 600), sound | any_float, max_size=4), st.floats(0, 1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 from pearl.client.stream import Stream
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
@@ -195,11 +196,11 @@ def test_device_that_is_not_there_is_told(temporary: Path, role: str) -> None:
 def test_vocabularies_of_two_sizes_are_no_pair_unless_one_is_padding(temporary: Path) -> None:
     """Ids of one alone are padding, so this pair is served; the draft's own must never come out."""
     with Engine("toy:vocab=32,alpha=0.5", "toy:vocab=64,alpha=0.5") as engine:
-        (result,) = engine.generate(PROMPT, greedy(60))
+        (result,) = engine.generate(PROMPT, greedy(60), method="pearl")
     assert result.tokens == greedy_text(PROMPT, 60)
 
 
-def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_dies_while_loading_is_told(anew: None, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed for lack of memory, say: there is nothing but its exit code."""
     from pearl.engine import processes
 
@@ -215,6 +216,22 @@ def test_worker_that_dies_while_loading_is_told(temporary: Path, monkeypatch: py
     assert children() <= before
 
 
+def test_the_log_says_where_a_start_went(
+    anew: None, temporary: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of each process, whose parts add up to what it took in all."""
+    with caplog.at_level("DEBUG", "pearl.engine"), Engine(TOY, TOY, log_level="debug"):
+        pass
+    lines = [*capfd.readouterr().err.splitlines(), *caplog.messages]
+    found = [re.search(r"start-up took (.*) s \((.*) s of CPU\): (.*)", line) for line in lines]
+    starts = [match.groups() for match in found if match]
+    assert len(starts) == 3
+    for took, _, parts in starts:
+        assert len(parts.split(", ")) == 5
+        seconds = [float(part.rpartition(" ")[2]) for part in parts.split(", ")]
+        assert sum(seconds) == pytest.approx(float(took), abs=0.05)
+
+
 def test_start_has_a_bound(temporary: Path) -> None:
     before = children()
     with pytest.raises(PearlError, match="startup_timeout"):
@@ -225,12 +242,12 @@ def test_start_has_a_bound(temporary: Path) -> None:
 # ---- workers that die, in mid-text ----
 
 
-def test_text_survives_the_draft_and_speculation_resumes(temporary: Path) -> None:
+def test_text_survives_the_draft_and_speculation_resumes(anew: None, temporary: Path) -> None:
     """Killed in mid-text: the same text, said in the statistics; then it is started again by itself."""
     with Engine(TOY, TOY, **PACED) as engine:
         assert engine._launcher.draft is not None
         first = engine._launcher.draft.worker.pid
-        with engine.stream(PROMPT, greedy(120)) as stream:
+        with engine.stream(PROMPT, greedy(120), method="pearl") as stream:
             next(stream)
             os.kill(first, signal.SIGKILL)
             for _ in stream:
@@ -241,13 +258,14 @@ def test_text_survives_the_draft_and_speculation_resumes(temporary: Path) -> Non
 
         deadline = time.monotonic() + BOUND
         while time.monotonic() < deadline:
-            (result,) = engine.generate(PROMPT, greedy(40))
+            (result,) = engine.generate(PROMPT, greedy(40), method="pearl")
             assert result.tokens == greedy_text(PROMPT, 40)
             if result.statistics.num_accepted_draft_tokens:
                 break
         assert result.statistics.num_accepted_draft_tokens
         assert engine._launcher.draft.worker.pid != first
-        (result,) = engine.generate(PROMPT, SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True))
+        params = SamplingParams(temperature=1.0, seed=4, max_tokens=60, ignore_eos=True)
+        (result,) = engine.generate(PROMPT, params, method="pearl")
         assert not result.statistics.draft_lost
 
 
@@ -255,7 +273,7 @@ def test_draft_that_keeps_dying_is_given_up(temporary: Path) -> None:
     with Engine(TOY, TOY, draft_restarts=0) as engine:
         assert engine._launcher.draft is not None
         os.kill(engine._launcher.draft.worker.pid, signal.SIGKILL)
-        results = engine.generate([PROMPT, PROMPT], greedy(60))
+        results = engine.generate([PROMPT, PROMPT], greedy(60), method="pearl")
     assert [r.tokens for r in results] == [greedy_text(PROMPT, 60)] * 2
 
 
@@ -387,7 +405,7 @@ def test_two_engines_side_by_side(temporary: Path) -> None:
         assert one.generate(PROMPT, greedy(40))[0].tokens == greedy_text(PROMPT, 40)
 
 
-def test_device_names_pin_the_workers(temporary: Path) -> None:
+def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, last = cores[0], cores[-1]
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
@@ -420,12 +438,13 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
         return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ours]
 
     prompts = [[(i * j) % 30 + 1 for j in range(256)] for i in range(30)]
+    usual = DecodingConfig(branches=0)  # of what is prepared the toy model would meet ever new contexts
     with Engine("toy:vocab=32,alpha=0.5,context=512", "toy:vocab=32,alpha=0.5,context=512") as engine:
         for i in range(300):
-            engine.generate([prompts[i % 30]], warm)
+            engine.generate([prompts[i % 30]], warm, decoding=usual)
         before = footprints(engine)
         for i in range(1000):
-            engine.generate([prompts[i % 30]], warm)
+            engine.generate([prompts[i % 30]], warm, decoding=usual)
         after = footprints(engine)
     for (files, threads, memory), (files_now, threads_now, memory_now) in zip(before, after, strict=True):
         assert files_now <= files

@@ -37,6 +37,7 @@ from pearl.transport.torch_dist import RankGroup
 from pearl.worker.build import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.settings import WorkerSettings
+from tests.conftest import AS_PUBLISHED
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
 from tests.tiny import tiny_model
@@ -70,13 +71,16 @@ class Threads:
         self._parts: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=WAIT)
 
-    def run(self, make: Callable[[ThreadGroup], LlamaRunner]) -> list[torch.Tensor]:
-        """The logits of each rank; models are loaded one after the other, for transformers is not for threads."""
-        runners = [make(ThreadGroup(rank, self)) for rank in range(self.size)]
+    def run(self, load: Callable[[ThreadGroup], Callable[[], LlamaRunner]]) -> list[torch.Tensor]:
+        """The logits of each rank; models are loaded one after the other, for transformers is not for threads.
+
+        What `load` returns makes the runner, all ranks at once: they record their exchanges then.
+        """
+        makers = [load(ThreadGroup(rank, self)) for rank in range(self.size)]
         found: list[Any] = [None] * self.size
 
         def compute(rank: int) -> None:
-            found[rank] = logits(runners[rank])
+            found[rank] = logits(makers[rank]())
 
         threads = [threading.Thread(target=compute, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
@@ -105,21 +109,21 @@ class ThreadGroup:
 
 
 def shared(path: Path, size: int, dtype: str = "float32") -> list[torch.Tensor]:
-    def make(group: ThreadGroup) -> LlamaRunner:
+    def load(group: ThreadGroup) -> Callable[[], LlamaRunner]:
         runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64, group=group)
         assert isinstance(runner, LlamaRunner)
-        return runner
+        return lambda: runner
 
-    return Threads(size).run(make)
+    return Threads(size).run(load)
 
 
 def shared_and_recorded(path: Path, size: int) -> list[torch.Tensor]:
-    def make(group: ThreadGroup) -> LlamaRunner:
+    def load(group: ThreadGroup) -> Callable[[], LlamaRunner]:
         model = AutoModelForCausalLM.from_pretrained(path)
         cut(model, group, CPU)
-        return LlamaRunner(model, 64, group, record=into_one_buffer)
+        return lambda: LlamaRunner(model, 64, group, record=into_one_buffer)
 
-    return Threads(size).run(make)
+    return Threads(size).run(load)
 
 
 def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
@@ -283,10 +287,11 @@ def test_a_follower_keeps_trees_and_forks_as_its_leader_does() -> None:
     leader.forward([Feed([9], 1, 0), Feed([10, 11], 2, 3, (-1, -1))])
     leader.keep([1], 3)
     feed_chain(leader, [12], 1, 3)
+    leader.fork(3, 0, 4, 2)
     dismiss(wire)
     follow(theirs, wire)
     assert theirs._tokens == mine._tokens
-    assert mine._tokens[0] == [1, 2, 4, 5, 9]
+    assert mine._tokens[0] == [1, 2, 7, 8]
     assert mine._tokens[3] == [1, 2, 7, 8, 11, 12]
 
 
@@ -477,23 +482,24 @@ def workers(engine: Engine) -> list[psutil.Process]:
 def check_texts(engine: Engine, pair: tuple[str, str]) -> None:
     """Greedily and with a seed."""
     for temperature in (0.0, 1.0):
-        (result,) = engine.generate([PROMPT], GREEDY.model_copy(update={"temperature": temperature, "seed": 5}))
+        params = GREEDY.model_copy(update={"temperature": temperature, "seed": 5})
+        (result,) = engine.generate([PROMPT], params, decoding=AS_PUBLISHED)
         assert result.tokens == alone(pair, Sampling(temperature=temperature, seed=5), 60)
         assert result.statistics.num_accepted_draft_tokens > 0
 
 
-def test_two_ranks_and_a_draft_write_what_one_would(pair: tuple[str, str], temporary: Path) -> None:
+def test_two_ranks_and_a_draft_write_what_one_would(anew: None, pair: tuple[str, str], temporary: Path) -> None:
     """Then the second rank dies in mid-forward, and everything ends."""
     before = children()
     with Engine(*pair, target_tp=2, max_context=128) as engine:
         check_texts(engine, pair)
         assert [fed for fed, _ in engine.welcome.t_target] == [1, 2, 4, 8], "they were measured together"
         engine.start_trace(temporary / "trace.json")
-        engine.generate([PROMPT], GREEDY)
+        engine.generate([PROMPT], GREEDY, method="pearl")
         assert engine.stop_trace().stat().st_size > 0
 
         processes = workers(engine)
-        stream = engine.stream(PROMPT, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+        stream = engine.stream(PROMPT, GREEDY.model_copy(update={"max_tokens": 120}), method="pearl")
         processes[1].send_signal(signal.SIGSTOP)  # so that the first waits for it amid a forward
         eventually(lambda: processes[1].status() == psutil.STATUS_STOPPED, "it has stopped")
         processes[1].kill()
@@ -512,7 +518,7 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
         assert len(processes) == 3
 
         processes[2].kill()
-        (result,) = engine.generate([PROMPT], GREEDY)
+        (result,) = engine.generate([PROMPT], GREEDY, method="pearl")
         assert result.tokens == alone(pair, Sampling(temperature=0), 60)
         keeper = engine._launcher.draft
         assert keeper is not None
@@ -523,7 +529,8 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
         assert len({*workers(engine)} - {*processes}) == 2
 
         def drafted() -> bool:
-            return engine.generate([PROMPT], GREEDY)[0].statistics.num_accepted_draft_tokens > 0
+            (result,) = engine.generate([PROMPT], GREEDY, decoding=AS_PUBLISHED)
+            return result.statistics.num_accepted_draft_tokens > 0
 
         eventually(drafted, "it has joined")
     assert children() <= before
@@ -612,6 +619,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, mon
             self.followers[0].kill()
 
     monkeypatch.setattr("pearl.engine.launcher.Ranks", Doomed)
+    monkeypatch.setattr("pearl.engine.launcher.check_models", lambda *arguments: None)  # ranks never share a toy
     before = children()
     with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
         Engine("toy", "none", target_tp=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from pearl import errors
 from pearl.cli import cli
 from pearl.decoding.registry import markdown_table
 from pearl.errors import PearlError
+from pearl.metrics import Statistics
 from pearl.protocol.diagram import section
 from pearl.protocol.window import METHODS
 from tests.test_imports import LAYERS
@@ -54,12 +56,26 @@ def test_every_method_is_explained() -> None:
     assert set(re.findall(r"^\| `([a-z-]+)` \|", TEXTS["README.md"], re.MULTILINE)) >= set(METHODS)
 
 
-@pytest.mark.parametrize(("file", "most"), [("pearl/trace/sd_and_pearl.png", 200_000), ("pearl/cli/chat.svg", 100_000)])
+@pytest.mark.parametrize(
+    ("file", "most"),
+    [("pearl/trace/sd_and_pearl.png", 200_000), ("pearl/trace/futures.png", 200_000), ("pearl/cli/chat.svg", 100_000)],
+)
 def test_pictures_are_small_and_need_no_network(file: str, most: int) -> None:
     content = (ROOT / file).read_bytes()
     assert len(content) <= most
     assert b"@font-face" not in content
     assert file in LINK.findall(TEXTS["README.md"])
+
+
+def test_the_glossary_has_the_figures_of_the_statistics() -> None:
+    """Once, and no name that the statistics do not have."""
+    section_ = TEXTS["pearl/cli/README.md"].split("## What the figures mean")[1].split("\n## ")[0]
+    named_ = re.findall(
+        r"`(\w+)`", "".join(line.rpartition("|")[0].rpartition("|")[2] for line in section_.splitlines())
+    )
+    assert len(named_) == len(set(named_)) > 10
+    assert set(named_) <= {field.name for field in fields(Statistics)}
+    assert {"tokens_per_step", "queue_seconds", "itl_p99", "draft_acceptance_rate", "acceptance_rate"} <= set(named_)
 
 
 # ---- what is named exists ----
@@ -80,7 +96,7 @@ def test_the_house_has_the_rooms_that_the_layers_have() -> None:
 
 
 def test_the_rules_are_listed_from_their_registry() -> None:
-    page = ROOT / "pearl" / "cli" / "README.md"
+    page = ROOT / "pearl" / "decoding" / "README.md"
     shown = page.read_text().split("<!-- rules -->")[1].split("<!-- /rules -->")[0].strip()
     assert shown == markdown_table(), f"{page} is stale: put in what pearl.decoding.registry.markdown_table() returns"
 
@@ -99,7 +115,7 @@ def flags(command: click.Command) -> set[str]:
 )
 def test_every_flag_named_is_a_flag(page: str, flag: str) -> None:
     torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
-    assert flag in flags(cli) | torchrun | {"--help", "--dry-run", "--model", "--run", "--faults"}, (
+    assert flag in flags(cli) | torchrun | {"--help", "--dry-run", "--model", "--run", "--faults", "--rehearse"}, (
         page
     )  # and those of our scripts
 

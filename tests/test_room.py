@@ -15,7 +15,7 @@ import torch
 
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Features, Launched, Proposer
-from pearl.errors import LocalProtocolError, RemoteProtocolError
+from pearl.errors import LocalProtocolError
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -47,9 +47,8 @@ from pearl.protocol.messages import (
     Submit,
     Verdict,
 )
-from pearl.protocol.proposals import Proposal, ProposalStore
+from pearl.protocol.proposals import MAX_BRANCHES, Proposal, ProposalStore
 from pearl.protocol.request import Counts
-from pearl.protocol.request_machine import MAX_BRANCHES
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.worker.execute import DraftExecutor, TargetExecutor
@@ -217,7 +216,7 @@ def test_the_main_line_is_judged_in_order_and_remembers_who_guessed() -> None:
     store.add(Proposal(7, (12,), source=Source.NGRAM))
     assert len(store) == 3
     assert store.rows(3) == ("a", "b", None)
-    assert [store.accept(committed) for committed in (6, 7, 8)] == [Source.MODEL, Source.MODEL, Source.NGRAM]
+    assert [store.accept(committed) for committed in (6, 7, 8)] == [Source.MODEL, Source.LOOKUP, Source.NGRAM]
     assert len(store) == 0
 
 
@@ -307,8 +306,10 @@ def test_branches_are_bounded() -> None:
     for token in range(100, 300):
         coordinator.handle(branch(after=(3, token)))
     assert len(coordinator.running[1].proposals.branches) == MAX_BRANCHES
-    with pytest.raises(RemoteProtocolError, match="allowed: up to 12"):
-        coordinator.handle(branch(tokens=(1,) * 9))
+    coordinator = working()
+    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
+    coordinator.handle(branch(tokens=(1,) * 9))
+    assert max(known.end for known in coordinator.running[1].proposals.branches) == 12, "no further than the limit"
 
 
 # ---- proposers and stop policies ----
@@ -385,7 +386,7 @@ def test_tokens_that_the_cache_holds_already_are_not_fed_again() -> None:
     """A draft that has fed its guesses along, and found the first two to be its own draws."""
     drafter = drafting(3, 1)
     send, draft = drafter.handle(Drafted((8, 9, 10), cached=2, request=1))
-    assert send == Send(DraftTokens(1, 0, 2, (8, 9, 10)))
+    assert send == Send(DraftTokens(1, 0, 2, (8, 9, 10), known=2))
     assert draft == Draft(4, (10,), 15, 3, request=1)
 
 

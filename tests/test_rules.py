@@ -29,7 +29,7 @@ from pearl.decoding.sampling import read_draw
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.tokenizer import GenerationDefaults
-from pearl.models.toy import Distribution, ToyRunner
+from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.worker.execute import TargetExecutor
@@ -38,7 +38,7 @@ from tests.test_worker import MakeLoops, loops, submission
 
 __all__ = ["loops"]  # a fixture
 
-NAMES = ["ratio", "coupled", "lenient"]
+NAMES = ["ratio", "coupled", "opt", "uno", "lenient"]
 WARM = Sampling(1.0, seed=3)
 
 
@@ -52,7 +52,7 @@ def table(vocab: int, seed: int) -> torch.Tensor:
     return torch.softmax(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)), -1)
 
 
-def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[Distribution, Distribution]:
+def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, NextToken]:
     """(target, draft) distributions, both above 0 everywhere; the larger `alpha`, the closer."""
     target, other = table(vocab, 1), table(vocab, 2 + seed)
     draft = alpha * target + (1 - alpha) * other
@@ -83,7 +83,7 @@ def test_a_third_rule_and_its_parameter_go_through_the_runtime(
         told = front.ask(submit)
         assert told.tokens == test_worker.simulated(submit, alpha=0.3)
         texts.append(told.tokens)
-        rates.append(told.statistics.draft_acceptance_rate)
+        rates.append(told.statistics.acceptance_rate)
     assert texts[0] == texts[1], "at epsilon 0, its default, it is ratio"
     assert rates[0] == rates[1] < rates[2] < rates[3] == 1
 
@@ -131,7 +131,7 @@ def test_proposal_invariance_is_as_declared(name: str) -> None:
 def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -> None:
     section = with_registered_rules(DecodingConfig)
     fields = section.model_fields
-    assert [*DecodingConfig.model_fields, "epsilon"] == list(fields)
+    assert list(DecodingConfig.model_fields) == list(fields), "another rule has a parameter of that name"
     chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
     assert chosen.parameters == (("epsilon", 0.25),)
     assert section(rule="lenient").parameters == ()
@@ -143,7 +143,7 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
         raise AssertionError(given)
 
     shown = command.get_help(click.Context(command))
-    assert "[ratio|coupled|lenient]" in shown
+    assert "[ratio|coupled|opt|uno|lenient]" in shown
     assert "lenient (not exact): " in " ".join(shown.split())
     assert "--epsilon X" in shown
     assert "Of rule lenient: epsilon (float in [0, 1], default 0): how much to forgive." in " ".join(shown.split())
@@ -154,13 +154,16 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"rule": "lenien"}, "'ratio', 'coupled' or 'lenient'"),
+        ({"rule": "lenien"}, "'ratio', 'coupled', 'opt', 'uno' or 'lenient'"),
         ({"rule": "lenient", "epsilon": 1.5}, "epsilon: .*less than or equal to 1"),
         ({"rule": "lenient", "epsilon": -0.5}, "epsilon: .*greater than or equal to 0"),
         ({"rule": "lenient", "epsilon": "much"}, "epsilon: .*number"),
         ({"rule": "ratio", "epsilon": 0.5}, "rule ratio has no parameter 'epsilon'; ratio takes no parameters"),
         ({"epsilon": 0.5}, "rule ratio has no parameter 'epsilon'"),
-        ({"rule": "lenient", "delta": 0.5}, "unknown setting 'delta'; allowed are epsilon, gamma"),
+        (
+            {"rule": "lenient", "delta": 0.5},
+            "unknown setting 'delta'; allowed are branches, draft_lookup, epsilon, gamma",
+        ),
     ],
 )
 def test_what_a_rule_does_not_take_is_refused_in_one_line(given: dict[str, object], told: str) -> None:
@@ -174,7 +177,7 @@ def test_parameters_travel_with_a_request() -> None:
     chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
     defaults = GenerationDefaults()
     submit = submit_from(1, [1, 2], 100, SamplingParams(seed=1), defaults, chosen)
-    assert submit.decoding == Decoding(rule="lenient", parameters=(("epsilon", 0.25),))
+    assert submit.decoding == Decoding("auto", "stream", None, "lenient", (("epsilon", 0.25),), *chosen.guesses)
 
 
 # ---- the registry itself ----
@@ -221,9 +224,9 @@ def test_halves_are_not_made_of_what_is_unknown(make: object) -> None:
 
 def test_the_table_says_what_is_declared() -> None:
     lines = markdown_table().splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["`ratio`", "`coupled`", "`lenient`"]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [f"`{name}`" for name in NAMES]
     assert lines[2].split("|")[2].strip().endswith("(default)")
-    assert [cell.strip() for cell in lines[4].split("|")[3:-1]] == [
+    assert [cell.strip() for cell in lines[-1].split("|")[3:-1]] == [
         "no",
         "yes",
         "token",

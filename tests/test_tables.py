@@ -15,7 +15,7 @@ from pearl.protocol import drafter as draft_side
 from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Judged, Sampled, Stalled
+from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Guessed, Judged, Sampled, Stalled
 from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, Resync, Sampling, Submit, Verdict
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.window import METHODS
@@ -27,7 +27,8 @@ TARGET_EVENTS = {
     Cancel: Cancel(9),
     Forwarded: Forwarded(request=1),
     Judged: Judged(0, 1, request=1),
-    Sampled: Sampled(1, request=1),
+    Sampled: Sampled((1,), request=1),
+    Guessed: Guessed(request=1),
     DraftTokens: DraftTokens(9, 0, 0, (1,)),
     DraftJoined: DraftJoined(100),
     DraftGone: DraftGone("test"),
@@ -47,8 +48,8 @@ DRAFT_EVENTS = {
 
 def in_state(state: target_side.State) -> Coordinator:
     """A target that has come to `state` in the course of things."""
-    for method, seed in (("pearl", 0), ("sd", 1), ("pearl", 2)):
-        pair = make_pair(method, (4, 9))
+    for method, seed, look_ahead in (("pearl", 0, 0), ("sd", 1, 0), ("pearl", 2, 4)):
+        pair = make_pair(method, (4, 9), look_ahead=look_ahead)
         try:
             return until(pair, lambda p: p.coordinator.state is state, at_random(seed)).coordinator
         except (AssertionError, IndexError):
@@ -110,13 +111,27 @@ def garble(message: object) -> object:
 def eventful_run(seed: int) -> None:
     """A random method, window and text, and now and then a disaster: whatever may come of it, as far as it goes."""
     chance = random.Random(seed)
-    wrong = tuple(p for p in range(len(TEXT)) if chance.random() < chance.choice((0.1, 0.6)))
+    often = chance.choice((0.1, 0.6))
+    wrong = tuple(p for p in range(len(TEXT)) if chance.random() < often)
     method, window = chance.choice(list(METHODS)), chance.choice(("fixed", "stream"))
+    look_ahead, sampling = chance.choice((0, 8)), Sampling(chance.choice((0.0, 1.0)))
+    branches = chance.choice((0, 8))
+    foresees = tuple(p for p in range(len(TEXT)) if chance.random() < 0.5)
     submits = [
-        submission(TEXT, method, window=window, gamma=chance.choice((1, 2, 5)), request=i, limit=chance.randint(3, 30))
+        submission(
+            *(TEXT, method),
+            window=window,
+            gamma=chance.choice((1, 2, 5)),
+            look_ahead=look_ahead,
+            branches=branches,
+            sampling=sampling,
+            request=i,
+            limit=chance.randint(3, 30),
+        )
         for i in range(2)
     ]
-    pair = Pair(submits, ScriptTarget(TEXT), partial(ScriptDraft, TEXT, wrong), chance.choice((2, 7, 1000, None)))
+    target = ScriptTarget(TEXT, chance.choice(((), (6, 7, 12))), trees=chance.random() < 0.5)
+    pair = Pair(submits, target, partial(ScriptDraft, TEXT, wrong, foresees), chance.choice((2, 7, 1000, None)))
     picker, calm = at_random(seed), chance.choice((1.0, 3.0, 10.0))
     for _ in range(600):
         if pair.done or not pair.moves:
@@ -144,18 +159,17 @@ Reached = tuple[set[tuple[object, type, object]], set[tuple[object, type, object
 @pytest.fixture(scope="module")
 def reached() -> Reached:
     """The transitions of (target, draft) that many random runs make."""
-    patch = pytest.MonkeyPatch()
     target: set[tuple[object, type, object]] = set()
     draft: set[tuple[object, type, object]] = set()
-    watch(patch, target_side, target)
-    watch(patch, draft_side, draft)
-    for side in (target_side, draft_side):
-        patch.setattr(side, "PREFILL_CHUNK", 1)
-    for seed in range(1500):
-        eventful_run(seed)
-    # pearl-no-post-verify with windows of one: between two of them a prefix comes with nothing to draft
-    draft_in(draft_side.State.WAITING).handle(Begin(1, 3, (5,), 1, Sampling(), "ratio", extend_digest(0, (5,))))
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, target_side, target)
+        watch(patch, draft_side, draft)
+        for side in (target_side, draft_side):
+            patch.setattr(side, "PREFILL_CHUNK", 1)
+        for seed in range(6000):
+            eventful_run(seed)
+        # pearl-no-post-verify with windows of one: between two of them a prefix comes with nothing to draft
+        draft_in(draft_side.State.WAITING).handle(Begin(1, 3, (5,), 1, Sampling(), "ratio", extend_digest(0, (5,))))
     return target, draft
 
 

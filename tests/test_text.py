@@ -158,7 +158,7 @@ class TestDetokenizer:
             assert "".join(pieces_of(tokenizer, [], answer)) == tokenizer.decode(answer)
 
     @given(data=st.data())
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     def test_all_pieces_are_the_whole_byte_level(self, data: st.DataObject) -> None:
         """Whatever the tokens, also where invalid bytes go on for longer than anything is held."""
         tokenizer = byte_level()
@@ -167,7 +167,7 @@ class TestDetokenizer:
         assert "".join(pieces_of(tokenizer, prompt, answer)) == beyond(tokenizer, prompt, answer)
 
     @given(data=st.data())
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     def test_all_pieces_are_the_whole_byte_fallback(self, data: st.DataObject) -> None:
         """Whatever the tokens, where no run of byte tokens is longer than what is held."""
         tokenizer = byte_fallback()
@@ -257,7 +257,7 @@ class TestStopMatcher:
 
 class TestTextStream:
     @given(data=st.data())
-    @settings(deadline=None, max_examples=400)
+    @settings(max_examples=400)
     def test_against_decoding_everything_after_each_token(self, data: st.DataObject) -> None:
         """The token that completes a stop is the first whose text holds one; the text is cut before it."""
         tokenizer = data.draw(st.sampled_from([byte_level(), byte_fallback()]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
 from pearl.errors import ModelError, RequestError
+from pearl.models.kept_tokenizer import KeptTokenizer
 from pearl.models.tokenizer import (
     GenerationDefaults,
     HFTokenizer,
@@ -81,6 +83,81 @@ class TestHFTokenizer:
         assert ids == tokenizer.encode("<s>user: hello</s><s>bot:")
         with pytest.raises(RequestError, match="no system prompt here"):
             tokenizer.apply_chat([{"role": "system", "content": "be brief"}])
+
+
+TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("PEARL_CACHE", str(path))
+    return path / "converted"
+
+
+class TestKeptTokenizer:
+    """The first process keeps what transformers makes of the files; those that follow do not import it."""
+
+    @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+    def test_it_gives_the_same(self, cache: Path, tmp_path: Path, kind: Callable[[], HFTokenizer]) -> None:
+        backend_of(kind()).save_pretrained(tmp_path)
+        LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        (made, first), (kept, second) = load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path))
+        assert isinstance(made, HFTokenizer)
+        assert isinstance(kept, KeptTokenizer)
+        assert first == second
+        check_same_vocabulary(made, kept, "made", "kept")
+        assert made.vocab_size == kept.vocab_size
+        for text in TEXTS:
+            for special in (True, False):
+                assert made.encode(text, special) == kept.encode(text, special)
+            assert made.decode([*made.encode(text), 10**6]) == kept.decode([*made.encode(text), 10**6])
+            chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+            assert made.apply_chat(chat) == kept.apply_chat(chat)
+            assert made.chat_text(chat) == kept.chat_text(chat)
+        with pytest.raises(RequestError, match="no system prompt here"):
+            kept.apply_chat([{"role": "system", "content": "be brief"}])
+
+    @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+    def test_other_files_are_another_tokenizer(self, cache: Path, checkpoint: Path, file: str) -> None:
+        load_tokenizer(str(checkpoint))
+        changed = {
+            "tokenizer.json": (checkpoint / "tokenizer.json").read_text() + " ",
+            "generation_config.json": json.dumps({"eos_token_id": 3}),
+            "chat_template.jinja": TEMPLATE,
+        }
+        (checkpoint / file).write_text(changed[file])
+        assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+        assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+
+    @pytest.mark.parametrize("damage", ["{}", "", "{"])
+    def test_damaged_files_are_made_anew(self, cache: Path, checkpoint: Path, damage: str) -> None:
+        load_tokenizer(str(checkpoint))
+        for name in ("about.json", "tokenizer.json"):
+            (file,) = cache.glob(f"*/{name}")
+            size = file.stat().st_size
+            file.write_text(damage)
+            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+            assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+            file.write_text(damage.ljust(size))  # as long as it was
+            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+            assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+
+    def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
+        for _ in range(2):
+            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+
+    def test_what_would_not_give_the_same_is_not_kept(
+        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A class with an encoder of its own, or a difference that only the texts show."""
+        monkeypatch.setattr(HFTokenizer, "encode", lambda self, text, special=True: [len(text)])
+        for _ in range(2):
+            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+        assert not list(cache.glob("tokenizer-*/"))
 
 
 class TestToyTokenizer:
@@ -183,7 +260,7 @@ class TestLoading:
         assert (tokenizer.vocab_size, found) == (48, GenerationDefaults(eos=(5,)))
         tokenizer, found = load_tokenizer("toy")
         assert (tokenizer.vocab_size, found.eos) == (32, ())
-        with pytest.raises(ModelError, match="whole numbers"):
+        with pytest.raises(ModelError, match="is not int"):
             load_tokenizer("toy:vocab=many")
 
     def test_a_directory_without_a_tokenizer(self, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pearl.errors import ConfigError, LocalProtocolError, TransportError
+from pearl.transport import torch_dist
 from pearl.transport.torch_dist import ProcessGroupChannel, TorchrunStore
 
 VOCAB = 2003
@@ -228,6 +229,85 @@ except TransportError:
     def test_an_unknown_backend_is_a_setting_that_is_wrong(self, store_path: Path) -> None:
         with pytest.raises(ConfigError, match="pigeon"):
             ProcessGroupChannel("pigeon", store_path, "x", 0, VOCAB, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+
+
+class Told:
+    """A group that notes what is asked of it, and whose end takes as long as it is told to."""
+
+    def __init__(self, *_: object) -> None:
+        self.device, self.said, self.may_end = torch.device("cpu"), list[object](), threading.Event()
+
+    def send(self, row: torch.Tensor) -> None:
+        self.said.append(("send", row.shape, bool(row.any())))
+
+    def receive(self, rows: torch.Tensor, deadline: float) -> None:
+        self.said.append(("receive", *rows.shape))
+
+    def close(self) -> None:
+        self.said.append("close")
+        self.may_end.wait()
+        self.said.append("closed")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "_BACKENDS", {"nccl": Told})
+
+
+def opened(path: Path, rank: int) -> tuple[ProcessGroupChannel, Told]:
+    channel = ProcessGroupChannel("nccl", path, "one", rank, VOCAB, torch.device("cpu"), WAIT)
+    assert isinstance(channel._group, Told)
+    return channel, channel._group
+
+
+@pytest.mark.usefixtures("told")
+class TestAnyBackend:
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_row_goes_each_way_when_it_is_opened(self, store_path: Path, rank: int) -> None:
+        """NCCL connects at the first one, and blocks meanwhile: not amid a text."""
+        sent, received = ("send", (VOCAB,), False), ("receive", 1, VOCAB)
+        assert opened(store_path, rank)[1].said == ([sent, received] if rank else [received, sent])
+
+    def test_giving_it_up_blocks_nobody(self, store_path: Path) -> None:
+        """An abort may wait for what was begun with a peer that is dead; the target's loop must not."""
+        channel, group = opened(store_path, 0)
+        began = time.monotonic()
+        channel.close()
+        channel.close()
+        assert time.monotonic() - began < WAIT / 2
+        with pytest.raises(TransportError, match="dead"):
+            channel.receive(1)
+        group.may_end.set()
+        end = time.monotonic() + WAIT
+        while "closed" not in group.said and time.monotonic() < end:
+            time.sleep(0.01)
+        assert group.said[2:] == ["close", "closed"]
+
+
+@pytest.mark.parametrize("chosen", [None, "2"])
+def test_no_watchdog_ends_a_target_whose_draft_is_gone(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    """Unless the user has said how NCCL is to handle errors. Read when the group is made, so noted then."""
+    handling = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    for name in ("NCCL_SOCKET_IFNAME", *handling):
+        monkeypatch.setenv(name, chosen or "")
+        if chosen is None:
+            monkeypatch.delenv(name)
+    noted: list[list[str]] = []
+
+    class Nccl:
+        class Options:
+            def __init__(self, **_: object) -> None: ...
+
+        def __init__(self, *_: object) -> None:
+            noted.append([os.environ[name] for name in handling])
+
+        def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    torch_dist._nccl(torch_dist._meeting(store_path, "x"), 0, 1, torch.device("cuda", 0), WAIT)
+    assert noted == [[chosen or "0"] * 2]
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,40 +35,21 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
-from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sampling, Submit
+from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sampling, Source, Submit
 from pearl.protocol.sequence import extend_digest
 from pearl.trace import chrome
-from pearl.trace.gantt import _PAUSE, Bar, _merged, chart, same_time, terminal
-from pearl.trace.reading import Trace, read, read_document
+from pearl.trace.latency import latencies, latency
+from pearl.trace.reading import Slice, Trace, read, read_document
 from pearl.trace.recorder import GPU, LOOP, Part, Recorder, part_path, part_paths, where_and_what
 from pearl.trace.replay import replay
 from pearl.trace.report import report
 from pearl.trace.tracer import Tracer, _TimedOnGpu
 from pearl.trace.validate import problems
+from tests.traced import PROMPT, VOCAB, altered, recorded
 
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
-VOCAB, PROMPT = 12, (1, 2, 3)
 TOY = "toy:vocab=32,alpha=0.5,context=4096"
 BOUND = 60.0
-
-
-def recorded(
-    path: Path,
-    decoding: Decoding,
-    t_target: float = 5.0,
-    alpha: float = 1.0,
-    tokens: int = 500,
-    delay: float = 0.0,
-    rule: str = "ratio",
-) -> tuple[Outcome, Trace]:
-    """A run in virtual time, t_draft 1, and its trace."""
-    target, draft = alpha_pair(VOCAB, alpha)
-    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(1.0, seed=5), decoding)
-    parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    outcome = simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts)
-    chrome.merge(path)
-    return outcome, read(path)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +94,21 @@ def test_sd_waits_for_what_pearl_overlaps(tmp_path: Path) -> None:
     assert found.pace["draft works"] == near(4 / 9)
     assert found.alternation / found.wall == near(1.0)
     assert set(found.owners) == {"draft"}
+
+
+def test_sd_that_prepares_uses_the_time_that_its_draft_waits_in_sd(tmp_path: Path) -> None:
+    """What it prepared and the target took is known as accepted, though the epoch began with a bonus token."""
+    outcome, trace = recorded(tmp_path / "t.json", Decoding("ssd", gamma=4, branches=7), t_target=9.0, alpha=0.8)
+    assert problems(json.loads(trace.path.read_text())) == []
+    assert replay(trace).difference is None
+    found, counts = report(trace), outcome.counts
+    assert counts.foreseen + counts.foreseen_bonuses > 10
+    assert found.accepted == counts.accepted
+    assert found.judged == counts.judged
+    assert found.prepared > counts.sources[Source.BRANCH] > 0
+    assert found.draft is not None
+    assert found.draft.busy > 0.6, "in sd it would be 4 of 13"
+    assert any(one.name == "prepare" and "accepted" in one.args.get("branches", ()) for one in trace.draft)
 
 
 def test_a_slow_draft_sets_the_pace(tmp_path: Path) -> None:
@@ -186,22 +182,97 @@ def test_a_trace_is_sound_and_says_what_happened(
     assert replay(trace).difference is None
 
 
+@pytest.mark.parametrize("decoding", [Decoding("ar"), Decoding("sd", gamma=4), Decoding("pearl")])
+def test_latencies_are_those_of_the_statistics(tmp_path: Path, decoding: Decoding) -> None:
+    outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=120)
+    found, watch = report(trace).latency, outcome.watch
+    assert watch.first is not None
+    assert found.num_prompt_tokens == len(PROMPT)
+    assert found.num_generated_tokens == 120
+    assert found.seconds_to_first_token == pytest.approx(watch.first - watch.submitted)
+    assert found.itl_p50 == pytest.approx(watch.token_latency(0.5))
+    assert found.itl_p99 == pytest.approx(watch.token_latency(0.99))
+    assert found.tokens_per_second == pytest.approx(watch.tokens_per_second)
+    assert found.tokens_per_step == pytest.approx(120 / outcome.target_steps)
+    assert [replace(found, request="1")] == report(trace).per_request
+
+
+def test_time_in_the_queue_counts_to_the_first_token() -> None:
+    """Two requests are submitted together; the second begins once the first has ended."""
+
+    def decision(time: float, event: dict[str, Any], tokens: int) -> Slice:
+        message = {"type": "Committed", "request": event["request"], "provenance": ["direct"] * tokens}
+        commands = [{"type": "Deliver", "message": message}] if tokens else []
+        return Slice("decide", "busy", time, time, {"event": event, "commands": commands})
+
+    submits = [decision(0.0, {"type": "Submit", "request": number}, 0) for number in (1, 2)]
+    commits = [
+        decision(time, {"type": "Sampled", "request": number}, tokens)
+        for number, time, tokens in ((1, 1, 1), (1, 2, 3), (2, 5, 1), (2, 6, 2))
+    ]
+    requests = [
+        Slice("request 1", "whole", 0.0, 2.0, {"request": 1, "decoding": {"method": "sd"}, "prompt_tokens": 3}),
+        Slice("request 2", "whole", 2.5, 6.0, {"request": 2, "decoding": {"method": "ar"}, "prompt_tokens": 4}),
+    ]
+    trace = Trace(Path("t.json"), {}, [*submits, *commits], [], requests)
+    one, two = latencies(trace)
+    assert (one.queue_seconds, one.seconds_to_first_token, one.num_generated_tokens) == (0.0, 1.0, 4)
+    assert (two.queue_seconds, two.seconds_to_first_token, two.num_generated_tokens) == (2.5, 5.0, 3)
+    assert (one.itl_p50, one.itl_p99, one.tokens_per_second) == (0.0, 1.0, 3.0)
+    both = latency(trace)
+    assert (both.method, both.num_prompt_tokens, both.num_generated_tokens) == ("sd, ar", 7, 7)
+    assert (both.tokens_per_second, both.itl_p50, both.itl_p99) == (2.5, 0.0, 1.0)
+
+
 def test_a_flow_for_each_judged_token(run: tuple[Outcome, Path]) -> None:
     outcome, path = run
     events = json.loads(path.read_text())["traceEvents"]
     flows = [e for e in events if e["ph"] == "s" and e["name"] == "token"]
     assert len(flows) == outcome.counts.judged
+    rejections = [e for e in events if e["ph"] == "s" and e["name"] == chrome.REJECTION]
+    assert len(rejections) == outcome.counts.provenance[Provenance.CORRECTED] > 10
     assert {e["name"] for e in events if e["ph"] == "C"} == {"pending", "epoch", "window", "acceptance"}
 
 
+def test_verdicts_are_arrows_from_target_to_draft(tmp_path: Path) -> None:
+    """Those that reject among them; each is read after its way."""
+    _, trace = recorded(tmp_path / "t.json", Decoding("pearl"), alpha=0.8, tokens=100, delay=0.25)
+    corrections = [one.end for one in trace.target if one.name == "decide" and chrome.is_rejection(one.args)]
+    assert [arrow.sent for arrow in trace.verdicts if arrow.is_rejection] == pytest.approx(corrections)
+    assert len(trace.verdicts) > len(corrections) > 5
+    assert all(arrow.read - arrow.sent == pytest.approx(0.25) for arrow in trace.verdicts)
+
+
+def test_only_tracks_that_hold_something_are_named(run: tuple[Outcome, Path]) -> None:
+    """No empty GPU track on a machine without one."""
+    events = json.loads(run[1].read_text())["traceEvents"]
+    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert named == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert GPU not in {track for _, track in named}
+
+
+def _perfetto_hue(name: str) -> int:
+    """As `hash` of ui/src/base/hash.ts in Perfetto, whose products are rounded to doubles."""
+    value = 0x811C9DC5 & 0xFFFFFFF
+    for letter in name:
+        value = int(float((value ^ ord(letter)) * 16777619)) & 0xFFFFFFFF
+        value -= (value >> 31) << 32
+    return abs(value) % 360
+
+
+def test_fates_have_colours_in_perfetto(run: tuple[Outcome, Path]) -> None:
+    """It makes a slice's hue (HSLuv: red 12, orange 40, green 127) from its name, whatever a file asks for."""
+    assert _perfetto_hue("draft") == 116
+    hues = {fate: _perfetto_hue(name) for fate, name in chrome.DRAFTED.items()}
+    assert 100 < hues["accepted"] < 150
+    assert not 20 < hues["rejected"] < 340
+    assert 25 < hues["discarded"] < 70
+    names = {e["name"] for e in json.loads(run[1].read_text())["traceEvents"] if e["ph"] == "X"}
+    assert set(chrome.DRAFTED.values()) <= names
+    assert {"draft"} == {one.name for one in read(run[1]).draft if "fate" in one.args} - {"prefill"}
+
+
 # ---- replay ----
-
-
-def altered(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    document = json.loads(path.read_text())
-    change(document)
-    to.write_text(json.dumps(document))
-    return to
 
 
 @pytest.mark.parametrize(("process", "worker", "kind"), [(1, "target", "Forward"), (2, "draft", "Draft")])
@@ -343,11 +414,11 @@ def test_the_validator_takes_anything(document: Any) -> None:
         (b"{}", "no traceEvents"),
         (b'{"traceEvents": []}', "not one of ours"),
         (b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}', "format 99"),
-        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 3}}', "damaged"),
-        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 3}}', "lacks config"),
+        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 6}}', "damaged"),
+        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 6}}', "lacks config"),
         (
             b'{"traceEvents": [], "distributedInfo": {"rank": 0}, '
-            b'"metadata": {"pearl_trace": 3, "config": {}, "workers": []}}',
+            b'"metadata": {"pearl_trace": 6, "config": {}, "workers": []}}',
             "holds no request",
         ),
     ],
@@ -412,6 +483,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "gamma": None,
         "rule": "ratio",
         "parameters": [],
+        "look_ahead": 0,
+        "draft_lookup": 0,
+        "branches": 0,
     }
     assert part.end["records"] == 1
 
@@ -571,7 +645,7 @@ def test_real_workers_record_what_the_statistics_say(tmp_path: Path, method: str
     assert found.tokens == s.num_generated_tokens == 60
     assert (found.judged, found.accepted) == (s.num_judged_draft_tokens, s.num_accepted_draft_tokens)
     assert {k: n for k, n in s.target_steps.items() if n and k != "prefill"} == found.steps
-    assert {str(k): n for k, n in found.histogram.items()} == s.acceptance_histogram
+    assert {str(k): n for k, n in found.histogram.items()} == s.run_histogram
     assert found.target.uncovered < 0.2  # generous: this machine may take the core away between any two slices
     assert found.recorder > 0
     assert replay(trace).difference is None
@@ -580,15 +654,30 @@ def test_real_workers_record_what_the_statistics_say(tmp_path: Path, method: str
     assert all(worker["ended"] for worker in trace.metadata["workers"])
 
 
+def test_a_draft_that_its_target_runs_ahead_of_is_judged_in_the_trace_too(tmp_path: Path) -> None:
+    """No slice judges its tokens: they are compared with what the target drew, before or after they came."""
+    result, trace = generated(tmp_path / "t.json", DecodingConfig(method="pearl", rule="coupled"))
+    assert problems(json.loads(trace.path.read_text())) == []
+    found, s = report(trace), result.statistics
+    assert found.tokens == 60
+    assert {k: n for k, n in s.target_steps.items() if n and k != "prefill"} == found.steps
+    assert s.num_accepted_draft_tokens > 5
+    # What was under way when the text ended counts in the trace alone.
+    assert 0 <= found.accepted - s.num_accepted_draft_tokens <= 16
+    assert 0 <= found.judged - s.num_judged_draft_tokens <= 16
+    assert replay(trace).difference is None
+    assert {one.name for one in trace.target} >= {"guess", "sample"}
+
+
 def test_rows_over_a_process_group_are_recorded(tmp_path: Path) -> None:
     spec = "toy:vocab=400,alpha=0.5"
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
     path = tmp_path / "t.json"
     with Engine(spec, spec, trace=str(path), tensors="gloo") as engine:
-        engine.generate([[1, 2, 3]], params)
-    trace = read(path)
-    assert any(s.name == "send row" for s in trace.draft)
-    assert any(s.name == "receive rows" for s in trace.target)
+        engine.generate([[1, 2, 3]], params, method="pearl")
+    assert any(s.name == "send row" for s in read(path).draft)
+    events = json.loads(path.read_text())["traceEvents"]  # by whichever thread of the target has read the message
+    assert any(event["name"] == "receive rows" for event in events)
 
 
 def test_several_requests_are_one_trace(tmp_path: Path) -> None:
@@ -597,6 +686,7 @@ def test_several_requests_are_one_trace(tmp_path: Path) -> None:
     with Engine(TOY, TOY, trace=str(path)) as engine:
         for method in ("pearl", "sd"):
             engine.generate([[1, 2, 3]], params, method=method)
+            time.sleep(0.3)  # the target has nothing to do, for long enough to be seen
     trace = read(path)
     found = report(trace)
     assert found.method == "pearl, sd"
@@ -611,7 +701,7 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=3000, ignore_eos=True)
     with Engine(TOY, TOY, trace=str(path), target_pace=0.01, draft_pace=0.0025) as engine:
         assert engine._launcher.target is not None
-        stream = engine.stream([1, 2, 3], params)
+        stream = engine.stream([1, 2, 3], params, method="pearl")
         for _ in range(100):
             next(stream)
         os.kill(engine._launcher.target.pid, signal.SIGKILL)
@@ -631,7 +721,7 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     with Engine(TOY, TOY, trace=str(path), target_pace=0.02, draft_pace=0.004) as engine:
         assert engine._launcher.draft is not None
         first = engine._launcher.draft.worker.pid
-        with engine.stream([1, 2, 3], params) as stream:
+        with engine.stream([1, 2, 3], params, method="pearl") as stream:
             alone = False
             for i, piece in enumerate(stream):
                 if i == 10:
@@ -655,7 +745,7 @@ def test_a_run_of_before_that_was_cut_off_is_left_alone(tmp_path: Path) -> None:
     old = recorder(part_path(path, "target", 1))
     old.close()
     part_path(path, "draft", 2).write_bytes(b"broken")
-    generated(path, DecodingConfig())
+    generated(path, DecodingConfig(method="pearl"))
     assert part_paths(path) == [part_path(path, "draft", 2), part_path(path, "target", 1)]
 
 
@@ -672,14 +762,14 @@ def test_off_means_that_nothing_is_recorded(toy: Engine, monkeypatch: pytest.Mon
     begin = Begin(1, 0, (1, 2), 5, Sampling(), "ratio", extend_digest(0, (1, 2)))
     assert Tracer().deciding(drafter)(begin) == Drafter(100).handle(begin)
     assert Tracer().computing(lambda command: command)(5) == 5
-    toy.generate([[1, 2, 3]], WARM)
+    toy.generate([[1, 2, 3]], WARM, method="pearl")
     assert not list(toy.directory.glob("*.part"))
 
 
 def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_path: Path) -> None:
     """Each can be replayed, though the engine had a history before it: caches, an epoch, a draft that has joined."""
     for name, methods in {"a.json": ["pearl"], "b.json": ["sd", "ar"]}.items():
-        toy.generate([[1, 2, 3]], WARM)
+        toy.generate([[1, 2, 3]], WARM, method="pearl")
         toy.start_trace(tmp_path / name)
         texts = [toy.generate([[1, 2, 3]], WARM, method=method)[0] for method in methods]
         assert toy.stop_trace() == tmp_path / name
@@ -694,10 +784,10 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
 
 
 def test_a_recording_waits_for_a_text_that_is_being_ended(toy: Engine, tmp_path: Path) -> None:
-    with toy.stream([1, 2, 3], SamplingParams(temperature=1.0, ignore_eos=True)) as stream:
+    with toy.stream([1, 2, 3], SamplingParams(temperature=1.0, ignore_eos=True), method="pearl") as stream:
         next(stream)
     toy.start_trace(tmp_path / "t.json")
-    toy.generate([[1, 2, 3]], WARM)
+    toy.generate([[1, 2, 3]], WARM, method="pearl")
     toy.stop_trace()
     assert report(read(tmp_path / "t.json")).requests == 1
 
@@ -712,7 +802,7 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
         toy.start_trace(tmp_path / "u.json")
     with attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
         other.start_trace(tmp_path / "u.json")
-    toy.generate([[1, 2, 3]], WARM)
+    toy.generate([[1, 2, 3]], WARM, method="pearl")
     toy.stop_trace()
     assert replay(read(tmp_path / "t.json")).difference is None
 
@@ -723,13 +813,14 @@ def test_a_draft_that_joins_is_recorded_too(tmp_path: Path) -> None:
         assert engine._launcher.draft is not None
         first = engine._launcher.draft.worker.pid
         engine.start_trace(path)
-        engine.generate([[1, 2, 3]], WARM.model_copy(update={"max_tokens": 100}))  # more than a part keeps in memory
+        long = WARM.model_copy(update={"max_tokens": 100})  # more than a part keeps in memory
+        engine.generate([[1, 2, 3]], long, method="pearl")
         os.kill(first, signal.SIGKILL)
         deadline = time.monotonic() + 60
         while len(list(engine.directory.glob("*draft*.part"))) < 2:
-            engine.generate([[1, 2, 3]], WARM)
+            engine.generate([[1, 2, 3]], WARM, method="pearl")
             assert time.monotonic() < deadline
-        engine.generate([[1, 2, 3]], WARM)
+        engine.generate([[1, 2, 3]], WARM, method="pearl")
         engine.stop_trace()
     trace = read(path)
     assert len(trace.drafts) == 2
@@ -744,7 +835,7 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
         assert engine._launcher.draft is not None
         first = engine._launcher.draft.worker.pid
         engine.start_trace(path)
-        with engine.stream([1, 2, 3], params) as stream:
+        with engine.stream([1, 2, 3], params, method="pearl") as stream:
             for _ in range(5):
                 next(stream)
             os.kill(first, signal.SIGKILL)
@@ -780,7 +871,7 @@ def test_a_late_echo_of_a_wish_that_was_given_up_is_no_answer(
             with pytest.raises(TraceError, match="do not answer"):
                 toy.start_trace(tmp_path / "given up.json")
     toy.start_trace(tmp_path / "kept.json")
-    toy.generate([[1, 2, 3]], WARM)
+    toy.generate([[1, 2, 3]], WARM, method="pearl")
     toy.stop_trace()
     assert report(read(tmp_path / "kept.json")).requests == 1
 
@@ -793,13 +884,13 @@ def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Pat
         front.kill()
     deadline = time.monotonic() + BOUND
     while True:
-        toy.generate([[1, 2, 3]], WARM)  # the target learns of it when it has something to say to it
+        toy.generate([[1, 2, 3]], WARM, method="pearl")  # the target learns of it when it has something to say to it
         try:
             toy.start_trace(tmp_path / "b.json")
             break
         except TraceError:
             assert time.monotonic() < deadline
-    toy.generate([[1, 2, 3]], WARM)
+    toy.generate([[1, 2, 3]], WARM, method="pearl")
     toy.stop_trace()
     assert report(read(tmp_path / "b.json")).requests == 1
 
@@ -807,187 +898,8 @@ def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Pat
 def test_closing_the_engine_ends_the_recording(tmp_path: Path) -> None:
     with Engine(TOY, TOY) as engine:
         engine.start_trace(tmp_path / "t.json")
-        engine.generate([[1, 2, 3]], WARM)
+        engine.generate([[1, 2, 3]], WARM, method="pearl")
     assert report(read(tmp_path / "t.json")).requests == 1
-
-
-# ---- the command line and the pictures ----
-
-
-def invoked(*arguments: str) -> str:
-    result = CliRunner().invoke(cli, ["trace", *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_report(run: tuple[Outcome, Path]) -> None:
-    found = json.loads(invoked("report", "--json", str(run[1])))
-    assert found == json.loads(json.dumps(report(read(run[1])).as_dict()))
-    text = invoked("report", str(run[1]))
-    for row in ("target: busy", "draft: waits for", "both in a forward", "in alternation", "never judged"):
-        assert row in text
-
-
-def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    """It takes no time of the loop's, and was written after the draw that begins at the same moment."""
-    document = json.loads(run[1].read_text())
-    events: list[Any] = []
-    for event in document["traceEvents"]:
-        if event["name"] == "draft" and event["ph"] == "X":
-            events.append(event | {"name": "sample", "args": {}})
-            event["dur"] = 0
-        events.append(event)
-    path = tmp_path / "early.json"
-    path.write_text(json.dumps(document | {"traceEvents": events}))
-    found, before = report(read(path)), report(read(run[1]))
-    assert (found.drafted, found.judged, found.accepted) == (before.drafted, before.judged, before.accepted)
-    assert before.judged > 0
-
-
-def test_compare(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    sd = tmp_path / "sd.json"
-    recorded(sd, Decoding("sd", gamma=4), alpha=0.8, tokens=400)
-    text = invoked("compare", str(sd), str(run[1]))
-    rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
-    assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())
-    assert set(json.loads(invoked("compare", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
-
-
-def test_check_and_replay(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    assert "sound" in invoked("check", str(run[1]))
-    assert "all the same" in invoked("replay", str(run[1]))
-    broken = altered(run[1], tmp_path / "t.json", _unpaired)
-    result = CliRunner().invoke(cli, ["trace", "check", str(broken)])
-    assert "1 starts and 0 ends" in result.output
-    assert isinstance(result.exception, TraceError)
-
-
-def test_merge_of_what_a_killed_run_has_left(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    recorded(path, Decoding("pearl"), tokens=30)
-    path.rename(tmp_path / "whole.json")
-    target, draft = alpha_pair(VOCAB, 1.0)
-    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, 33, Sampling(1.0, seed=5), Decoding("pearl"))
-    simulate(
-        submit,
-        *executors,
-        Timing(1.0, lambda _: 5.0),
-        parts=(part_path(path, "target", 1), part_path(path, "draft", 2)),
-    )
-    assert "events" in invoked("merge", str(path))
-    assert report(read(path)).tokens == 30
-    assert part_paths(path) == []
-
-
-def test_gantt_in_the_terminal(run: tuple[Outcome, Path]) -> None:
-    """Virtual time: t_draft 1 s, so a column is half a second; the first forward of each is its prefill."""
-    lines = [line.plain for line in terminal(chart(read(run[1]), seconds=40.0), 88)]
-    target, draft = lines[1], lines[2]
-    assert target.startswith("target  " + "P" * 10 + "V" * 10)
-    assert set(draft[8:]) <= set("axdo.+")
-    assert all(len(line) <= 88 for line in lines)
-    assert len(target) == len(draft) == 88
-    outcome_rejections = [s for s in read(run[1]).target if s.name == "judge" and s.args["correction"] is not None]
-    shown = sum(line.count("x") for line in lines if line.startswith("rejects"))
-    assert shown == len([s for s in outcome_rejections if s.end <= 40.0])
-
-
-def test_gantt_of_a_part(run: tuple[Outcome, Path]) -> None:
-    whole = chart(read(run[1]))
-    part = chart(read(run[1]), start=10.0, seconds=5.0)
-    assert (part.start, part.end) == (10.0, 15.0)
-    assert whole.end < 70
-    for start, seconds in ((-1.0, None), (1e9, None), (0.0, 0.0)):
-        with pytest.raises(ConfigError, match="nothing to show"):
-            chart(read(run[1]), start, seconds)
-
-
-def test_png(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    invoked("show", str(run[1]), "--png", str(tmp_path / "g.png"))
-    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
-    result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), "--png", str(tmp_path / "no" / "g.png")])
-    assert isinstance(result.exception, TraceError)
-
-
-def test_short_work_does_not_cut_a_wait() -> None:
-    """A heartbeat, or noting a message, between two waits: one bar, of the cause that took longest."""
-    tick = _PAUSE / 10
-    bars = [
-        Bar(0.0, 0.010, "wait", "", "verdict"),
-        Bar(0.010, 0.010 + tick, "other", "a heartbeat"),
-        Bar(0.010 + 2 * tick, 0.050, "wait", "", "verdict"),
-        Bar(0.050, 0.051 - tick, "wait", "", "transport"),
-        Bar(0.051, 0.061, "accepted", "draft"),
-        Bar(0.061, 0.070, "wait", "", "verdict"),
-        Bar(0.070, 0.070 + 2 * _PAUSE, "other", "long work"),
-        Bar(0.070 + 2 * _PAUSE, 0.090, "wait", "", "verdict"),
-        Bar(0.090, 0.090 + tick, "other", "the last"),
-    ]
-    merged = _merged(bars)
-    assert [(b.look, b.start, b.end) for b in merged[:2]] == [("wait", 0.0, 0.051 - tick), ("accepted", 0.051, 0.061)]
-    assert merged[0].cause == "verdict"
-    assert [b.look for b in merged[2:]] == ["wait", "other", "wait", "other"]
-
-
-def test_two_runs_in_one_picture(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    """On one scale of time: sd waits about half of it, pearl hardly, and its text grows faster."""
-    pytest.importorskip("matplotlib")
-    recorded(tmp_path / "sd.json", Decoding("sd", gamma=4), alpha=0.8, tokens=400)
-    charts = same_time([read(tmp_path / "sd.json"), read(run[1])])
-    assert [c.method for c in charts] == ["sd", "pearl"]
-    assert [(c.start, c.end) for c in charts] == [(0.0, pytest.approx(charts[0].end))] * 2
-    assert charts[0].shares("target")[1] > 0.3 > 0.1 > charts[1].shares("target")[1]
-    assert {bar.cause for bar in charts[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
-    assert sum(c.tokens for c in charts[0].commits) <= sum(c.tokens for c in charts[1].commits)
-    both = ("compare", str(tmp_path / "sd.json"), str(run[1]))
-    invoked(*both, "--png", str(tmp_path / "g.png"), "--seconds", "30")
-    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
-    for wrong in (("--seconds", "30"), ("--png", str(tmp_path / "no" / "g.png"))):
-        assert CliRunner().invoke(cli, ["trace", *both, *wrong]).exit_code != 0
-
-
-def test_commits_are_the_text(run: tuple[Outcome, Path]) -> None:
-    whole = chart(read(run[1]), seconds=1e6)
-    assert sum(commit.tokens for commit in whole.commits) == report(read(run[1])).tokens
-    assert sum(commit.is_rejection for commit in whole.commits) == len(whole.rejections)
-
-
-def test_html_needs_no_network(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    invoked("show", str(run[1]), "--html", str(tmp_path / "g.html"))
-    page = (tmp_path / "g.html").read_text()
-    assert "post-verify" in page
-    assert "<script src=" not in page
-
-
-def test_a_missing_library_is_named(run: tuple[Outcome, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    for name in ("plotly.graph_objects", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for kind in ("png", "html"):
-        result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), f"--{kind}", str(tmp_path / "g")])
-        assert isinstance(result.exception, TraceError)
-        assert "pearl-runtime[plot]" in str(result.exception)
-
-
-def _chromium() -> str | None:
-    return os.environ.get("PEARL_BROWSER") and shutil.which(os.environ["PEARL_BROWSER"])
-
-
-@pytest.mark.skipif(_chromium() is None, reason="opt in: PEARL_BROWSER=chromium")
-def test_html_in_a_browser(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    """The page draws its bars by itself, in a real headless browser without a network."""
-    page = tmp_path / "g.html"
-    invoked("show", str(run[1]), "--html", str(page))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
-    browser = _chromium()
-    assert browser is not None
-    dom = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-    assert dom.stdout.count('class="point"') > 30
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ Two-process channels are in test_torch_dist.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -27,7 +28,7 @@ from pearl.protocol.messages import DraftTokens, Finish, Message, Ping
 from pearl.transport import address as addresses
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
-from pearl.transport.codec import MAX_FRAME
+from pearl.transport.codec import MAX_FRAME, received
 from pearl.transport.keys import Keys
 from pearl.transport.mailbox import Mailbox
 from pearl.transport.memory import memory_channels, memory_hub
@@ -377,6 +378,9 @@ class TestMailbox:
     def test_a_flood_waits_outside(self, link: Link) -> None:
         connection = link.connect()
         with Mailbox(link.listener) as mail:
+            connection.send(Ping(-1))
+            ((peer, _),) = collect(mail, 1)
+            link.listener.trust(peer)  # how much a stranger may send at once is not asked here
             for number in range(3 * MAX_BATCH):
                 connection.send(Ping(number))
             time.sleep(0.3)
@@ -479,6 +483,42 @@ class TestZeroMQ:
     def test_an_address_that_cannot_be_connected_to_is_an_error(self, address: str) -> None:
         with pytest.raises(ConfigError, match="cannot connect"):
             ZmqConnection(address)
+
+    def test_a_collection_of_garbage_is_not_charged_to_a_peer(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a large process it takes half a second, which as decoding would be more than a peer has."""
+        decoding, collections = False, 0
+
+        def decode(frames: Sequence[bytes]) -> Message | RemoteProtocolError:
+            nonlocal decoding
+            decoding = True
+            garbage = [[] for _ in range(10 * gc.get_threshold()[0])]  # type: ignore[var-annotated]
+            decoding = False
+            assert garbage
+            return received(frames)
+
+        def collect_slowly(phase: str, info: dict[str, int]) -> None:
+            nonlocal collections
+            if decoding and phase == "start":
+                collections += 1
+                until = time.thread_time() + 0.3 * (collections == 1)
+                while time.thread_time() < until:
+                    pass
+
+        monkeypatch.setattr("pearl.transport.zeromq.received", decode)
+        listener = ZmqListener(bind_address("ipc", directory))
+        connection = ZmqConnection(listener.address)
+        gc.callbacks.append(collect_slowly)
+        try:
+            for number in range(5):
+                connection.send(Ping(number))
+            assert [message for _, message in collect(listener, 5)] == [Ping(number) for number in range(5)]
+        finally:
+            gc.callbacks.remove(collect_slowly)
+            connection.close()
+            listener.close()
+        assert gc.isenabled()
 
 
 class TestAddresses:

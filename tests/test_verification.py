@@ -19,13 +19,14 @@ from scipy import stats
 from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.registry import RULES
 from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio
+from pearl.decoding.rules.biased import OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraft, DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.sampling import pick, pick_on_device, race_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
-from pearl.protocol.events import Forward, Open, Phase, Sample, Sampled
+from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.worker.execute import TargetExecutor
 
@@ -48,8 +49,14 @@ CASES = [
 ]
 
 
-def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[Fraction]:
-    """What RatioTarget.judge commits at one position: over every draft token, u of the grid and correction."""
+def committed(
+    target: tuple[int, ...],
+    draft: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: RatioTarget | None = None,
+) -> list[Fraction]:
+    """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction."""
+    rule = rule or RatioTarget(Sampling(1.0))
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
     result = [Fraction(0)] * len(target)
     rests: list[torch.Tensor] = []
@@ -65,7 +72,7 @@ def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pyte
             continue
         chance = Fraction(weight, 64) / GRID
         monkeypatch.setattr(ratio, "uniform", lambda key, k=k: k / GRID)
-        if RatioTarget(Sampling(1.0)).judge(target_probs[None], [token], [draft_probs], 0).accepted:
+        if rule.judge(target_probs[None], [token], [draft_probs], 0).accepted:
             result[token] += chance
             continue
         rest = [Fraction(float(r)) for r in rests.pop()]
@@ -78,6 +85,43 @@ def committed(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pyte
 def test_ratio_rule_is_exact(target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a statistic: the committed distribution is the target's, as fractions."""
     assert committed(target, draft, monkeypatch) == [Fraction(p, 64) for p in target]
+
+
+def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
+    """Total variation."""
+    return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
+
+
+@pytest.mark.parametrize("epsilon", [0, 4, 8, 64])  # 64ths
+@pytest.mark.parametrize("rule", [RatioTarget, OptTarget, UnoTarget])
+@pytest.mark.parametrize(("target", "draft"), CASES)
+def test_bias_and_rejections_are_as_told(
+    rule: type[RatioTarget],
+    target: tuple[int, ...],
+    draft: tuple[int, ...],
+    epsilon: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
+    epsilon = 0 if rule is RatioTarget else epsilon
+    judge = rule(Sampling(1.0), epsilon / 64)
+    p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
+    accepted = [min(b, a + Fraction(epsilon, 64)) for a, b in zip(p, q, strict=True)]
+    law = committed(target, draft, monkeypatch, judge)
+    told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
+    assert told is not None
+    rejected, bias = 1 - sum(accepted), distance(law, p)
+    assert told.rejections == pytest.approx(float(rejected), abs=1e-6)
+    assert told.variance == pytest.approx(float(rejected * (1 - rejected)), abs=1e-6)
+    assert told.bias == pytest.approx(float(bias), abs=1e-6)
+    if rule is OptTarget:
+        assert rejected + bias == distance(p, q)
+        uno = [a + rejected * each for a, each in zip(accepted, p, strict=True)]
+        assert bias <= distance(uno, p)
+    elif rule is UnoTarget:
+        assert law == [a + rejected * each for a, each in zip(accepted, p, strict=True)]
+    else:
+        assert bias == 0
 
 
 def exact_in_all(monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -157,7 +201,7 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
-        assert executor.execute(Sample(position)) == Sampled(expected, False)
+        assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=4), Sampling(1.0, top_p=0.7, seed=2)], ids=str)
@@ -225,7 +269,7 @@ def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.Mon
     assert rate < (1 - distance) / (1 + distance) - 3 / 4000**0.5
 
 
-# ---- chi-square ----
+# ---- whole runs ----
 
 Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
 TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
@@ -299,6 +343,66 @@ def test_the_first_tokens_have_the_targets_distribution(decoding: Decoding) -> N
 
 
 PEARL = Decoding("pearl", "fixed", 4)
+
+
+def biased_law(rule: str, epsilon: float, target: Table = TARGET, draft: Table = DRAFT) -> Table:
+    """What each token is committed by under a rule that is not exact."""
+    accepted = torch.minimum(draft, target + epsilon)
+    rest = (target - draft).relu() if rule == "opt" else target
+    return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+@pytest.mark.parametrize("rule", ["opt", "uno"])
+def test_biased_texts_have_the_distribution_that_is_told(rule: str, window: str) -> None:
+    """And not the target's: what chi-square says of the one it does not say of the other."""
+    decoding = Decoding("pearl", window, 4, rule, (("epsilon", 0.125),))
+    law = biased_law(rule, 0.125)
+    assert 0.05 < float((law - TARGET).relu().sum(-1).max()) < 0.25
+    texts = [generate(decoding, seed, 800) for seed in range(3)]
+    assert p_value(texts, law) > NEVER
+    assert p_value(texts) < NEVER
+
+
+@pytest.mark.parametrize("method", ["pearl", "sd", "pearl-no-pre-verify"])
+def test_opt_with_epsilon_0_is_ratio(method: str) -> None:
+    at_zero = Decoding(method, "fixed", 3, "opt", (("epsilon", 0.0),))
+    assert generate(at_zero, 5, 300) == generate(Decoding(method, "fixed", 3, "ratio"), 5, 300)
+
+
+def rejections(decoding: Decoding, target: Table = TARGET, draft: Table = DRAFT, texts: int = 6) -> float:
+    """How many standard deviations more were rejected than the distributions at hand let expect."""
+    found, odds = 0, Odds()
+    for seed in range(texts):
+        executors = paired_executors(
+            ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
+        )
+        submit = Submit(1, (0,), 601, Sampling(1.0, seed=seed), decoding)
+        counts = simulate(submit, *executors, FOUR_TO_ONE).counts
+        assert counts.odds is not None
+        found, odds = found + counts.rejected, odds + counts.odds
+    return (found - odds.rejections) / odds.variance**0.5
+
+
+@pytest.mark.parametrize("rule", ["ratio", "opt", "uno"])
+@pytest.mark.parametrize(
+    ("method", "window"),
+    [*((m, w) for m in ("pearl", "pearl-no-pre-verify") for w in ("stream", "fixed")), ("sd", "fixed")],
+)
+def test_as_many_are_rejected_as_the_distributions_say(method: str, rule: str, window: str) -> None:
+    """Theorem 1 of Yin et al. at each position judged; a bonus token or a direct draw counts on neither side."""
+    parameters = () if rule == "ratio" else (("epsilon", 0.1),)
+    assert abs(rejections(Decoding(method, window, 3, rule, parameters))) < 4
+
+
+def test_the_count_of_rejections_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance that is lenient by 0.2; and one random number for two positions."""
+    with monkeypatch.context() as planted:
+        planted.setattr(ratio, "accepts", generous)
+        assert rejections(PEARL) < -4
+    assert abs(rejections(PEARL, COIN_TARGET, COIN_DRAFT)) < 4
+    monkeypatch.setitem(RULES, "ratio", replace(RULES["ratio"], target=f"{__name__}:ReusedDraw"))
+    assert rejections(PEARL, COIN_TARGET, COIN_DRAFT) < -4
 
 
 def generous(u: float, target_prob: float, draft_prob: float) -> bool:

@@ -140,6 +140,29 @@ def test_target_times_are_interpolated_not_extrapolated() -> None:
     assert [known.t_target(n) for n in (1, 2, 3, 4, 6, 9)] == [1.0, 1.0, 1.5, 2.0, 3.0, 3.0]
 
 
+def test_the_first_forward_of_a_size_does_not_set_its_time_by_itself() -> None:
+    """On a GPU it may have had to prepare: 200 ms among forwards of 20, and the window would be another for a while."""
+    known = Speeds(0.005)
+    for fed in (1, 2, 4, 8):
+        known.observe_target(fed, 0.02)
+    window = known.best_window()
+    known.observe_target(3, 0.2)
+    assert known.t_target(3) < 0.023
+    assert known.best_window() == window
+    known.observe_target(5, 0.015)
+    assert known.t_target(5) == 0.015, "no forward is faster than it can be"
+
+
+def test_a_first_forward_of_more_tokens_than_any_may_take_as_much_longer() -> None:
+    """Where a forward takes longer with each token, as on a CPU, the first of a larger size is believed."""
+    known = Speeds()
+    for fed in (1, 2, 4, 8, 100):
+        known.observe_target(fed, 0.01 * fed)
+    assert [known.t_target(fed) for fed in (1, 2, 4, 8, 100)] == pytest.approx([0.01, 0.02, 0.04, 0.08, 1.0])
+    known.observe_target(200, 30.0)
+    assert known.t_target(200) < 2.3
+
+
 def test_speeds_follow_what_is_measured() -> None:
     """A hiccup fades, a lasting change arrives, and no time at all is no measurement."""
     known = Speeds()
@@ -176,3 +199,4 @@ def test_stream_waits_for_a_token_that_is_due_but_never_after_a_rejection() -> N
     assert Window.after(pearl, "stream", 5, 100, fresh=True) == Window(1, 110)
     assert Window.after(pearl, "stream", 5, 100, fresh=False) == Window(4, 110)
     assert Window.after(pearl, "stream", 1, 100, fresh=False) == Window(1, 102)
+    assert Window.after(pearl, "fixed", 5, 100, fresh=True, pending=4) == Window(1, 109), "a branch is a window"

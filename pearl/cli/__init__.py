@@ -1,4 +1,4 @@
-"""The command line. Arguments and output only: what it prints it has from the engine."""
+"""The command line: arguments and output only. The engine and `pearl.lab` compute what it prints."""
 
 from __future__ import annotations
 
@@ -13,27 +13,88 @@ import click
 from pearl.errors import PearlError
 from pearl.version import __version__
 
-# Section -> command -> where it is, what it does in a line (its own first one; a test compares them).  A command is
-# imported when it is asked for: some need torch, whose import takes seconds.
-_SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+# Section -> command -> (module:function, the first line of its docstring; a test compares the two; an example).  A
+# command is imported only when it is used: some need torch, which takes seconds to import.
+_SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Use it": {
-        "generate": ("generate:generate", "Generate one text from a prompt."),
-        "chat": ("chat:chat", "Talk with the model."),
-        "serve": ("serve:serve", "Keep an engine running for others to connect to."),
-        "keys": ("keys:keys", "Make the keys that secure a control channel between two hosts."),
+        "generate": (
+            "generate:generate",
+            "Generate one text from a prompt.",
+            'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100',
+        ),
+        "chat": (
+            "chat:chat",
+            "Talk with the model.",
+            "pearl chat --target my-model --draft my-small-model --show-draft",
+        ),
+        "serve": (
+            "serve:serve",
+            "Keep an engine running for others to connect to.",
+            "pearl serve --target my-model --draft my-small-model",
+        ),
+        "ps": (
+            "engines:ps",
+            "List your engines on this machine.",
+            "pearl ps",
+        ),
+        "stop": (
+            "engines:stop",
+            "Stop an engine of yours on this machine.",
+            "pearl stop 4242",
+        ),
+        "keys": (
+            "keys:keys",
+            "Make the keys that secure a control channel between two hosts.",
+            "pearl keys pearl.keys",
+        ),
+    },
+    "Guess without a model": {
+        "datastore": (
+            "datastore:datastore",
+            "Make datastores: texts that guesses come from, with no draft model.",
+            "pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl",
+        ),
     },
     "See and check": {
-        "trace": ("trace:trace", "Report, compare, draw or replay what --trace FILE has recorded."),
-        "check": ("exactness:check_bits", "Compare logits and texts of all methods bit for bit."),
+        "trace": (
+            "trace:trace",
+            "Report, compare, draw or replay what --trace FILE has recorded.",
+            "pearl trace compare sd.json pearl.json --png both.png",
+        ),
+        "check": (
+            "exactness:check_bits",
+            "Compare logits and texts of all methods bit for bit.",
+            "pearl check --target my-model --draft my-small-model",
+        ),
     },
     "Measure": {
-        "calibrate": ("calibrate:calibrate_pair", "Measure a pair on this machine: which method to use."),
-        "bench": ("bench:bench", "All methods side by side on the same prompts."),
-        "simulate": ("simulate:simulate", "All methods side by side in virtual time, without a model."),
+        "calibrate": (
+            "calibrate:calibrate_pair",
+            "Measure a pair on this machine: which method to use.",
+            "pearl calibrate --target my-model --draft my-small-model",
+        ),
+        "bench": (
+            "bench:bench",
+            "All methods side by side on the same prompts.",
+            'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"',
+        ),
+        "simulate": (
+            "simulate:simulate",
+            "All methods side by side in virtual time, without a model.",
+            "pearl simulate --t-draft 10 --t-target 1:50,8:60 --acceptance 0.7",
+        ),
     },
     "Make a draft": {
-        "distill": ("distill:distill", "Make a draft for a target, out of the target's own answers."),
-        "evaluate-draft": ("evaluate:evaluate_draft", "How often the target would accept what a draft guesses."),
+        "distill": (
+            "distill:distill",
+            "Make a draft for a target, out of the target's own answers.",
+            "pearl distill --target my-model --out my-draft",
+        ),
+        "evaluate-draft": (
+            "evaluate:evaluate_draft",
+            "How often the target would accept what a draft guesses.",
+            "pearl evaluate-draft my-draft/draft prompts.jsonl --target my-model",
+        ),
     },
 }
 _COMMANDS = {name: each for section in _SECTIONS.values() for name, each in section.items()}
@@ -52,11 +113,11 @@ Shell completion, for bash (zsh and fish likewise):
   eval "$(_PEARL_COMPLETE=bash_source pearl)"
 """
 
-_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # of a write
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
 
 
 class _Group(click.Group):
-    """Knows its commands by name, and imports one when it is asked for."""
+    """Lists the commands without importing them; imports one when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -64,15 +125,17 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        place, _, example = _COMMANDS[cmd_name]
+        module, _, name = place.partition(":")
         command = getattr(importlib.import_module(f"{__name__}.{module}"), name)
         assert isinstance(command, click.Command)
+        command.epilog = f"Example:\n\n\b\n  {example}"
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section, commands in _SECTIONS.items():
             with formatter.section(section):
-                formatter.write_dl([(name, line) for name, (_, line) in commands.items()])
+                formatter.write_dl([(name, line) for name, (_, line, _) in commands.items()])
 
 
 @click.group(
@@ -85,10 +148,11 @@ def cli() -> None:
     """PEARL: parallel speculative decoding. Two processes, one text."""
 
 
-def _open_what_is_closed() -> bool:
-    """Standard streams that whoever started us has closed; whether standard output was one.
+def _open_closed_streams() -> bool:
+    """Open the standard streams that the parent process has closed. Return whether standard output was closed.
 
-    Else the next file or socket gets its number, and what is printed goes there, or is lost without a word.
+    Otherwise the next file or socket would get that file descriptor and receive what is printed. Writing to the new
+    standard output fails (/dev/full), so that lost output is reported.
     """
     closed = sys.stdout is None
     for number, name, path, mode in (
@@ -105,47 +169,48 @@ def _open_what_is_closed() -> bool:
     return closed
 
 
-def _discard(number: int) -> None:
-    """What is still to be written there: at the interpreter's end it would fail once more."""
+def _redirect_to_null(number: int) -> None:
+    """Send what is still buffered for this file descriptor to /dev/null: flushing it at exit would fail again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, number)
     os.close(null)
 
 
-def _tell(text: str) -> None:
-    """To standard error, should it take it; else the exit code must do."""
+def _say_if_possible(text: str) -> None:
+    """Print to standard error. If that fails, only the exit code is left to report the error."""
     from pearl.cli.terminal import say
 
     try:
         say(text)
     except OSError:
-        _discard(2)
+        _redirect_to_null(2)
 
 
 def main() -> None:
-    """Entry point: an error on purpose is told in a line or two; Ctrl-C is 130, a broken pipe click's own 1.
+    """Entry point. Prints a `PearlError` in a line or two and exits with its code.
 
-    Output that cannot be written, for there is no room or nobody has opened it, is an error too: 4.
+    Other exit codes: 130 for Ctrl-C, 1 for a broken pipe (click's own), 4 if output cannot be written because the disk
+    is full or standard output is closed.
     """
-    closed = _open_what_is_closed()
+    closed = _open_closed_streams()
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in _LOST or error.filename is not None:
+        if error.errno not in _WRITE_ERRORS or error.filename is not None:
             raise
-        _tell(f"error: output is lost: {'standard output is closed' if closed else error.strerror}")
-        _discard(1)
+        _say_if_possible(f"error: output is lost: {'standard output is closed' if closed else error.strerror}")
+        _redirect_to_null(1)
         code = 4
     except click.ClickException as error:
-        shown = io.StringIO()  # usage and all, which may quote what somebody else has put into a script
+        shown = io.StringIO()  # may quote arguments with control characters: print it through `say`
         error.show(shown)
-        _tell(shown.getvalue().rstrip("\n"))
+        _say_if_possible(shown.getvalue().rstrip("\n"))
         code = error.exit_code
     except click.exceptions.Abort:
-        _tell("interrupted")
+        _say_if_possible("interrupted")
         code = 130
     except PearlError as error:
-        _tell(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
+        _say_if_possible(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,43 +1,48 @@
-"""`pearl bench`: methods side by side on real runs. Arguments and tables; the measuring is `pearl.lab.bench`'s."""
+"""`pearl bench`: methods side by side on real runs. Arguments and tables; `pearl.lab.bench` measures."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
 
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, refuse_options, table_console, write_json
-from pearl.cli.options import settings_options
+from pearl.cli.options import SettingsGroup, settings_options
+from pearl.cli.paper import paper
 from pearl.cli.terminal import SafeConsole
-from pearl.config import SamplingParams, Settings
+from pearl.config import MAX_SLOTS, SamplingParams, Settings
 from pearl.errors import ConfigError
-from pearl.lab.bench import paper as tables
 from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
-from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
 from pearl.lab.bench.run import Measured, Plan, devices_of, emulated, measure, rows_for
+from pearl.lab.bench.slots import measure_slots
 from pearl.lab.bench.summary import Figures, document, figures
-from pearl.lab.bench.tasks import HUMANEVAL, Task, read_tasks
+from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 from pearl.models.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
 _COUNT = click.IntRange(min=1)
+_MOST_AT_ONCE = 64  # requests of one front
 _PATH = click.Path(path_type=Path)
 _QUICK = {"limit": 2, "max_tokens": 64, "repeats": 1}
-_USUAL = {"limit": 10, "max_tokens": 128, "repeats": 1}
+_DEFAULT = {"limit": 10, "max_tokens": 128, "repeats": 1}
 _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
 
 
-@click.group(invoke_without_command=True)
+@click.group(invoke_without_command=True, cls=SettingsGroup)
 @click.option(
     "--prompts",
     multiple=True,
     metavar="[NAME=]FILE",
-    help="humaneval, or a .jsonl file of prompts, questions or turns. Repeatable.  [default: humaneval]",
+    help="humaneval, summaries or edits (20 of ours each), or a .jsonl file of prompts, questions or turns. "
+    "Repeatable.  [default: humaneval]",
 )
 @click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 10]")
 @click.option("--repeats", type=_COUNT, metavar="N", help="Rounds over all prompts.  [default: 1]")
@@ -68,14 +73,14 @@ def bench(
 ) -> None:
     """All methods side by side on the same prompts.
 
-    They take turns. ar has the target's device; a row of its own gives it all that PEARL uses. sd runs with the gamma
-    that is found best. transformers' generate, with and without an assistant, is there as an outside baseline. Greedy
-    unless --temperature says otherwise; only committed tokens up to EOS count.
+    The methods take turns. ar runs on the target's device, and in a row of its own on all devices that PEARL uses. sd
+    runs with its fastest gamma. transformers' generate, with and without an assistant, is an outside baseline. Greedy
+    unless --temperature is given; only committed tokens up to EOS count.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
-    for name in ("method", "window", "trace"):  # in a file they are what other commands want
+    for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name}: a benchmark runs all methods and windows, untraced; choose some with --rows")
     plan = _plan(settings, prompts, limit, repeats, rows, quick, not no_baselines, together, raw)
@@ -84,11 +89,11 @@ def bench(
     began, stolen = time.monotonic(), Stolen()
     with Bars(console) as bars:
         measured = measure(plan, bars)
-    seconds, share = time.monotonic() - began, stolen.share
+    seconds, taken = time.monotonic() - began, stolen.taken()
     if to is not None:
-        write_json(to, document(plan, measured, seconds, share))
+        write_json(to, document(plan, measured, seconds, taken))
     if to != STDOUT:
-        _print(plan, measured, seconds, share)
+        _print(plan, measured, seconds, taken)
 
 
 def _plan(
@@ -106,7 +111,7 @@ def _plan(
     if not config.has_draft:
         raise ConfigError("--draft none: there is nothing to compare with ar")
     toys = emulated(config)
-    usual = _EMULATED if toys else _QUICK if quick else _USUAL
+    defaults = _EMULATED if toys else _QUICK if quick else _DEFAULT
     known = rows_for(config, baselines and not is_toy(config.target), settings.decoding.rule)
     wanted = {*rows, "ar"} if rows else {row.name for row in known}
     if unknown := wanted - {row.name for row in known}:
@@ -114,10 +119,10 @@ def _plan(
     return Plan(
         config,
         [row for row in known if row.name in wanted],
-        _tasks(prompts, limit or usual["limit"], toys),
-        _sampling(settings.sampling, usual["max_tokens"], toys),
+        _tasks(prompts, limit or defaults["limit"], toys),
+        _sampling(settings.sampling, defaults["max_tokens"], toys),
         raw=raw,
-        repeats=repeats or usual["repeats"],
+        repeats=repeats or defaults["repeats"],
         together=together if together is not None else not devices_of(config)[0].gpus,
         gamma=settings.decoding.gamma,
         attempts=3 if toys else 1,
@@ -125,35 +130,38 @@ def _plan(
 
 
 def _tasks(prompts: Sequence[str], limit: int, toys: bool) -> list[Task]:
-    """Of an emulated pair, whose distributions know no language: texts that differ by their seeds."""
+    """The prompts. For an emulated pair, whose toy models know no language: one prompt under several seeds."""
     if toys and not prompts:
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
     found: list[Task] = []
     for given in prompts or (HUMANEVAL,):
-        name, path = (HUMANEVAL, None) if given == HUMANEVAL else named_file(given)
+        name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
         if any(task.set == name for task in found):
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
         found += read_tasks(name, path, limit)
     return found
 
 
-def _sampling(given: SamplingParams, most: int, toys: bool) -> SamplingParams:
-    """Greedy, but for an emulated pair, whose acceptance rate is that of sampling."""
+def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingParams:
+    """Greedy by default; temperature 1 for an emulated pair, whose acceptance rate is defined for sampling."""
     temperature = (1.0 if toys else 0.0) if given.temperature is None else given.temperature
     seed = 0 if given.seed is None else given.seed
-    changes = {"temperature": temperature, "seed": seed, "max_tokens": given.max_tokens or most}
+    changes = {"temperature": temperature, "seed": seed, "max_tokens": given.max_tokens or max_tokens}
     return given.model_copy(update=changes)
 
 
-def _print(plan: Plan, measured: Measured, seconds: float, stolen: float) -> None:
+def _print(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> None:
     console, found = table_console(), figures(plan, measured)
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("method", no_wrap=True)
     table.add_column("on", no_wrap=True)
-    for column in ("tokens/s", "95%", "over\nar", "95%", *(sets if len(sets) > 1 else ()), "first\ntoken", "accepted"):
+    for column in ("tokens/s", "95%", "over\nar", "95%", *(sets if len(sets) > 1 else ()), "first\ntoken"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("ITL\np50", "ITL\np99", "accepted"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("tokens\na run", justify="right")
+    table.add_column("tokens\na step", justify="right")
     toys = any(row.of_simulated for row in found)
     if toys:
         table.add_column("of simu-\nlated", justify="right")
@@ -163,11 +171,11 @@ def _print(plan: Plan, measured: Measured, seconds: float, stolen: float) -> Non
     tokens = sum(row.tokens for row in found)
     lines = [
         "tokens/s: after a text's first commit, median over texts; over ar: median over texts of the ratio on the same "
-        "text; 95%: bootstrap; first token: ms",
+        "text; 95%: bootstrap; first token (without the queue) and ITL (between two tokens): ms, medians over texts",
         f"{len(plan.tasks)} texts of up to {plan.params.max_tokens} tokens"
         + (f" x {plan.repeats}" if plan.repeats != 1 else "")
         + f", {'greedy' if not plan.params.temperature else f'temperature {plan.params.temperature:g}'}; "
-        f"{tokens} tokens in {seconds:.0f} s; {stolen:.1%} of the cores' time was taken by the host",
+        f"{tokens} tokens in {seconds:.0f} s; {taken}",
         in_words(hardware()),
     ]
     if measured.gammas:
@@ -183,7 +191,9 @@ def _cells(row: Figures, measured: Measured, sets: Sequence[str], toys: bool) ->
     name = f"{row.name}({row.window})" if row.name == "pearl, fixed" else name
     cells = [name, row.devices, _value(row.rate), _range(row.rate), _value(row.speedup), _range(row.speedup)]
     cells += [_value(row.by_set.get(name)) for name in sets]
-    cells += [f"{row.first_seconds * 1e3:.0f}", _plain(row.acceptance), _plain(row.tokens_per_run)]
+    latencies = ("-" if t is None else f"{t * 1e3:.0f}" for t in (row.itl_p50, row.itl_p99))
+    cells += [f"{row.first_seconds * 1e3:.0f}", *latencies, _number(row.acceptance)]
+    cells += [_number(row.tokens_per_run), _number(row.tokens_per_step)]
     return [*cells, _value(row.of_simulated, 3)] if toys else cells
 
 
@@ -195,99 +205,94 @@ def _range(one: Interval | None) -> str:
     return "" if one is None or one.low == one.high else f"{one.low:.2f}-{one.high:.2f}"
 
 
-def _plain(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
-# ---- the paper ----
+bench.add_command(paper)
 
 
-@bench.command()
-@click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
-@click.option("--table", "wanted", multiple=True, type=click.Choice(list(tables.TABLES)), help="Only this one.")
-@click.option("--pairs", "path", type=_PATH, help="YAML of pairs with published figures, in place of the built-in one.")
-@click.option("--tokens", type=click.IntRange(min=50), default=600, show_default=True, metavar="N", help="Of a text.")
-@click.option("--repeats", type=_COUNT, default=5, show_default=True, metavar="N", help="Of pearl and sd.")
-@click.option("--other-repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Of all else.")
-@click.option("--quick", is_flag=True, help="200 tokens, one repeat.")
-@click.option("--simulate-only", is_flag=True, help="No real processes: theory and simulator alone.")
-@click.option("--seed", type=int, default=0, metavar="N")
+# ---- several requests at once ----
+
+
+@bench.command("slots")
+@click.argument("counts", nargs=-1, type=click.IntRange(1, MAX_SLOTS))
+@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.  [default: humaneval]")
+@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 16]")
+@click.option("--rounds", type=_COUNT, default=3, show_default=True, metavar="N", help="After one to warm up.")
+@click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
+@click.option("--png", type=_PATH, help="A picture.")
 @json_option
-def paper(
-    names: tuple[str, ...],
-    wanted: tuple[str, ...],
-    path: Path | None,
-    tokens: int,
-    repeats: int,
-    other_repeats: int,
-    quick: bool,
-    simulate_only: bool,
-    seed: int,
+@settings_options
+def slots_(
+    settings: Settings,
+    counts: tuple[int, ...],
+    prompts: tuple[str, ...],
+    limit: int | None,
+    rounds: int,
+    raw: bool,
+    png: Path | None,
     to: Path | None,
 ) -> None:
-    """The paper's tables 1, 3, 5 and 6 from this runtime, by EMULATION of its pairs.
+    """Tokens a second by the number of slots.
 
-    Toys stand in for the models: each forward lasts what the pair's would, each draft token is accepted as often. Two
-    real processes decode, so what the runtime itself costs is in the figures.
+    All texts are submitted at once to an engine with each of COUNTS slots (1 2 4 8 unless given); these take turns.
+    An emulated pair is set against the same requests under a virtual clock, in which nothing but forwards takes time.
     """
-    found = [pair for pair in tables.pairs(path) if not names or any(n.lower() in pair.name.lower() for n in names)]
-    if not found:
-        raise ConfigError(f"no pair is called {names[0]!r}; there are {', '.join(p.name for p in tables.pairs(path))}")
-    if quick:
-        tokens, repeats, other_repeats = 200, 1, 1
-    began, stolen, done = time.monotonic(), Stolen(), []
+    config, toys = settings.engine, emulated(settings.engine)
+    if config.slots != 1:
+        raise ConfigError("--slots: name the numbers of slots as arguments, such as: pearl bench slots 1 2 4 8")
+    tasks = _tasks(prompts, limit or 16, toys)
+    if len(tasks) > _MOST_AT_ONCE:
+        raise ConfigError(f"{len(tasks)} texts at once are too many, an engine takes {_MOST_AT_ONCE}: give --limit")
+    params = _sampling(settings.sampling, 300 if toys else 64, toys)
+    began, stolen = time.monotonic(), Stolen()
+    counts = tuple(dict.fromkeys(counts or (1, 2, 4, 8)))
     with Bars(SafeConsole(stderr=True)) as bars:
-        for pair in found:
-            bars.say(pair.name)
-            done.append(
-                tables.emulate(
-                    pair,
-                    wanted or tuple(tables.TABLES),
-                    bars,
-                    tokens=tokens,
-                    repeats=repeats,
-                    other_repeats=other_repeats,
-                    seed=seed,
-                    runtime=not simulate_only,
-                )
-            )
-    seconds, share = time.monotonic() - began, stolen.share
+        served = measure_slots(config, settings.decoding, params, tasks, counts, rounds, raw, bars)
+    seconds, taken = time.monotonic() - began, stolen.taken()
+    result = {
+        "kind": "slots",
+        "slots": [one.as_dict() for one in served],
+        "pair": [config.target, config.draft],
+        "method": settings.decoding.method,
+        "texts": len(tasks),
+        "tokens": params.max_tokens,
+        "rounds": rounds,
+        "seconds": seconds,
+        "hardware": hardware(),
+        **asdict(taken),
+    }
     if to is not None:
-        settings = {"tokens": tokens, "repeats": repeats, "other_repeats": other_repeats, "seed": seed}
-        about = {"kind": "paper", "emulated": True, "settings": settings, "seconds": seconds, "stolen": share}
-        write_json(to, about | {"hardware": hardware()} | tables.document(done))
+        write_json(to, result)
+    if png is not None:
+        plots.draw(result, png)
     if to != STDOUT:
-        _print_paper(done, tokens, repeats, seconds, share)
+        _print_slots(result, seconds, taken)
 
 
-def _print_paper(done: Sequence[tables.Emulated], tokens: int, repeats: int, seconds: float, stolen: float) -> None:
-    console = table_console()
-    for name, title in tables.TABLES.items():
-        cells = [cell for one in done for cell in one.tables.get(name, ())]
-        if not cells:
-            continue
-        table = Table(box=None, padding=(0, 2, 0, 0), title=f"Table {name}, emulated: {title}", title_justify="left")
-        table.add_column("pair", no_wrap=True)
-        table.add_column("method", no_wrap=True)
-        for column in ("paper", "theory", "simulator", "runtime", "of simulated"):
-            table.add_column(column, justify="right")
-        for cell in cells:
-            shares = "{:.3f} ({:.3f}-{:.3f})".format(*cell.of_simulated) if cell.of_simulated else ""
-            numbers = [_plain(value) for value in (cell.paper, cell.theory, cell.simulator, cell.runtime)]
-            table.add_row(cell.pair, cell.method, *numbers, shares)
-        console.print(table, "")
-    for one in done:
-        console.print(
-            f"{one.pair.name}: t_draft {one.pair.t_draft * 1e3:.3g} ms, t_target {one.pair.t_target * 1e3:.3g} ms, "
-            f"acceptance {one.acceptance:.3f} ({one.acceptance_from}); real pair: configs/{one.pair.config}.yaml",
-            soft_wrap=True,
-        )
-    console.print(
-        f"EMULATION: toys of these speeds and acceptance rates, {tokens} tokens x {repeats}; of simulated: speed over "
-        "the virtual clock's on the same seed, median, least and most.\n"
-        f"{seconds:.0f} s; {stolen:.1%} of the cores' time was taken by the host; {in_words(hardware())}",
-        soft_wrap=True,
-    )
+def _print_slots(result: dict[str, Any], seconds: float, taken: Taken) -> None:
+    console, rows = table_console(), result["slots"]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    over = f"over\n{rows[0]['slots']} slot{'s' * (rows[0]['slots'] > 1)}"
+    ideal = ["of simu-\nlated"] if rows[0]["of_simulated"] is not None else []
+    of_each = ("a text:\ntokens/s", "ITL\np99", "s to\nits end", "differ")
+    for column in ("slots", "tokens/s", "rounds", over, *ideal, *of_each):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [str(row["slots"]), f"{row['rate']:.1f}", f"{min(row['rates']):.1f}-{max(row['rates']):.1f}"]
+        cells += [f"{row['over_one']:.2f}", *([_number(row["of_simulated"], 3)] if ideal else [])]
+        cells += [_number(row["each"], 1), "-" if row["p99"] is None else f"{row['p99'] * 1e3:.0f} ms"]
+        table.add_row(*cells, f"{row['whole']:.1f}", str(row["differing"]))
+    console.print(table)
+    lines = [
+        "tokens/s: of all texts together, median of the rounds; a text: while it is written, median over texts; "
+        "s to its end: from the submission of all; differ: texts that are not those of the first row",
+        f"{result['texts']} texts of up to {result['tokens']} tokens at once, method {result['method']}, "
+        f"{result['rounds']} rounds in turns, {seconds:.0f} s; {taken}",
+        in_words(hardware()),
+    ]
+    console.print("\n" + "\n".join(lines), soft_wrap=True)
 
 
 # ---- pictures ----
@@ -297,6 +302,6 @@ def _print_paper(done: Sequence[tables.Emulated], tokens: int, repeats: int, sec
 @click.argument("result", type=_PATH)
 @click.option("--png", type=_PATH, required=True, help="The picture.")
 def plot(result: Path, png: Path) -> None:
-    """Draws RESULT, the --json of pearl bench or of pearl bench paper."""
+    """Draw RESULT, the --json of pearl bench or of pearl bench paper."""
     plots.draw(read_json(result), png)
     click.echo(png)

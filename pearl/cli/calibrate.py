@@ -9,20 +9,21 @@ import click
 from rich.table import Table
 
 from pearl.cli.numbers import STDOUT, Number, json_option, table_console, write_json
-from pearl.cli.options import settings_options
+from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.calibrate import PROMPTS, Calibration, calibrate
-from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
 from pearl.lab.bench.run import emulated
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
+from pearl.worker import profile
 
 _TOKENS = 64
 
 
-@click.command("calibrate")
+@click.command("calibrate", cls=SettingsCommand)
 @click.option(
     "--prompts", type=click.Path(path_type=Path), help="File of prompts to measure on.  [default: four of ours]"
 )
@@ -36,28 +37,29 @@ def calibrate_pair(
     """Measure a pair on this machine: which method to use.
 
     Measures t_draft and t_target(n), alone and with both at work, and the window c. Decodes a few texts by each method
-    (--max-tokens, 64 of them), reads the times from traces, and predicts each method's speed by the simulator. Says so
-    when speculation does not pay.
+    (up to --max-tokens, 64 by default), reads the times from traces, and predicts each method's speed by the simulator.
+    Says so when speculation does not pay. Engines of this pair on this machine begin with what it found.
     """
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
     log_to_stderr(settings.engine.log_level, "front")
     given, toys = settings.sampling, emulated(settings.engine)
-    usual = {"temperature": 1.0 if toys else 0.0, "max_tokens": _TOKENS, "seed": 0}
-    params = given.model_copy(update={k: v for k, v in usual.items() if getattr(given, k) is None})
+    defaults = {"temperature": 1.0 if toys else 0.0, "max_tokens": _TOKENS, "seed": 0}
+    params = given.model_copy(update={k: v for k, v in defaults.items() if getattr(given, k) is None})
     asked = read_prompts(prompts, limit) if prompts else ["hello"] * limit if toys else list(PROMPTS[:limit])
     stolen = Stolen()
     console = SafeConsole(stderr=True)
     with console.status("starting"):
         found = calibrate(settings.engine, asked, params, acceptance, lambda what: console.print(what, style="dim"))
+    kept = None if toys else profile.save(settings.engine, found.profile)
     if to is not None:
-        document = asdict(found) | {"ratio": found.ratio, "stolen": stolen.share, "hardware": hardware()}
+        document = asdict(found) | {"ratio": found.ratio, "hardware": hardware()} | asdict(stolen.taken())
         write_json(to, document | {"settings": settings.engine.model_dump()})
     if to != STDOUT:
-        _print(found, stolen.share)
+        _print(found, stolen.taken(), kept)
 
 
-def _print(found: Calibration, stolen: float) -> None:
+def _print(found: Calibration, taken: Taken, kept: Path | None) -> None:
     console = table_console()
     times = Table(box=None, padding=(0, 2, 0, 0))
     times.add_column("a forward, ms")
@@ -75,12 +77,12 @@ def _print(found: Calibration, stolen: float) -> None:
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("method")
-    for column in ("predicted, over ar", "measured, over ar"):
+    for column in ("predicted, over ar", "measured, over ar (95%)"):
         table.add_column(column, justify="right")
     for verdict in found.verdicts:
-        table.add_row(
-            verdict.method, *("-" if v is None else f"{v:.2f}" for v in (verdict.predicted, verdict.measured))
-        )
+        interval = verdict.measured
+        measured = "-" if interval is None else f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+        table.add_row(verdict.method, "-" if verdict.predicted is None else f"{verdict.predicted:.2f}", measured)
     console.print(table)
     pays = (
         "at no acceptance rate" if found.pays_from is None else f"from an acceptance rate of {found.pays_from:.2f} on"
@@ -88,9 +90,11 @@ def _print(found: Calibration, stolen: float) -> None:
     console.print(
         f"\nar: {found.ar:.1f} tokens/s. PEARL pays {pays}, by its closed form at these times.\n"
         f"[bold]{found.advice}[/bold]\n  {found.flags}\n"
-        f"{stolen:.1%} of the cores' time was taken by the host; {in_words(hardware())}",
+        f"{taken}; {in_words(hardware())}",
         soft_wrap=True,
     )
+    if kept is not None:
+        console.print(f"kept: engines of this pair begin with it (--profile none: afresh): {kept}", soft_wrap=True)
 
 
 def _row(alone: float | None, both: float | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""`pearl chat`: talking with the model in a terminal. How a reply looks is `reply`, what a slash means `commands`."""
+"""`pearl chat`: talk with the model in a terminal. `reply` displays replies, `commands` has the slash commands."""
 
 from __future__ import annotations
 
@@ -6,31 +6,45 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.logging import RichHandler
 from rich.text import Text
 
-from pearl.cli.commands import COMMANDS, Leave, obey
+from pearl.cli.commands import COMMANDS, Leave, run_command
 from pearl.cli.launch import connect_option, running
-from pearl.cli.options import settings_options
-from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply
-from pearl.cli.terminal import LineReader, SafeConsole, WatchKeys, ended_by_signals, keys_are_keys, state_directory
+from pearl.cli.options import SettingsCommand, settings_options
+from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply, legend
+from pearl.cli.terminal import KeyWatcher, LineReader, SafeConsole, ended_by_signals, raw_keys, state_directory
 from pearl.client.conversation import Conversation
-from pearl.client.stream import Result, Stream
+from pearl.client.stream import Piece, Result, Stream
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine
 from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
-from pearl.metrics import Statistics
+from pearl.metrics import Statistics, Stopwatch
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text import CONTEXT, REPLACEMENT
 
-_LEAST_ROOM = 16  # tokens of the context that a reply must have
+_MIN_REPLY_TOKENS = 16  # refuse a message that leaves fewer tokens of the context
+
+
+class _Waiting:
+    """What a request waits for, as of the moment when it is drawn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._began = engine, time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ahead = self._engine.requests_ahead
+        others = "another client is being served" if ahead == 1 else f"{ahead} requests of other clients come first"
+        what = others if ahead else "reading the conversation"
+        yield Text(f"{what}, {time.monotonic() - self._began:.0f} s", "dim")
 
 
 class ContextFull(RequestError):
@@ -39,7 +53,7 @@ class ContextFull(RequestError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One reply. `first`: seconds until its first text was there; `room`: tokens that the context has left."""
+    """One reply. `first`: seconds to its first text; `room`: tokens left in the context after it."""
 
     result: Result
     first: float
@@ -48,12 +62,12 @@ class Answer:
 
 @dataclass
 class Chat:
-    """A conversation with an engine and how it is held; what the commands change.
+    """A conversation with an engine, and its settings, which the slash commands change.
 
     Attributes:
-        keys: whether Ctrl-C is a key that ends a reply, or the signal that ends the program.
-        done: method -> its replies.
-        typed: keys pressed while the last reply was made.
+        keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
+        done: method -> its finished replies.
+        legend_due: whether nobody has said yet what the colours of tokens mean.
     """
 
     engine: Engine
@@ -65,7 +79,7 @@ class Chat:
     keys: bool = False
     console: Console = field(default_factory=SafeConsole)
     done: dict[str, list[Answer]] = field(default_factory=dict)
-    typed: str = ""
+    legend_due: bool = True
 
     @property
     def is_greedy(self) -> bool:
@@ -73,78 +87,120 @@ class Chat:
         return (self.engine.defaults.temperature if temperature is None else temperature) == 0
 
     def answer(self, message: str) -> Answer:
-        """Asks, and shows the reply as it comes; Ctrl-C ends it and keeps what there is.
+        """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps what there is of it.
 
-        Raises `ContextFull`, or another `RequestError`; the conversation is then as it was.
+        Raises `ContextFull` or another `RequestError`, and then leaves the conversation unchanged.
         """
         prompt = self.conversation.prompt(message)
         room = self.engine.context - len(prompt)
-        if room < _LEAST_ROOM:
+        if room < _MIN_REPLY_TOKENS:
             raise ContextFull(
                 f"the context is full: conversation and message have {len(prompt):,} tokens, "
                 f"it holds {self.engine.context:,}"
             )
         sampling = self.sampling
         if sampling.max_tokens and sampling.max_tokens > room:
-            sampling = sampling.model_copy(update={"max_tokens": None})  # up to the context, which is nearer
-        asked = time.monotonic()
+            sampling = sampling.model_copy(update={"max_tokens": None})  # the context is the tighter limit
+        watch = Stopwatch(submitted=time.monotonic())
         stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
-        first = self._show(stream) - asked
+        self._show(stream, watch)
         result = stream.result
+        first = (watch.first or time.monotonic()) - watch.submitted
+        if result.finish_reason == "cancelled":
+            result.statistics = _statistics_until_stopped(result, watch)
         self.conversation.add(message, prompt, result.text, result.tokens, result.finish_reason)
         answer = Answer(result, first, room - len(result.tokens))
         if result.finish_reason != "cancelled":
             self.done.setdefault(self.decoding.method, []).append(answer)
         return answer
 
-    def _show(self, stream: Stream) -> float:
-        """When its first text was there."""
-        first = None
-        keys = WatchKeys(stream.close) if self.keys else nullcontext()
-        with stream, self._reply() as reply, keys:
-            for piece in stream:
+    def _show(self, stream: Stream, watch: Stopwatch) -> None:
+        """Show the reply. `watch` is told when its tokens come."""
+        keys = KeyWatcher(stream.close) if self.keys else nullcontext()
+        with stream, keys:
+            begun = self._await_first(stream)
+            self._show_pieces(stream.result, chain(begun, stream), watch)
+
+    def _await_first(self, stream: Stream) -> list[Piece]:
+        """The first piece, if any comes; until then a line says what is waited for."""
+        if not self.console.is_terminal or self.console.is_dumb_terminal:
+            return []
+        with self.console.status(_Waiting(self.engine), spinner_style="dim"):
+            return list(islice(stream, 1))
+
+    def _show_pieces(self, result: Result, pieces: Iterable[Piece], watch: Stopwatch) -> None:
+        with self._reply() as reply:
+            for piece in pieces:
                 if piece.preview:
-                    reply.guess(_guessed(self.engine, stream.result, piece.preview))
-                elif piece.text:
-                    first = first or time.monotonic()
-                    sources = piece.provenance or stream.result.provenance[-1:] or [Provenance.DIRECT]
+                    reply.guess(_preview_text(self.engine, result, piece.preview))
+                if piece.tokens:
+                    watch.committed(len(piece.tokens), time.monotonic())
+                if piece.text:
+                    sources = piece.provenance or result.provenance[-1:] or [Provenance.DIRECT]
                     reply.add(piece.texts or (piece.text,), sources)
-        self.typed = keys.typed if isinstance(keys, WatchKeys) else ""
-        return first or time.monotonic()
 
     @contextmanager
     def _reply(self) -> Iterator[Reply]:
         reply: Reply = PlainReply()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            reply = TokenReply(self.console) if self.show_draft else reply
+            if self.show_draft:
+                self._explain_colours()
+                reply = TokenReply(self.console)
             reply = MarkdownReply(self.console) if self.markdown and not self.show_draft else reply
         try:
             yield reply
         finally:
             reply.finish()
 
+    def _explain_colours(self) -> None:
+        if self.legend_due:
+            self.legend_due = False
+            self.console.print(legend())
 
-def _guessed(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
-    """The text that `pending` adds to what is shown, less what is not a character yet."""
+
+def _statistics_until_stopped(result: Result, watch: Stopwatch) -> Statistics:
+    """What this side has seen of a reply that was stopped: the target tells no statistics of it."""
+    accepted = result.provenance.count(Provenance.ACCEPTED)
+    judged = accepted + result.provenance.count(Provenance.CORRECTED)
+    return Statistics(
+        num_generated_tokens=watch.generated,
+        num_judged_draft_tokens=judged,
+        num_accepted_draft_tokens=accepted,
+        acceptance_rate=accepted / judged if judged else None,
+        tokens_per_second=watch.tokens_per_second,
+        itl_p50=watch.token_latency(0.5),
+        itl_p99=watch.token_latency(0.99),
+    )
+
+
+def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
+    """The text that the tokens `pending` add to the text shown, without incomplete characters at its end."""
     before = [*result.prompt_tokens[-CONTEXT:], *result.tokens][-CONTEXT:]
     shown = engine.tokenizer.decode(before).rstrip(REPLACEMENT)
     return engine.tokenizer.decode([*before, *pending])[len(shown) :].rstrip(REPLACEMENT)
 
 
 def status(answer: Answer, context: int) -> Text:
-    """What a user wants to know of a reply, in a line."""
+    """The line of figures below a reply, and warnings below it."""
     s, result = answer.result.statistics, answer.result
+    queued = f" ({s.queue_seconds:.2f} s of them in the queue)" if s.queue_seconds >= 0.01 else ""
+    parts = [f"{answer.first:.2f} s to the first token{queued}"] if result.tokens else []
     if result.finish_reason == "cancelled":
-        return Text(f"stopped after {len(result.tokens)} tokens", "dim")
-    parts = [f"{answer.first:.2f} s to the first token"]
+        parts.insert(0, f"stopped after {len(result.tokens)} tokens")
     if s.tokens_per_second:
         parts.append(f"{s.tokens_per_second:.1f} tokens/s")
-    if s.draft_acceptance_rate is not None:
-        parts.append(f"{s.draft_acceptance_rate:.0%} of drafts accepted")
-        if s.mean_acceptance_length:
-            parts.append(f"{s.mean_acceptance_length:.1f} tokens a run")
+    if s.itl_p99 is not None:
+        parts.append(f"ITL p99 {s.itl_p99 * 1e3:.0f} ms")
+    if s.tokens_per_step:
+        parts.append(f"{s.tokens_per_step:.1f} tokens a step")
+    if s.acceptance_rate is not None:
+        parts.append(f"{s.acceptance_rate:.0%} of judged drafts accepted")
+    if s.window:
         parts.append(f"c = {s.window}")
-    parts += _waits(s)
+    if s.rates:
+        gain = f" (with it {s.draft_speedup:.2f} times as fast)" if s.draft_speedup else ""
+        parts.append(f"{s.num_tokens_without_draft / max(1, s.num_generated_tokens):.0%} without the draft{gain}")
+    parts += _wait_shares(s)
     line = Text(" · ".join(parts), "dim")
     if s.draft_lost:
         line.append("\nthe draft was lost on the way; the target went on alone", "yellow")
@@ -158,7 +214,8 @@ def status(answer: Answer, context: int) -> Text:
     return line
 
 
-def _waits(s: Statistics) -> list[str]:
+def _wait_shares(s: Statistics) -> list[str]:
+    """Shares of the reply's time in which each worker waited; empty without a measured time."""
     if not s.seconds:
         return []
     waited = {"target": sum(t for cause, t in s.target_wait_seconds.items() if cause != "idle")}
@@ -167,7 +224,7 @@ def _waits(s: Statistics) -> list[str]:
     return ["waited: " + ", ".join(f"{who} {min(1.0, t / s.seconds):.0%}" for who, t in waited.items())]
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
 @click.option("--raw", is_flag=True, help="No chat template: what you type is continued as it is.")
@@ -190,11 +247,11 @@ def chat(
 ) -> None:
     """Talk with the model. In the chat, /? lists its commands.
 
-    Where standard input is no terminal each of its lines is a message, and only the replies are printed.
+    If standard input is not a terminal, each of its lines is a message, and only the replies are printed.
     """
     config = settings.engine
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
-        config = config.model_copy(update={"log_level": "error"})  # a warning would tear the screen; the status tells
+        config = config.model_copy(update={"log_level": "error"})  # a warning would break the display
     with running(config, SafeConsole(stderr=True), connect) as engine:
         if engine is None:
             return
@@ -206,8 +263,8 @@ def chat(
         if question is not None:
             talk.answer(question)
         elif sys.stdin.isatty() and sys.stdout.isatty():
-            with keys_are_keys(), ended_by_signals():
-                _interactive(talk, LineReader(COMMANDS, remember=history))
+            with raw_keys(), ended_by_signals():
+                _run_interactive(talk, LineReader(COMMANDS, remember=history))
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
             for line in sys.stdin:
@@ -215,15 +272,15 @@ def chat(
                     talk.answer(line.rstrip("\n"))
 
 
-def _interactive(chat: Chat, reader: LineReader) -> None:
-    """Reads and answers until the user leaves."""
+def _run_interactive(chat: Chat, reader: LineReader) -> None:
+    """Read and answer messages until the user leaves."""
     logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
     chat.keys = True
     config = chat.engine.config
     chat.console.print(Text(f"{config.target} with {config.draft}, method {chat.decoding.method}. /? for help", "dim"))
     while True:
         try:
-            line = reader.read(chat.typed)
+            line = reader.read()
         except KeyboardInterrupt:
             chat.console.print("Ctrl-D or /bye leaves.", style="dim")
             continue
@@ -232,29 +289,30 @@ def _interactive(chat: Chat, reader: LineReader) -> None:
         except RequestError as error:
             chat.console.print(Text(str(error), "red"))
             continue
-        finally:
-            chat.typed = ""
         try:
-            _take(chat, reader, line)
+            _handle_line(chat, reader, line)
         except Leave:
             return
 
 
-def _take(chat: Chat, reader: LineReader, line: str) -> None:
-    """One line: a command or a message. What is wrong with it is said; what ends the chat is raised."""
+def _handle_line(chat: Chat, reader: LineReader, line: str) -> None:
+    """Run one line: a command or a message.
+
+    Prints errors that the chat survives. Raises `Leave`, and `TargetLost` and `EngineClosed`, which end the chat.
+    """
     try:
-        message = obey(chat, line) if line.startswith("/") else line
+        message = run_command(chat, line) if line.startswith("/") else line
         if message and message.strip():
-            _converse(chat, reader, message)
+            _exchange(chat, reader, message)
     except (TargetLost, EngineClosed):
-        _keep(chat)
+        _save_last_chat(chat)
         raise
     except PearlError as error:
         chat.console.print(Text(printable(str(error)), "red"))
 
 
-def _keep(chat: Chat) -> None:
-    """The engine is gone; what was said need not be."""
+def _save_last_chat(chat: Chat) -> None:
+    """Save the conversation to a file if there is any: the engine is gone. Ignores errors of the file system."""
     if chat.conversation.turns:
         with contextlib.suppress(OSError, RuntimeError):
             path = state_directory() / "last-chat.json"
@@ -264,11 +322,12 @@ def _keep(chat: Chat) -> None:
             chat.console.print(Text(f"the conversation is in {path}; /load goes on with it", "yellow"))
 
 
-def _converse(chat: Chat, reader: LineReader, message: str) -> None:
+def _exchange(chat: Chat, reader: LineReader, message: str) -> None:
+    """Answer one message. If the context is full, offer to drop the oldest turns first."""
     try:
         answer = chat.answer(message)
     except ContextFull as full:
-        count = chat.conversation.turns_to_forget(chat.engine.context - _LEAST_ROOM, message)
+        count = chat.conversation.turns_to_forget(chat.engine.context - _MIN_REPLY_TOKENS, message)
         if not count:
             raise RequestError(f"your message alone has too many tokens: {full}. Shorten it") from None
         chat.console.print(Text(str(full), "yellow"))

@@ -23,8 +23,9 @@ from pearl.lab.experiments.checks import CLOSE, Check, checks
 def check(tokens: int, seed: int, to: Path | None) -> None:
     """Closed forms against the simulator; exit code 1 where one is missed.
 
-    Theorems 1 and 2 of PEARL and its tokens a step, speculative decoding after Leviathan et al., and the expected
-    number of rejections after Yin et al., with models whose distributions are known.
+    Theorems 1 and 2 of PEARL and its tokens a step, also where a share of the rejections is foreseen; speculative
+    decoding after Leviathan et al.; and the expected number of rejections after Yin et al., with models whose
+    distributions are known.
     """
     done: list[Check] = []
     with Console(stderr=True, highlight=False).status("simulating") as status:

@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does in the chat."""
+"""The slash commands of the chat."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.table import Table
 from rich.text import Text
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.cli.reply import legend
+from pearl.config import DRAFTLESS, DecodingConfig, ModelRole, SamplingParams
+from pearl.engine.card import read_card
 from pearl.errors import RequestError
 from pearl.printable import printable
+from pearl.protocol.events import Phase
 
 if TYPE_CHECKING:
     from pearl.cli.chat import Answer, Chat
@@ -27,19 +30,20 @@ COMMANDS = {
     "/show": "the models, the engine and how full the context is",
     "/stats": "what was measured in this session, by method",
     "/save": "write the conversation to a file: /save FILE",
-    "/load": "go on with one: /load FILE",
+    "/load": "go on with a saved conversation: /load FILE",
     "/regen": "another reply to the last message",
     "/undo": "forget the last message and its reply",
     "/trace": "record a timeline of both workers: /trace FILE, and /trace off to write it; see pearl trace",
-    "/method": "decode otherwise: /method ar, sd or pearl",
+    "/method": "show the method, or use another: /method ar, sd or pearl",
     "/bye": "leave; /exit and Ctrl-D too",
 }
-_ALSO = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
+_ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
     ('"""', "opens a message of several lines, and closes it; Alt-Enter breaks a line too"),
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
+    ("Enter", "during a reply: the line is taken when the reply is done"),
 ]
-_SHOWN = ("draft", "markdown")  # settings of the screen
+_DISPLAY_SETTINGS = ("draft", "markdown")
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "sampling": tuple(SamplingParams.model_fields),
     "decoding": tuple(name for name in DecodingConfig.model_fields if name != "method"),
@@ -47,22 +51,24 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
 
 
 class Leave(Exception):
-    """The user has had enough."""
+    """Ends the chat."""
 
 
-def obey(chat: Chat, line: str) -> str | None:
-    """Does what `line` says; returns a message that is to be sent. Raises `PearlError` for what it cannot do."""
+def run_command(chat: Chat, line: str) -> str | None:
+    """Run the command in `line`. Return a message to send, or None. Raises `PearlError` if it fails."""
     name, _, rest = line.partition(" ")
-    name = _ALSO.get(name, name)
+    name = _ALIASES.get(name, name)
     if name not in COMMANDS:
-        near = get_close_matches(name, [*COMMANDS, *_ALSO], n=1, cutoff=0.5)
+        near = get_close_matches(name, [*COMMANDS, *_ALIASES], n=1, cutoff=0.5)
         meant = f"did you mean {near[0]}? " if near else ""
         raise RequestError(f"unknown command {name}: {meant}/? lists them all")
-    return _DO[name](chat, rest.strip())
+    return _HANDLERS[name](chat, rest.strip())
 
 
 def _help(chat: Chat, _: str) -> None:
     _print_pairs(chat, [*COMMANDS.items(), *_HINTS])
+    if chat.show_draft:
+        chat.console.print(legend())
 
 
 def _clear(chat: Chat, _: str) -> None:
@@ -85,7 +91,7 @@ def _set(chat: Chat, rest: str) -> None:
 
 
 def _change(chat: Chat, name: str, value: str) -> None:
-    if name in _SHOWN:
+    if name in _DISPLAY_SETTINGS:
         if value not in ("on", "off"):
             raise RequestError(f"/set {name} takes on or off")
         setattr(chat, {"draft": "show_draft"}.get(name, name), value == "on")
@@ -94,14 +100,18 @@ def _change(chat: Chat, name: str, value: str) -> None:
     elif name in _SECTIONS["decoding"]:
         chat.decoding = _changed(chat.decoding, name, value)
     else:
-        known = [*_SECTIONS["sampling"], *_SECTIONS["decoding"], *_SHOWN]
+        known = [*_SECTIONS["sampling"], *_SECTIONS["decoding"], *_DISPLAY_SETTINGS]
         near = get_close_matches(name, known, n=1)
         what = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
         raise RequestError(f"no setting {name!r}: {what}")
 
 
 def _changed(section: Any, name: str, value: str) -> Any:
-    """A copy with one field changed, validated as a configuration file's would be."""
+    """A copy of `section` with one field changed, validated like a configuration file.
+
+    Args:
+        value: "default" unsets the field.
+    """
     values = section.model_dump(exclude_unset=True)
     values.pop(name, None)
     if value != "default":
@@ -134,8 +144,8 @@ def _show(chat: Chat, _: str) -> None:
     _print_pairs(
         chat,
         [
-            ("target", f"{config.target} on {config.target_device}"),
-            ("draft", f"{config.draft} on {config.draft_device}"),
+            ("target", _placed(chat, "target")),
+            ("draft", _placed(chat, "draft") if config.has_draft else "none"),
             ("method", chat.decoding.method),
             ("system prompt", chat.conversation.system or "none"),
             ("conversation", f"{len(chat.conversation.turns)} turns, {used:,} of {engine.context:,} tokens"),
@@ -145,12 +155,30 @@ def _show(chat: Chat, _: str) -> None:
     )
 
 
+def _placed(chat: Chat, role: ModelRole) -> str:
+    """A model, its device and its dtype: what the engine has taken, or what is set if it has not told."""
+    model = chat.engine.config.model(role)
+    card = read_card(chat.engine.directory)
+    device, dtype = card.place(role) if card else (model.device, model.dtype)
+    return f"{model.spec} on {device}" + (f" in {dtype}" if dtype else "")
+
+
 def _stats(chat: Chat, _: str) -> None:
     if not chat.done:
         _say(chat, "nothing has been measured yet")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("method", "replies", "tokens", "first token", "tokens/s", "accepted", "tokens a run", "waited"):
+    for column in (
+        "method",
+        "replies",
+        "tokens",
+        "first token",
+        "tokens/s",
+        "tokens a step",
+        "accepted",
+        "tokens a run",
+        "waited",
+    ):
         table.add_column(column)
     for method, answers in chat.done.items():
         table.add_row(method, *_totals(answers))
@@ -158,7 +186,7 @@ def _stats(chat: Chat, _: str) -> None:
 
 
 def _totals(answers: list[Answer]) -> list[str]:
-    """Over all replies of one method: rates of sums, not means of rates."""
+    """The cells of one method over all its replies; rates are sums divided by sums, not means of rates."""
     all_of = [answer.result.statistics for answer in answers]
     decoding = sum(s.seconds - s.seconds_to_first_token for s in all_of)
     after_first = sum((s.tokens_per_second or 0.0) * (s.seconds - s.seconds_to_first_token) for s in all_of)
@@ -172,13 +200,21 @@ def _totals(answers: list[Answer]) -> list[str]:
         str(sum(s.num_generated_tokens for s in all_of)),
         f"{sum(answer.first for answer in answers) / len(answers):.2f} s",
         f"{after_first / decoding:.1f}" if decoding else "-",
+        _tokens_per_step(all_of),
         f"{accepted / judged:.0%}" if judged else "-",
-        _mean_run(all_of),
+        _mean_run_length(all_of),
         waits + (f", draft {draft / seconds:.0%}" if judged and seconds else ""),
     ]
 
 
-def _mean_run(all_of: list[Any]) -> str:
+def _tokens_per_step(all_of: list[Any]) -> str:
+    """Generated tokens over forwards after the prefill."""
+    steps = sum(n for s in all_of for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value)
+    return f"{sum(s.num_generated_tokens for s in all_of) / steps:.1f}" if steps else "-"
+
+
+def _mean_run_length(all_of: list[Any]) -> str:
+    """Tokens committed up to and including a correction or bonus, on average."""
     runs = sum(s.provenance.get("corrected", 0) + s.provenance.get("bonus", 0) for s in all_of)
     tokens = runs + sum(s.num_accepted_draft_tokens for s in all_of)
     return f"{tokens / runs:.1f}" if runs else "-"
@@ -186,7 +222,7 @@ def _mean_run(all_of: list[Any]) -> str:
 
 def _save(chat: Chat, rest: str) -> None:
     path = _path(rest, "/save FILE")
-    with _told(f"cannot write {path}"):
+    with _file_errors(f"cannot write {path}"):
         if path.exists() and '"pearl_chat"' not in path.read_text(encoding="utf-8", errors="replace"):
             raise RequestError(f"{path} is there, and no saved conversation: name another file")
         path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
@@ -195,7 +231,7 @@ def _save(chat: Chat, rest: str) -> None:
 
 def _load(chat: Chat, rest: str) -> None:
     path = _path(rest, "/load FILE")
-    with _told(f"cannot read {path}"):
+    with _file_errors(f"cannot read {path}"):
         text = path.read_text(encoding="utf-8", errors="replace")
     chat.conversation.load(text, chat.engine.config.target)
     _say(chat, f"{len(chat.conversation.turns)} turns from {path}")
@@ -204,13 +240,13 @@ def _load(chat: Chat, rest: str) -> None:
 def _path(rest: str, usage: str) -> Path:
     if not rest:
         raise RequestError(f"name a file: {usage}")
-    with _told(f"cannot find {rest}"):
+    with _file_errors(f"cannot find {rest}"):
         return Path(rest).expanduser()
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Whatever the system has against a file, as an error that the chat survives."""
+def _file_errors(what: str) -> Iterator[None]:
+    """Raises `RequestError`, which the chat survives, for errors of the file system. `what`: begins its message."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -241,7 +277,7 @@ def _trace(chat: Chat, rest: str) -> None:
         _say(chat, f"{path}: pearl trace report {path}")
     else:
         path = _path(rest, "/trace FILE, or /trace off")
-        with _told(f"cannot write {path}"):
+        with _file_errors(f"cannot write {path}"):
             if path.exists():
                 raise RequestError(f"{path} is there: name another file")
         chat.engine.start_trace(path)
@@ -253,8 +289,8 @@ def _method(chat: Chat, name: str) -> None:
         methods = get_args(DecodingConfig.model_fields["method"].annotation)
         if name not in methods:
             raise RequestError(f"no method {name!r}: one of {', '.join(methods)}")
-        if name != "ar" and not chat.engine.config.has_draft:
-            raise RequestError("this engine has no draft model: only ar is possible")
+        if name not in DRAFTLESS and not chat.engine.config.has_draft:
+            raise RequestError(f"this engine has no draft model: {' and '.join(DRAFTLESS)} are possible")
         chat.decoding = _changed(chat.decoding, "method", name)
     _say(chat, f"method: {chat.decoding.method}")
 
@@ -263,7 +299,7 @@ def _bye(chat: Chat, _: str) -> None:
     raise Leave
 
 
-_DO: dict[str, Callable[[Chat, str], str | None]] = {
+_HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
     "/help": _help,
     "/clear": _clear,
     "/system": _system,

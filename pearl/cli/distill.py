@@ -1,4 +1,4 @@
-"""`pearl distill`: a draft for a target. Arguments and progress bars; the work is `pearl.lab.distill`'s."""
+"""`pearl distill`: make a draft for a target. Arguments and progress bars; `pearl.lab.distill` does the work."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pearl.lab.distill.config import DistillConfig, load_config
 
 
 class Bars:
-    """A `Watcher`: a bar with ETA on a terminal, a line now and then elsewhere."""
+    """A `Watcher`: a progress bar with ETA on a terminal, elsewhere a line every 20%."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, TextColumn("[dim]{task.fields[note]}"), console=console, transient=True)
         self._task: TaskID | None = None
-        self._told = 0.0
+        self._next_percentage = 0.0
 
     def __enter__(self) -> Bars:
         if self._console.is_terminal:
@@ -37,14 +37,14 @@ class Bars:
     def begin(self, what: str, total: int) -> None:
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task, self._told = self._progress.add_task(what, total=total, note=""), 0.0
+        self._task, self._next_percentage = self._progress.add_task(what, total=total, note=""), 0.0
 
     def advance(self, count: int, note: str = "") -> None:
         assert self._task is not None
         self._progress.update(self._task, advance=count, note=note)
         task = self._progress.tasks[-1]
-        if not self._console.is_terminal and task.percentage >= self._told:
-            self._told = task.percentage + 20
+        if not self._console.is_terminal and task.percentage >= self._next_percentage:
+            self._next_percentage = task.percentage + 20
             left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
             self._console.print(f"{task.description} {task.percentage:.0f}%{left}  {note}", soft_wrap=True)
 
@@ -53,7 +53,7 @@ class Bars:
 
 
 def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--config and a flag for every field; the command gets them as `config: DistillConfig`."""
+    """Add --config and a flag for every field to a command, which gets them as `config: DistillConfig`."""
 
     @functools.wraps(command)
     def wrapped(config: Path | None, **given: Any) -> Any:
@@ -76,7 +76,7 @@ def distill(config: DistillConfig, resume: bool) -> None:
     """Make a draft for a target, out of the target's own answers.
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
-    on them. A killed run goes on with --resume, and loses nothing. The draft is OUT/draft, an ordinary directory.
+    on them. --resume continues a killed run from its last checkpoint. The draft is OUT/draft, an ordinary checkpoint.
     """
     from pearl.lab.distill.run import Distillation
 

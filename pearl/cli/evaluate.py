@@ -1,4 +1,4 @@
-"""`pearl evaluate-draft`: what a draft is worth to a target, without running the two. Arguments and a table."""
+"""`pearl evaluate-draft`: how often a target would accept a draft, without decoding. Arguments and a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pearl.lab.distill.evaluate import TOPS, Figures, GreedyAnswers, as_dict, ev
 from pearl.lab.distill.plot import plot
 from pearl.lab.distill.prompts import read_prompts
 from pearl.lab.distill.teacher import choose_device, load_teacher
-from pearl.models.embedded import cache_directory
+from pearl.models.kept import cache_directory
 from pearl.models.loading import load_model
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
 
@@ -52,7 +52,7 @@ def evaluate_draft(
     """How often the target would accept what a draft guesses.
 
     The target answers the prompts of each FILE (.jsonl with "prompt", "question" or "turns"; or one a line) greedily;
-    both models then read the answers. NAME is the file's in the table.
+    both models then read the answers. NAME names the file in the table.
     """
     sets = {name: read_prompts(path, limit) for name, path in map(named_file, prompts)}
     where = choose_device(device)

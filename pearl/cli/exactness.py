@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
-from pearl.cli.options import settings_options
+from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.client.request import Prompt
 from pearl.config import Settings
@@ -24,7 +24,7 @@ _TOKENS = 48
 _ROWS = 300
 
 
-@click.command("check")
+@click.command("check", cls=SettingsCommand)
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: four of ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
@@ -33,9 +33,9 @@ _ROWS = 300
 def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
     """Compare logits and texts of all methods bit for bit.
 
-    Exit code 1 where any differ. Logits: of one sequence, cut into forwards at random. Texts: of every method and
-    window, with the draft killed too, against the target's own with the same seed; under the ratio rule against each
-    other. Texts have --max-tokens, 48.
+    Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
+    with the draft killed, compared with the target's own text of the same seed; under the ratio rule with each other.
+    Texts have up to --max-tokens, 48 by default.
     """
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()

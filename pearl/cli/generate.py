@@ -1,4 +1,4 @@
-"""`pearl generate`: one prompt in, one text out, and a summary of how it came about."""
+"""`pearl generate`: one prompt in, one text and a summary of its decoding out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from rich.table import Table
 
 from pearl import __version__
 from pearl.cli.launch import connect_option, running
-from pearl.cli.options import settings_options
+from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.terminal import SafeConsole
-from pearl.config import Settings
+from pearl.config import DRAFTLESS, Settings
 from pearl.decoding.registry import find
 from pearl.engine import Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.printable import printable
+from pearl.protocol.messages import Provenance
+
+_QUEUED = 1e-3  # seconds: less is the way into an empty queue
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text and summary.")
@@ -29,18 +32,18 @@ from pearl.printable import printable
 def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, connect: str | None) -> None:
     """Generate one text from a prompt.
 
-    PROMPT is read from standard input where it is left out (or is -). The text goes to standard output, all else to
-    standard error. Where the model has a chat template it is applied; see --raw.
+    PROMPT is read from standard input if it is left out (or is -). The text goes to standard output, all else to
+    standard error. If the model has a chat template it is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
-    text = "" if torchrun.rank() else _prompt(prompt)  # before any work; torchrun's other rank needs none
+    text = "" if torchrun.rank() else _prompt(prompt)  # before loading anything; torchrun's other rank needs none
     if connect is None:
         settings.engine.check_method(settings.decoding.method)
     with running(settings.engine, console, connect) as engine:
         if engine is None:
             return
         with engine.stream(text, settings.sampling, decoding=settings.decoding, raw=raw) as stream:
-            _follow(stream, quiet=as_json)
+            _print_as_it_comes(stream, quiet=as_json)
             result = stream.result
     if as_json:
         click.echo(json.dumps(_document(settings, result), ensure_ascii=False))
@@ -59,10 +62,10 @@ def _prompt(prompt: str | None) -> str:
     return text
 
 
-def _follow(stream: Stream, quiet: bool) -> None:
+def _print_as_it_comes(stream: Stream, quiet: bool) -> None:
     for piece in stream:
         if not quiet:
-            # Not by click, which takes colours out of what goes to a file: there the text is to be the model's own.
+            # Not click.echo, which strips ANSI codes: a file must get the model's own text.
             sys.stdout.write(printable(piece.text) if sys.stdout.isatty() else piece.text)
             sys.stdout.flush()
     if not quiet:
@@ -88,32 +91,50 @@ def _document(settings: Settings, result: Result) -> dict[str, object]:
 
 
 def summary(settings: Settings, result: Result) -> Table:
-    """What a user wants to know of a finished text."""
+    """The figures printed below a finished text."""
     s, decoding = result.statistics, settings.decoding
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    window = f", window {decoding.window}" if decoding.method != "ar" else ""
-    table.add_row("method", f"{decoding.method}{window}, rule {find(decoding.rule).label}, seed {result.seed}")
+    window = f", window {decoding.window}" if decoding.method not in DRAFTLESS else ""
+    table.add_row("method", f"{decoding.method}{window}, rule {find(decoding.rule_in_use).label}, seed {result.seed}")
     rate = f"{s.tokens_per_second:.1f} tokens/s" if s.tokens_per_second else "too short for a rate"
     table.add_row("text", f"{s.num_generated_tokens} tokens, ended by {result.finish_reason}; {rate} after the first")
-    table.add_row(
-        "first token", f"{s.seconds_to_first_token * 1e3:.0f} ms for a prompt of {s.num_prompt_tokens} tokens"
-    )
-    if s.draft_acceptance_rate is not None:
-        length = f"{s.mean_acceptance_length:.2f}" if s.mean_acceptance_length else "-"
+    queued = f", {s.queue_seconds * 1e3:.0f} ms of them in the queue" if s.queue_seconds > _QUEUED else ""
+    first = f"{s.seconds_to_first_token * 1e3:.0f} ms after the submission"
+    table.add_row("first token", f"{first}{queued}, for a prompt of {s.num_prompt_tokens} tokens")
+    if s.tokens_per_second and s.itl_p50 is not None and s.itl_p99 is not None:
+        latencies = f"p50 {s.itl_p50 * 1e3:.0f} ms, p99 {s.itl_p99 * 1e3:.0f} ms"
+        table.add_row("next tokens", f"{1e3 / s.tokens_per_second:.1f} ms each on average (TPOT); ITL {latencies}")
+    if s.acceptance_rate is not None:
+        length = f"{s.mean_run_length:.2f}" if s.mean_run_length else "-"
         table.add_row(
             "acceptance",
-            f"{s.draft_acceptance_rate:.2f} of {s.num_judged_draft_tokens} judged draft tokens; "
-            f"mean run {length} tokens, its correction included",
+            f"{s.acceptance_rate:.2f} of {s.num_judged_draft_tokens} judged draft tokens"
+            + (f", {s.draft_acceptance_rate:.2f} of {s.num_draft_tokens} drafted" if s.draft_acceptance_rate else "")
+            + f"; mean run {length} tokens, its correction included",
         )
+    if s.expected_rejections is not None:
+        odds = f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
+        bias = f"; biased by {s.bias / s.num_judged_draft_tokens:.3f} a judged token" if s.bias else ""
+        table.add_row("rejections", f"{s.num_rejections}, {odds} by the models' distributions{bias}")
+    if s.num_guesses:
+        guessed = s.provenance.get(Provenance.GUESSED.value, 0)
+        sources = ", ".join(f"{n} {source}" for source, n in sorted(s.guessed_by_source.items(), reverse=True))
+        table.add_row("guessed", f"{guessed} tokens, of {s.num_guesses} guesses" + (f": {sources}" if sources else ""))
+    if s.rates:
+        rested = f"{s.num_tokens_without_draft} of {s.num_generated_tokens} tokens without the draft"
+        times = f": with it {s.draft_speedup:.2f} times as fast, compared within texts" if s.draft_speedup else ""
+        table.add_row("auto", rested + times)
     steps = ", ".join(f"{n} {phase}" for phase, n in s.target_steps.items() if n)
-    table.add_row("target steps", steps)
+    rate = f"; {s.tokens_per_step:.2f} tokens a step" if s.tokens_per_step else ""
+    table.add_row("target steps", steps + rate)
     if s.t_draft and s.num_draft_tokens:
         table.add_row("window", f"c = {s.window}; t_target(1) / t_draft = {s.speed_ratio:.2f}")
         table.add_row("t_draft", f"{s.t_draft * 1e3:.1f} ms")
-    times = ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in s.t_target.items())
-    table.add_row("t_target(n)", f"{times} ms")
+    for name, measured in (("t_target(n)", s.t_target), ("on all cores", s.t_target_spread)):
+        if measured:
+            table.add_row(name, ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in measured.items()) + " ms")
     waits = ", ".join(f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle")
     table.add_row("target waited", waits or "never")
     if s.draft_lost:

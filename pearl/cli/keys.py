@@ -1,4 +1,4 @@
-"""`pearl keys`: the file by which two hosts know each other."""
+"""`pearl keys`: make the key file with which two hosts authenticate each other."""
 
 from __future__ import annotations
 

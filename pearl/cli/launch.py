@@ -1,4 +1,4 @@
-"""An engine for a command: started here, under torchrun with the other rank, or one that is running already."""
+"""Get an engine for a command: start one, start one under torchrun, or attach to a running one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.text import Text
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress, torchrun
-from pearl.engine.attach import attach, find_engine
+from pearl.engine.attach import attach
+from pearl.engine.card import find_card
 from pearl.engine.launcher import LocalLauncher
 from pearl.errors import ConfigError
 from pearl.printable import log_to_stderr
@@ -25,21 +26,25 @@ def connect_option(command: _Command) -> _Command:
         "--connect",
         is_flag=False,
         flag_value="",
-        metavar="[DIRECTORY]",
-        help="Use an engine that is running; see pearl serve. The directory may be left out where there is only one.",
+        metavar="[PID|DIRECTORY]",
+        help="Use an engine that is running, one that pearl ps lists; which may be left out where there is only one.",
     )(command)
 
 
 @contextmanager
 def running(config: EngineConfig, console: Console, connect: str | None = None) -> Iterator[Engine | None]:
-    """The engine that a command works with; None on the ranks of torchrun that have served it until its end."""
+    """Yield the engine for a command. On torchrun's other ranks: serve it until it ends, then yield None.
+
+    Args:
+        connect: directory or process id of a running engine, "" for the only one; None: start one.
+    """
     log_to_stderr(config.log_level, "front")
     rank = torchrun.rank()
     if connect is not None:
         if rank is not None:
             raise ConfigError("--connect takes no torchrun: the engine runs already")
-        directory = find_engine(connect)
-        with _loading(console, f"connecting to {directory}") as progress:
+        directory = find_card(connect).directory
+        with _show_progress(console, f"connecting to {directory}") as progress:
             engine = attach(directory, progress)
     else:
         if rank is not None:
@@ -49,7 +54,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             torchrun.serve(config, rank, progress=lambda _: None)
             yield None
             return
-        with _loading(console, "starting the workers") as progress:
+        with _show_progress(console, "starting the workers") as progress:
             launcher = LocalLauncher(config) if rank is None else torchrun.TorchrunLauncher(config)
             engine = Engine.launched_by(launcher, progress)
     with engine:
@@ -57,8 +62,8 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
 
 
 @contextmanager
-def _loading(console: Console, what: str) -> Iterator[Progress]:
-    """Shows what is being loaded: a spinner on a terminal, lines elsewhere."""
+def _show_progress(console: Console, what: str) -> Iterator[Progress]:
+    """Show the messages passed to the yielded function: with a spinner on a terminal, as lines elsewhere."""
     if not console.is_terminal:
         yield lambda message: console.print(message, style="dim")
         return

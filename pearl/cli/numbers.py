@@ -1,4 +1,4 @@
-"""Options of the commands that simulate or measure: numbers that are numbers, times by tokens fed, files."""
+"""Option types and files of the commands that simulate or measure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pearl.errors import ConfigError
 
 
 class Number(click.FloatRange):
-    """No NaN, nothing infinite."""
+    """A finite float."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -24,7 +24,7 @@ class Number(click.FloatRange):
 
 
 class Times(click.ParamType):
-    """`50`, or `1:50,4:55,8:60`: milliseconds by tokens fed."""
+    """Forward times: `1:50,4:55,8:60` (tokens fed:milliseconds), or `50` for one token."""
 
     name = "ms"
 
@@ -37,11 +37,11 @@ class Times(click.ParamType):
         except ValueError:
             times = {}
         if len(times) < len(items) or min(times) < 1 or not all(0 < ms < math.inf for ms in times.values()):
-            self.fail(f"{value!r}: write 50, or 1:50,4:55,8:60 (tokens fed:milliseconds)", param, ctx)
+            self.fail(f"{value!r}: write a finite 50, or 1:50,4:55,8:60 (tokens fed:milliseconds)", param, ctx)
         return times
 
 
-_WIDTH = 120  # columns, where the output is no terminal
+_WIDTH = 120  # columns, if the output is not a terminal
 POSITIVE = Number(min=0, min_open=True)
 json_option = click.option(
     "--json", "to", type=click.Path(path_type=Path, allow_dash=True), help="Write JSON here; - is standard output."
@@ -50,19 +50,19 @@ STDOUT = Path("-")
 
 
 def table_console() -> Console:
-    """Wide enough for a table that goes into a file."""
+    """A console for tables, `_WIDTH` columns wide if the output is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def refuse_options(ctx: click.Context) -> None:
-    """Of a group whose command has been named: they would be ignored. Raises `ConfigError`."""
+    """Raise `ConfigError` if a group got options of its own and a subcommand too: they would be ignored."""
     if any(ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE for name in ctx.params):
         name = ctx.invoked_subcommand
         raise ConfigError(f"options of {name} go behind it: pearl {ctx.info_name} {name} ...")
 
 
 def named_file(argument: str) -> tuple[str, Path]:
-    """`NAME=FILE`, or `FILE`, whose name without its ending it then has. Raises `ConfigError`."""
+    """Parse `NAME=FILE`, or `FILE`, which is named by its stem. Raises `ConfigError`."""
     name, equals, path = argument.partition("=")
     if not (path if equals else name):
         raise ConfigError(f"{argument!r}: write FILE or NAME=FILE")
@@ -70,7 +70,7 @@ def named_file(argument: str) -> tuple[str, Path]:
 
 
 def read_json(path: Path) -> Any:
-    """Raises `ConfigError`."""
+    """The parsed file. Raises `ConfigError` if it cannot be read or is not JSON."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -80,7 +80,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, document: object) -> None:
-    """Raises `ConfigError` where it cannot be written."""
+    """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written."""
     if path == STDOUT:
         click.echo(json.dumps(document))
         return

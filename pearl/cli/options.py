@@ -1,4 +1,4 @@
-"""Flags made from the configuration's fields, so that every field is one and none can be forgotten."""
+"""Flags generated from the configuration's fields, so that every field has a flag."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Literal, TypeVar
 import click
 from pydantic.fields import FieldInfo
 
-from pearl.config import SECTIONS, UNSUPPORTED, Settings, load_settings
+from pearl.config import NUMBER_WORDS, SECTIONS, UNSUPPORTED, Settings, WordedNumber, load_settings
 from pearl.errors import ConfigError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def settings_options(command: _Command) -> _Command:
-    """Adds --config and a flag for every field; the command gets them all as `settings: Settings`."""
+    """Add --config and a flag for every field to a command, which gets them as `settings: Settings`."""
 
     @functools.wraps(command)
     def wrapped(config: Path | None, **given: Any) -> Any:
@@ -34,6 +34,37 @@ def settings_options(command: _Command) -> _Command:
         "--config", type=click.Path(dir_okay=False, path_type=Path), help="YAML file of these settings; see configs/."
     )
     return typing.cast(_Command, config(wrapped))
+
+
+# What each section's flags are listed under in a command's help.
+_TITLES = dict(zip(SECTIONS, ("The pair, and where it runs", "How it is decoded", "How tokens are drawn"), strict=True))
+
+
+class _InSections(click.Command):
+    """Lists its own options first, then those of each section of the settings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles = {name: title for section, title in _TITLES.items() for name in section.model_fields}
+        listed: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *_TITLES.values())}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if record is not None:
+                listed[titles.get(str(option.name), "Options")].append(record)
+        for title, records in listed.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class SettingsCommand(_InSections):
+    """A command with `settings_options`."""
+
+
+class SettingsGroup(_InSections, click.Group):
+    """A group with `settings_options`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
 
 _FIELDS: dict[str, FieldInfo] = {name: field for s in SECTIONS for name, field in s.model_fields.items()}
@@ -51,14 +82,33 @@ def _flag(name: str) -> str:
 
 
 def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
-    """A flag for a field: of its type, with its description."""
+    """A flag with the field's type, description and default."""
     kind, flag = _bare(field.annotation), _flag(name)
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     multiple = typing.get_origin(kind) is tuple
+    if WordedNumber in field.metadata:
+        return click.option(flag, name, type=_NumberOrWord(), default=None, help=_help(field))
     return click.option(
         flag, name, type=_type(kind), multiple=multiple, default=None, help=_help(field), metavar=_metavar(kind)
     )
+
+
+class _NumberOrWord(click.ParamType):
+    """A whole number, or one of the words for some; which numbers are allowed is the field's business."""
+
+    name = "|".join(["N", *NUMBER_WORDS])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in NUMBER_WORDS:
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor {' nor '.join(NUMBER_WORDS)}.", param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return self.name
 
 
 def _bare(annotation: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How a reply appears while it is made. Takes pieces of text; knows no engine.
+"""Display a reply while it is generated. Takes pieces of text; knows no engine.
 
-What can no longer change is printed for good and scrolls away with the rest.  Only what is unfinished (a paragraph, a
-list, the draft's guesses) is redrawn, and never more of it than fits the screen.
+Text that can no longer change is printed once and scrolls away.  Only the unfinished part (a paragraph, a list, the
+draft's guesses) is redrawn, and never more of it than fits the screen.
 """
 
 from __future__ import annotations
@@ -27,34 +27,49 @@ STYLES = {
     Provenance.CORRECTED: "bold yellow",
     Provenance.DIRECT: "",
     Provenance.BONUS: "cyan",
+    Provenance.GUESSED: "blue",
 }
-GUESSED = "dim italic"
-_FRAME_SECONDS = 0.04  # between two redrawings: a reader sees no more
-_REST = 3.0  # times what a drawing took: a long block must not keep a core busy
-# With HTML a text would lose what only looks like it: std::vector<int>, <think>.
+PENDING = "dim italic"
+_MEANINGS = {
+    Provenance.ACCEPTED: "accepted",
+    Provenance.CORRECTED: "corrected",
+    Provenance.BONUS: "bonus",
+    Provenance.GUESSED: "guessed without a model",
+    Provenance.DIRECT: "the target's own",
+}
+_MIN_FRAME_SECONDS = 0.04  # between two frames: faster changes cannot be seen
+_REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
+# HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-_MARGIN = 2  # rows of the screen left to what is below
-_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # a terminal that knows these shows a frame only when whole
+_MARGIN = 2  # screen rows left free below
+_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronized output: the terminal shows only whole frames
+
+
+def legend() -> Text:
+    """What the colours of `TokenReply` mean."""
+    words = [Text(meaning, f"dim {STYLES[source]}") for source, meaning in _MEANINGS.items()]
+    words.append(Text("not judged yet", PENDING))
+    return Text(" · ", "dim").join(words)
 
 
 class Reply(Protocol):
-    """What a reply is written to."""
+    """A display for one reply."""
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        """Final text, by token."""
+        """Append final text: each token's text, and where each token came from."""
         ...
 
     def guess(self, text: str) -> None:
-        """What the draft believes comes next; it replaces its last guess."""
+        """Show what the draft guesses comes next, in place of its last guess."""
         ...
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """End the display: no more text comes."""
         ...
 
 
 class PlainReply:
-    """As it comes: for a file or a pipe, or a terminal that can do no more."""
+    """Writes text as it comes: for files, pipes and dumb terminals."""
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         text = "".join(texts)
@@ -69,8 +84,8 @@ class PlainReply:
         sys.stdout.flush()
 
 
-class _Bottom:
-    """The last rows of a renderable: as many as fit the screen."""
+class _LastRows:
+    """The last rows of a renderable, as many as fit the screen."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content
@@ -83,12 +98,13 @@ class _Bottom:
 
 
 class _Screen:
-    """A place at the bottom of the screen that is redrawn, and what leaves it upwards for good.
+    """Redraws the bottom of the screen, and prints finished text above it.
 
-    A thread draws, so that the latest is always shown soon, and a slow drawing holds nothing up.
+    A thread draws, so that slow drawing does not block the caller.
 
     Args:
-        compose: what is to be printed for good now, if anything, and what stands below it; called with `lock` held.
+        compose: () -> (finished text to print once, or None; unfinished text to redraw below it). Called with `lock`
+            held.
     """
 
     def __init__(self, console: Console, compose: Callable[[], tuple[RenderableType | None, RenderableType]]) -> None:
@@ -96,21 +112,21 @@ class _Screen:
         self._console = console
         self._compose = compose
         self._size = console.size
-        self._live = self._started()
+        self._live = self._start_live()
         self._changed, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._paint, daemon=True, name="screen")
+        self._thread = threading.Thread(target=self._redraw_on_change, daemon=True, name="screen")
         self._thread.start()
 
-    def _started(self) -> Live:
+    def _start_live(self) -> Live:
         live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible")
         live.start()
         return live
 
     def changed(self) -> None:
-        """There is something new to be drawn."""
+        """Request a redraw."""
         self._changed.set()
 
-    def _paint(self) -> None:
+    def _redraw_on_change(self) -> None:
         while not self._closing.is_set():
             self._changed.wait()
             self._changed.clear()
@@ -118,32 +134,32 @@ class _Screen:
             with self.lock:
                 done, rest = self._compose()
             self._draw(done, rest)
-            self._closing.wait(max(_FRAME_SECONDS, _REST * (time.monotonic() - began)))
+            self._closing.wait(max(_MIN_FRAME_SECONDS, _REST_PER_FRAME * (time.monotonic() - began)))
 
     def _draw(self, done: RenderableType | None, rest: RenderableType) -> None:
         if self._console.size != self._size:
-            self._after_resize()
+            self._restart_after_resize()
         self._console.file.write(_BEGIN_FRAME)
         with self._console:  # one write
-            self._live.update(_Bottom(rest), refresh=done is None)
+            self._live.update(_LastRows(rest), refresh=done is None)
             if done is not None:
                 self._console.print(done)
         self._console.file.write(_END_FRAME)
         self._console.file.flush()
 
-    def _after_resize(self) -> None:
-        """The terminal has wrapped its rows anew, so where ours began is lost: goes on with a clean screen.
+    def _restart_after_resize(self) -> None:
+        """Go on with a clean screen: the terminal has rewrapped its rows, so the position of ours is unknown.
 
-        What was printed for good is above, to be scrolled back to.
+        Finished text stays in the scrollback.
         """
         self._live.update(Text(), refresh=False)
         self._live.stop()
         self._size = self._console.size
         self._console.file.write("\n" * (self._size.height - 1) + "\x1b[H\x1b[J")
-        self._live = self._started()
+        self._live = self._start_live()
 
     def finish(self, last: RenderableType | None) -> None:
-        """Prints what is left for good."""
+        """Stop the thread and print the last text, if any."""
         self._closing.set()
         self._changed.set()
         self._thread.join()
@@ -152,10 +168,10 @@ class _Screen:
 
 
 class MarkdownReply:
-    """Rendered Markdown, block by block."""
+    """Rendered Markdown; finished blocks are printed, the last block is redrawn."""
 
     def __init__(self, console: Console) -> None:
-        self._rest = ""  # source of what is not printed for good
+        self._rest = ""  # Markdown source not yet printed
         self._screen = _Screen(console, self._compose)
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
@@ -164,7 +180,7 @@ class MarkdownReply:
         self._screen.changed()
 
     def guess(self, text: str) -> None:
-        pass  # amid a table or a list it could not be told from the text
+        pass  # in a table or a list it could not be told from the text
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
         done, self._rest = _finished_blocks(self._rest)
@@ -175,10 +191,10 @@ class MarkdownReply:
 
 
 class TokenReply:
-    """Plain text, each token coloured by where it came from, the draft's guess behind it."""
+    """Plain text with each token coloured by where it came from, followed by the draft's guess."""
 
     def __init__(self, console: Console) -> None:
-        self._line = Text()  # since the last newline that was printed for good
+        self._line = Text()  # text since the last newline printed
         self._guess = ""
         self._screen = _Screen(console, self._compose)
 
@@ -199,14 +215,14 @@ class TokenReply:
         if "\n" in self._line.plain:
             *lines, self._line = self._line.split("\n", allow_blank=True)
             done = Text("\n").join(lines)
-        return done, self._line + Text(self._guess, GUESSED)
+        return done, self._line + Text(self._guess, PENDING)
 
     def finish(self) -> None:
         self._screen.finish(self._line or None)
 
 
 def _finished_blocks(source: str) -> tuple[str, str]:
-    """`source` up to its last block, which more text could still change, and from there on."""
+    """Split `source` before its last block, which more text could still change."""
     starts = [token.map[0] for token in _PARSER.parse(source) if token.level == 0 and token.map and token.nesting >= 0]
     if len(starts) < 2:
         return "", source
@@ -215,7 +231,7 @@ def _finished_blocks(source: str) -> tuple[str, str]:
 
 
 def _markdown(source: str) -> Markdown:
-    """Links are shown with where they lead, for a text must not hide that; lines end where the model ended them."""
+    """Render Markdown. Shows the target of each link, which a text must not hide; keeps the model's line breaks."""
     rendered = Markdown("", hyperlinks=False, code_theme="ansi_dark")
     rendered.parsed = _PARSER.parse(source)
     for token in rendered.parsed:

@@ -1,32 +1,81 @@
-"""`pearl serve`: an engine that waits for fronts of the same user to attach."""
+"""`pearl serve`: an engine to which clients of the same user attach, and with --http any that speak OpenAI's API."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING
 
 import click
 
 from pearl.cli.launch import running
-from pearl.cli.options import settings_options
+from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.terminal import SafeConsole, say
 from pearl.config import Settings
+from pearl.engine import torchrun
+from pearl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pearl.server.listen import Door
+
+_QUEUE = 32
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
+@click.option("--http", metavar="HOST:PORT", help="Serve OpenAI's API there too; port 0: a free one.")
+@click.option(
+    "--api-key",
+    envvar="PEARL_API_KEY",
+    metavar="KEY",
+    help="What clients of --http must send; needed beyond the loopback. $PEARL_API_KEY keeps it out of ps.",
+)
+@click.option(
+    "--http-queue",
+    type=click.IntRange(0, 256),
+    default=None,
+    help=f"Requests that may wait; more are told to try again later.  [default: {_QUEUE}]",
+)
+@click.option("--http-model", metavar="NAME", help="The model's name for clients; default: the target's.")
 @settings_options
-def serve(settings: Settings) -> None:
+def serve(
+    settings: Settings, http: str | None, api_key: str | None, http_queue: int | None, http_model: str | None
+) -> None:
     """Keep an engine running for others to connect to.
 
-    It runs until Ctrl-C; pearl chat --connect and pearl generate --connect use it. Only this user's processes on this
-    machine can reach it. Sampling and decoding are for who asks to choose.
+    It runs until Ctrl-C or pearl stop; pearl chat --connect and pearl generate --connect use it, and pearl ps lists it.
+    Only this user's processes on this machine can reach it. Each client sets its own sampling and decoding.
+
+    With --http it is a server for every tool that speaks OpenAI's API, with the base URL http://HOST:PORT/v1. Settings
+    of sampling hold for what a request does not set, those of decoding for all.
     """
-    with running(settings.engine, SafeConsole(stderr=True)) as engine:
+    if http is None and (http_queue is not None or http_model is not None):
+        raise ConfigError("--http-queue and --http-model go with --http HOST:PORT")
+    if http is not None:
+        settings.engine.check_method(settings.decoding.method)
+    door = None
+    if http is not None and not torchrun.rank():
+        door = _bind(http, api_key or None, _QUEUE if http_queue is None else http_queue, http_model)
+    with closing(door) if door else nullcontext(), running(settings.engine, SafeConsole(stderr=True)) as engine:
         if engine is None:
             return
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         say(f"serving in {engine.directory}; talk to it with pearl chat --connect")
         try:
-            engine.wait_until_lost()
+            if door is None:
+                engine.wait_until_lost()
+            else:
+                say(f"OpenAI's API: {door.url}/v1")
+                door.serve(engine, settings)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
+
+
+def _bind(address: str, key: str | None, queue: int, model: str | None) -> Door:
+    try:
+        from pearl.server.listen import bind
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
+            raise
+        raise ConfigError("--http needs the extra `server`: pip install 'pearl-runtime[server]'") from None
+    return bind(address, key, queue, model)

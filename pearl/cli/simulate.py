@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,40 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.check import check
-from pearl.cli.numbers import POSITIVE, STDOUT, Number, Times, json_option, refuse_options, write_json
+from pearl.cli.numbers import STDOUT, Number, Times, json_option, refuse_options, write_json
+from pearl.cli.record import record
 from pearl.cli.sweep import sweep
+from pearl.cli.terminal import SafeConsole
+from pearl.cli.texts import ablations, print_ablations
 from pearl.errors import ConfigError
+from pearl.lab.experiments import texts
 from pearl.lab.experiments.compare import compare
+from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.recorded import Recorded, interpolated, recorded
 from pearl.lab.experiments.workload import Totals, Workload, independent, run
 from pearl.lab.simulate import Timing
+from pearl.models.recorded import read_texts
 from pearl.trace.reading import read
 
+_SILENT_SECONDS = 5.0  # without a line, where there is no terminal
+_BLOCK = 20  # texts whose luck balances
 _COUNT = click.IntRange(min=1)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group(invoke_without_command=True)
-@click.option("--t-draft", type=POSITIVE, metavar="MS", help="Of a draft forward.  [default: 10]")
+@click.option("--t-draft", type=Times(), help="Of a draft forward; 1:10,4:12: by tokens fed.  [default: 10]")
 @click.option("--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]")
 @click.option("--acceptance", type=Number(0, 1), metavar="X", help="Rate, i.i.d.  [default: 0.8]")
 @click.option("--requests", type=_COUNT, metavar="N", help="Texts.  [default: 200]")
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Of each text.  [default: 128]")
 @click.option("--trace", type=click.Path(path_type=Path), help="Take all these from a recorded run instead.")
+@click.option("--texts", "file", type=_FILE, help="Decode texts that pearl simulate record wrote, at these times.")
+@click.option(
+    "--datastore",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="With --texts: where look-ahead and lookup guess from too.",
+)
 @click.option(
     "--jitter", type=Number(0), default=0.0, metavar="X", help="Standard deviation of a forward, as a share of it."
 )
@@ -39,39 +55,105 @@ _COUNT = click.IntRange(min=1)
 @json_option
 @click.pass_context
 def simulate(
-    ctx: click.Context, trace: Path | None, jitter: float, delay: float, seed: int, to: Path | None, **texts: Any
+    ctx: click.Context,
+    trace: Path | None,
+    file: Path | None,
+    datastore: Path | None,
+    jitter: float,
+    delay: float,
+    seed: int,
+    to: Path | None,
+    **given: Any,
 ) -> None:
     """All methods side by side in virtual time, without a model.
 
     The coordinator is the real one. Only forwards and messages take time. Each model has a device of its own; ar has
     the target's alone. A replay (--trace) takes from a recorded run which positions the draft got right, and how long
-    forwards took.
+    forwards took. Recorded texts (--texts) are decoded with look-ahead, lookup and branches too, alone and together.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
+    if datastore is not None and file is None:
+        raise ConfigError("--datastore is for recorded texts: name them with --texts")
     began = time.monotonic()
-    record = _recorded(trace, texts, delay, jitter, seed) if trace else None
-    workload = record.workload if record else _independent(delay=delay, jitter=jitter, seed=seed, **texts)
-    done = compare(workload)
-    again = run(workload, record.decoding) if record else None
+    record = _recorded(trace, given | {"texts": file}, delay, jitter, seed) if trace else None
+    if record:
+        workload = record.workload
+    elif file is not None:
+        workload = _of_texts(file, delay=delay, jitter=jitter, seed=seed, **given)
+    else:
+        workload = _independent(delay=delay, jitter=jitter, seed=seed, **given)
+    with _told() as tell:
+        done = compare(workload, tell)
+        if record:
+            tell("the recording's own method")
+        again = run(workload, record.decoding) if record else None
+        if file is not None:
+            tell("look-ahead, lookup and branches, alone and together")
+        guessed = ablations(file, workload, datastore) if file is not None else []
     if to is not None:
-        write_json(to, _document(workload, done, record, again))
+        write_json(to, _document(workload, [*done, *guessed], record, again))
     if to != STDOUT:
         _print(workload, done, time.monotonic() - began)
         if record and again:
             _print_replay(trace, record, again)
+        if guessed:
+            print_ablations(guessed, done[0])
 
 
-def _recorded(trace: Path, texts: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:
-    for name, value in texts.items():
+@contextmanager
+def _told() -> Iterator[Callable[[str], None]]:
+    """Shows what is simulated: with a spinner on a terminal, elsewhere a line for what comes after long work."""
+    console = SafeConsole(stderr=True)
+    if console.is_terminal:
+        with console.status("simulating") as status:
+            yield lambda what: status.update(f"simulating {what}")
+        return
+    last = time.monotonic()
+
+    def tell(what: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SILENT_SECONDS:
+            last = time.monotonic()
+            console.print(f"simulating {what}")
+
+    yield tell
+
+
+def _of_texts(
+    file: Path,
+    t_draft: dict[int, float] | None,
+    t_target: dict[int, float] | None,
+    delay: float,
+    jitter: float,
+    seed: int,
+    **others: Any,
+) -> Workload:
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(f"--{name} is what --texts tells: leave one of them out")
+    return texts.workload(read_texts(file), _timing(t_draft, t_target, delay, jitter), seed)
+
+
+def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:
+    for name, value in given.items():
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is what --trace tells: leave one of them out")
     return recorded(read(trace), delay / 1e3, jitter, seed)
 
 
+def _timing(t_draft: dict[int, float] | None, t_target: dict[int, float] | None, delay: float, jitter: float) -> Timing:
+    """From milliseconds by tokens fed."""
+    drafts, verifies = (
+        interpolated({n: ms / 1e3 for n, ms in times.items()})
+        for times in (t_draft or {1: 10.0}, t_target or {1: 50.0})
+    )
+    return Timing(drafts(1), verifies, delay / 1e3, jitter, t_draft_fed=drafts)
+
+
 def _independent(
-    t_draft: float | None,
+    t_draft: dict[int, float] | None,
     t_target: dict[int, float] | None,
     acceptance: float | None,
     requests: int | None,
@@ -80,18 +162,18 @@ def _independent(
     jitter: float,
     seed: int,
 ) -> Workload:
-    times = {n: ms / 1e3 for n, ms in (t_target or {1: 50.0}).items()}
-    timing = Timing((t_draft or 10.0) / 1e3, interpolated(times), delay / 1e3, jitter)
-    return independent(timing, 0.8 if acceptance is None else acceptance, requests or 200, tokens or 128, seed)
+    timing = _timing(t_draft, t_target, delay, jitter)
+    return independent(timing, 0.8 if acceptance is None else acceptance, requests or 200, tokens or 128, seed, _BLOCK)
 
 
 def _document(
     workload: Workload, done: Sequence[Totals], record: Recorded | None, again: Totals | None
 ) -> dict[str, Any]:
     """Seconds, as everywhere but on the command line."""
-    timing, plain = workload.timing, done[0].tokens_per_second
+    timing = workload.timing
     settings = {
         "t_draft": timing.t_draft,
+        "t_draft_fed": {n: timing.draft(n) for n in (1, 2, 4, 8, 16)},
         "t_target": {n: timing.t_target(n) for n in (1, 2, 4, 8, 16)},
         "acceptance": workload.acceptance,
         "jitter": timing.jitter,
@@ -100,7 +182,9 @@ def _document(
         "tokens": workload.tokens,
         "seed": workload.seed,
     }
-    methods = [totals.as_dict() | {"speedup": totals.tokens_per_second / plain} for totals in done]
+    speedups = [speedup(totals, done[0], workload.block) for totals in done]
+    told = [{"speedup": one.value, "speedup_margin": one.margin} for one in speedups]
+    methods = [totals.as_dict() | each for totals, each in zip(done, told, strict=True)]
     document: dict[str, Any] = {"settings": settings, "methods": methods}
     if record and again:
         document["recorded"] = {"tokens_per_second": record.tokens_per_second, "known_positions": record.known}
@@ -114,7 +198,7 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
     table.add_column("method", no_wrap=True)
     for column in (
         "tokens/s",
-        "over ar",
+        "over ar, 95%",
         "tokens\na step",
         "accepted",
         "tokens\na run",
@@ -123,24 +207,26 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
     ):
         table.add_column(column, justify="right")
     for totals in done:
-        table.add_row(totals.name, *_row(totals, done[0]))
+        table.add_row(totals.name, *_row(totals, speedup(totals, done[0], workload.block)))
     console.print(table)
+    one_block = len(workload.texts) <= workload.block
+    unknown = "one block of texts: nothing tells how far these figures are noise\n" if one_block else ""
     console.print(
         f"\nt_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms, acceptance "
         f"{workload.acceptance:.3g}, jitter {timing.jitter:g}, delay {timing.delay * 1e3:g} ms; c = {done[-1].window}\n"
         "tokens/s: after a text's first commit; step: a target forward after the prefill; "
         "run: up to a correction or bonus, it included\n"
-        f"{len(workload.texts)} texts, {workload.tokens} tokens by each method; this took {seconds:.1f} s",
+        f"{unknown}{len(workload.texts)} texts, {workload.tokens} tokens by each method; this took {seconds:.1f} s",
         soft_wrap=True,
     )
 
 
-def _row(totals: Totals, plain: Totals) -> list[str]:
-    accepted, run_length = totals.acceptance_rate, totals.mean_acceptance_length
+def _row(totals: Totals, over_ar: Estimate) -> list[str]:
+    accepted, run_length = totals.acceptance_rate, totals.mean_run_length
     return [
-        f"{totals.tokens_per_second:.2f}",
-        f"{totals.tokens_per_second / plain.tokens_per_second:.3f}",
-        f"{totals.tokens_per_step:.3f}",
+        f"{totals.tokens_per_second:.{max(0, over_ar.digits - 1)}f}",  # some ten times as large
+        str(over_ar),
+        f"{totals.tokens_per_step:.{over_ar.digits}f}",
         "-" if accepted is None else f"{accepted:.3f}",
         "-" if run_length is None else f"{run_length:.2f}",
         f"{sum(totals.target_waits.values()) / totals.whole:.1%}",
@@ -154,7 +240,13 @@ def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
         f"{trace}: {again.name}: {record.tokens_per_second:.2f} tokens/s as recorded, {again.tokens_per_second:.2f} "
         f"replayed ({share:.3f} of it); {record.known} of {record.workload.tokens} positions were judged in it"
     )
+    if record.left_out:
+        click.echo(
+            f"Replayed without {', '.join(record.left_out)}: a trace tells too little of them. pearl simulate record "
+            "keeps what they take."
+        )
 
 
 simulate.add_command(check)
+simulate.add_command(record)
 simulate.add_command(sweep)

@@ -1,7 +1,7 @@
-"""The user's terminal: lines in, keys while a reply is made, and text that cannot steer it.
+"""The user's terminal: read lines, watch keys during a reply, print text without obeying its control characters.
 
-Under torchrun this process has no controlling terminal: Ctrl-C would be a signal to torchrun's agent, and a change of
-size is told to nobody.  So Ctrl-C is read as the key that it is, here and without torchrun alike.
+Under torchrun this process has no controlling terminal: Ctrl-C would signal torchrun's agent, and nobody would get
+SIGWINCH.  So Ctrl-C is read as a key, with and without torchrun.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from pathlib import Path
 
 import click
 from prompt_toolkit import PromptSession, prompt
+from prompt_toolkit.application import get_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+from prompt_toolkit.input.vt100_parser import Vt100Parser
+from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -33,15 +36,15 @@ from pearl.errors import RequestError
 from pearl.printable import printable
 
 _INTERRUPT = b"\x03"
-_LONG_PASTE = 2000  # characters; more than that stands as a note in the line, for the screen holds no more
+_LONG_PASTE = 2000  # characters; the line shows a note for a longer paste, which would not fit the screen
 _NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
-_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[@-~]|O.|.)?")  # keys that write nothing, and the brackets around a paste
-_AGAIN_SECONDS = 1.0
+_MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"  # whether the terminal says what is pasted
+_RERAISE_SECONDS = 1.0
 _QUOTES = '"""'
 
 
 class SafeConsole(Console):
-    """A console on which text is text: no escape and no markup in it is obeyed, only styles that we give it."""
+    """Prints text literally: shows control characters as symbols, ignores markup, applies only our styles."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
@@ -52,21 +55,21 @@ class SafeConsole(Console):
 
 
 def say(text: str) -> None:
-    """A line to standard error."""
+    """Print a line to standard error."""
     click.echo(printable(text), err=True)
 
 
 def state_directory() -> Path:
-    """Where this user's programs keep what is theirs alone, such as a history."""
+    """Directory for this user's private state, such as the history. Source: XDG Base Directory Specification."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pearl"
 
 
 @contextlib.contextmanager
-def keys_are_keys() -> Iterator[None]:
-    """While it is open the terminal makes nothing of what is typed, neither a signal of Ctrl-C nor an end of Ctrl-D.
+def raw_keys() -> Iterator[None]:
+    """Turn off line editing, echo and signals of the terminal: Ctrl-C and Ctrl-D are ordinary keys.
 
-    Who reads next gets it, be it typed while nobody does.
+    Keys typed while nobody reads are kept for the next reader.
     """
     file = sys.stdin.fileno()
     before = termios.tcgetattr(file)
@@ -83,16 +86,16 @@ def keys_are_keys() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """While it is open SIGTERM and SIGHUP end the program by `SystemExit`, so that the terminal is put back as it was.
+    """Make SIGTERM and SIGHUP raise `SystemExit` inside the block, so that the terminal's settings are restored.
 
-    What they raise, event loops and destructors may swallow: it is raised again until it gets through.
+    An event loop or a destructor may swallow that exception, so a timer raises it again until the program ends.
     """
     number = 0
 
     def end(received: int, _: object) -> None:
         nonlocal number
         number = number or received
-        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, _RERAISE_SECONDS)
         sys.exit(128 + number)
 
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
@@ -103,19 +106,20 @@ def ended_by_signals() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-class WatchKeys:
-    """While it is open the keys of a terminal, whose `keys_are_keys`, are read here.
+class KeyWatcher:
+    """A context manager that reads the terminal's keys, within `raw_keys`.
 
-    Ctrl-C calls `interrupt`, the rest is kept in `typed`. A context manager.
+    Ctrl-C calls `interrupt`, on a thread. The prompts that follow take all other keys, as if they were typed then: each
+    of them takes one line, and the last what was not ended by Enter.
     """
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
-        self.typed = ""
         self._interrupt = interrupt
         self._bytes = bytearray()
 
-    def __enter__(self) -> WatchKeys:
+    def __enter__(self) -> KeyWatcher:
         self._file = sys.stdin.fileno()
+        self._mark_pastes(_MARK_PASTES)  # a pasted text is no line until the user ends it
         self._wakeup, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="keys")
         self._thread.start()
@@ -126,7 +130,12 @@ class WatchKeys:
         self._thread.join()
         os.close(self._wakeup)
         os.close(self._waker)
-        self.typed = _as_typed(self._bytes.decode(errors="ignore"))
+        self._mark_pastes(_MARK_NO_PASTES)
+        store_typeahead(get_app_session().input, _keys(bytes(self._bytes)))
+
+    def _mark_pastes(self, sequence: bytes) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            os.write(1, sequence)  # sys.stdout may be the reply's display by now, which shows control characters
 
     def _watch(self) -> None:
         while True:
@@ -144,19 +153,17 @@ class WatchKeys:
             self._bytes += keys.replace(_INTERRUPT, b"")
 
 
-def _as_typed(keys: str) -> str:
-    """The text that these keys would have left in a line."""
-    text = ""
-    for key in _ESCAPES.sub("", keys).replace("\r\n", "\n").replace("\r", "\n"):
-        if key in "\x7f\b":
-            text = text[:-1]
-        elif key.isprintable() or key == "\n":
-            text += key
-    return text.strip("\n")
+def _keys(typed: bytes) -> list[KeyPress]:
+    """The keys that send these bytes."""
+    keys: list[KeyPress] = []
+    parser = Vt100Parser(keys.append)
+    parser.feed(typed.decode("utf-8", "surrogateescape"))
+    parser.flush()
+    return keys
 
 
 class Commands(Completer):
-    """Completes the first word of a line that begins with a slash. `known`: command -> what it does."""
+    """Completes slash commands. `known`: command -> description."""
 
     def __init__(self, known: dict[str, str]) -> None:
         self._known = known
@@ -172,7 +179,7 @@ class Commands(Completer):
 class LineReader:
     """Reads messages from a terminal, with editing and history.
 
-    Triple quotes open a message of several lines and close it. A long paste stands in the line as a note.
+    Triple quotes begin and end a message of several lines. The line shows a note in place of a long paste.
     """
 
     def __init__(self, commands: dict[str, str], remember: bool) -> None:
@@ -181,42 +188,45 @@ class LineReader:
             history=_history() if remember else InMemoryHistory(),
             completer=Commands(commands),
             complete_while_typing=True,
-            key_bindings=self._keys(),
+            key_bindings=self._key_bindings(),
             style=Style.from_dict({"placeholder": "ansibrightblack", "prompt": "bold"}),
             enable_open_in_editor=False,
             reserve_space_for_menu=4,
         )
 
-    def read(self, typed: str = "") -> str:
-        """The next message. `typed`: what the line holds at first.
+    def read(self) -> str:
+        """The next message.
 
-        Raises `EOFError` for Ctrl-D, `KeyboardInterrupt` for Ctrl-C in an empty line, and `RequestError` where it names
-        a paste that is not known any more.
+        Raises `EOFError` for Ctrl-D, `KeyboardInterrupt` for Ctrl-C in an empty line, and `RequestError` for the note
+        of a paste that is no longer known.
         """
         hint = HTML("<placeholder>Send a message (/? for help)</placeholder>")
-        text = self._session.prompt(">>> ", placeholder=hint, default=typed)
+        text = self._session.prompt(">>> ", placeholder=hint)
         while text.count(_QUOTES) % 2:
             try:
                 text += "\n" + self._session.prompt("... ")
             except (KeyboardInterrupt, EOFError):
                 return ""
-        text = text.encode("utf-8", "replace").decode()  # a byte that was no character
-        return _NOTE.sub(self._pasted, _without_quotes(text))
+        text = text.encode("utf-8", "replace").decode()  # surrogates, from invalid bytes
+        return _NOTE.sub(self._expand_note, _without_quotes(text))
 
     def agrees(self, question: str) -> bool:
-        """Asks for a yes or no; whatever is no yes is a no."""
+        """Ask a question; True only for y or yes. What was typed before is no answer, and is kept for the next line."""
+        before = get_typeahead(self._session.input)
         try:
             return prompt(f"{question} [y/N] ").strip().lower() in ("y", "yes")
         except (EOFError, KeyboardInterrupt):
             return False
+        finally:
+            store_typeahead(self._session.input, before)
 
-    def _keys(self) -> KeyBindings:
+    def _key_bindings(self) -> KeyBindings:
         keys = KeyBindings()
 
         @keys.add(Keys.BracketedPaste)
         def paste(event: KeyPressEvent) -> None:
             data = event.data.replace("\r\n", "\n").replace("\r", "\n")
-            event.current_buffer.insert_text(self._folded(data))
+            event.current_buffer.insert_text(self._fold_paste(data))
 
         @keys.add("escape", "enter")
         def newline(event: KeyPressEvent) -> None:
@@ -231,21 +241,21 @@ class LineReader:
 
         return keys
 
-    def _folded(self, data: str) -> str:
+    def _fold_paste(self, data: str) -> str:
         if len(data) <= _LONG_PASTE:
             return data
         note = f"[pasted text {len(self._pastes) + 1}: {len(data):,} characters]"
         self._pastes[note] = data
         return note
 
-    def _pasted(self, note: re.Match[str]) -> str:
+    def _expand_note(self, note: re.Match[str]) -> str:
         if note[0] not in self._pastes:
             raise RequestError(f"what {note[0]} stood for is not known any more: paste it again")
         return self._pastes[note[0]]
 
 
 def _without_quotes(text: str) -> str:
-    """`\"\"\"a message\"\"\"`, or a command with such an argument, without the quotes."""
+    """Remove the triple quotes around a message, or around the argument of a command."""
     head, quotes, rest = text.partition(_QUOTES)
     if quotes and (not head.strip() or head.startswith("/")):
         return head + rest.replace(_QUOTES, "", 1).strip("\n")
@@ -253,12 +263,12 @@ def _without_quotes(text: str) -> str:
 
 
 def _history() -> History:
-    """In a file that only this user can read; in memory where there can be none."""
+    """The history: in a file that only this user can read, or in memory if that file cannot be written."""
     try:
         path = state_directory() / "history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
         with path.open("a"):
             return FileHistory(path)
-    except (OSError, RuntimeError):  # no place, or no home
+    except (OSError, RuntimeError):  # no writable state directory, or no home
         return InMemoryHistory()

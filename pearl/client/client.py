@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import count
@@ -44,6 +45,7 @@ from pearl.transport.zeromq import ZmqConnection
 
 log = logging.getLogger(__name__)
 
+_AHEAD = 2  # times the slots: requests sent by `generate` before the first of them has ended
 _READ_SECONDS = 0.1  # longest turn at the socket, so that a dead target is noticed
 
 
@@ -129,6 +131,7 @@ class Client:
         # Weak, so that a stream which its user has dropped is collected, and so cancelled.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._fate = ""  # why the target is lost
+        self.ahead = 0  # requests of others that come before ours, as told last
         self._silence = Silence(10 * _READ_SECONDS)  # the target's
         self._welcome: Welcome | None = None
         self._recording = Recording(directory, taken=config.trace is not None)
@@ -241,16 +244,23 @@ class Client:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> list[Result]:
         """See `Engine.generate`."""
-        results = []
-        for prompt in as_prompts(prompts):
-            with self.stream(prompt, params, **options) as stream:
-                for _ in stream:
+        waiting, results = deque(as_prompts(prompts)), []
+        streams: deque[Stream] = deque()
+        slots = self.config.slots
+        try:
+            while waiting or streams:
+                while waiting and len(streams) < (1 if slots == 1 else _AHEAD * slots):
+                    streams.append(self.stream(waiting.popleft(), params, **options))
+                for _ in streams[0]:
                     pass
-                results.append(stream.result)
+                results.append(streams.popleft().result)
+        finally:
+            for stream in streams:
+                stream.close()
         return results
 
     def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
-        values = decoding.model_dump() if decoding else {}
+        values = decoding.model_dump(exclude_unset=True) if decoding else {}
         chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
         self.config.check_method(chosen.method)
         return chosen
@@ -266,11 +276,17 @@ class Client:
     def wait_until_lost(self) -> None:
         """See `Engine.wait_until_lost`."""
 
-        def lost() -> bool:
-            self._silence.heard()  # nobody asks for anything, so silence means nothing
-            return False
+        self.wait_for(lambda: False)
 
-        self.read_until(lost)
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """See `Engine.wait_for`."""
+
+        def is_done() -> bool:
+            if not self._streams:
+                self._silence.heard()  # nobody asks for anything, so silence means nothing
+            return done()
+
+        self.read_until(is_done)
 
     # ---- what a stream asks for ----
 
@@ -304,6 +320,11 @@ class Client:
             self._endpoint.wake()  # who waits for a piece of a text that this ends must look
         except TransportError as error:
             raise self._lost(self._life.fate(str(error))) from None
+
+    def wake(self) -> None:
+        """Makes who reads look whether it is done. From any thread."""
+        if not self._closed and self._is_ours:
+            self._endpoint.wake()
 
     def read_until(self, done: Callable[[], bool]) -> None:
         """Returns once `done`. Of several threads that wait one reads, and the others look whenever it has."""
@@ -356,7 +377,7 @@ class Client:
             case Welcome():
                 self._welcome = message
             case Heartbeat():
-                pass
+                self.ahead = message.tokens if message.work == "queued" else 0
             case Trace():
                 self._recording.answer = message
             case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:

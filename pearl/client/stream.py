@@ -98,7 +98,7 @@ class Stream:
         return self
 
     def __aiter__(self) -> NoReturn:
-        raise RequestError("a stream is read with `for`, not `async for`: reading it blocks; use asyncio.to_thread")
+        raise RequestError("this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`")
 
     def __next__(self) -> Piece:
         if not self.open:

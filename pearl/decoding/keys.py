@@ -7,8 +7,11 @@ counter-based generator in integer arithmetic, so the same bits on every device.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import blake2b
+from math import exp
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _KEYS_AT_ONCE = 64
+_ROUNDING = 1e-12  # more than all that a bound on an exponential, and the exponential itself, are rounded by
+EARLIEST = 1e-3  # bound of the exponentials that are kept for later draws with their key
 
 
 class Purpose(IntEnum):
@@ -76,12 +81,48 @@ def exponentials(key: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64
     return torch.log(torch.from_numpy(uniforms)).neg_().numpy()  # torch's log is vectorised, numpy's takes ten times it
 
 
-def exponentials_on_device(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`exponentials` of all ids, [vocab_size] float64, computed on `device` without a copy from the host.
+@lru_cache(maxsize=4)
+def _steps(vocab_size: int) -> npt.NDArray[np.uint64]:
+    return np.arange(1, vocab_size + 1, dtype=np.uint64) * _GOLDEN
 
-    The uniforms are the same bits; a device's logarithm may round differently.
+
+def early(key: int, vocab_size: int, bound: float) -> npt.NDArray[np.int64]:
+    """The ids below `vocab_size` whose `exponentials` are below `bound`, ascending; seldom one that is not quite.
+
+    A third of the time that it takes to compute them all: the bits tell, without a logarithm.
     """
-    x = torch.arange(1, vocab_size + 1, device=device) * _signed(int(_GOLDEN)) + _signed(key)  # int64 wraps too
+    x = _steps(vocab_size) + np.uint64(key)
+    y = np.empty_like(x)
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        np.right_shift(x, np.uint64(shift), out=y)
+        np.bitwise_xor(x, y, out=x)
+        np.multiply(x, factor, out=x)
+    np.right_shift(x, np.uint64(31), out=y)
+    np.bitwise_xor(x, y, out=x)
+    least = max(0, int(exp(-bound * (1 + _ROUNDING) - _ROUNDING) * 2.0**52) - 1)  # of the 52 bits that are used
+    return np.flatnonzero(x >= np.uint64(least << 12))
+
+
+@lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key, again and again
+def earliest(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
+    """`early` with the bound `EARLIEST`: 50 ids of 49,152."""
+    ids = early(key, vocab_size, EARLIEST)
+    ids.flags.writeable = False
+    return ids
+
+
+def exponentials_on_device(key: int | Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """`exponentials` of all ids, [vocab_size] float64, computed on `device` without waiting for it.
+
+    Of several keys: [keys, vocab_size].  The uniforms are the same bits; a device's logarithm may round differently.
+    """
+    keys: int | torch.Tensor
+    if isinstance(key, int):
+        keys = _signed(key)
+    else:
+        signed = torch.tensor([[_signed(each)] for each in key], pin_memory=device.type == "cuda")
+        keys = signed.to(device, non_blocking=True)
+    x = torch.arange(1, vocab_size + 1, device=device) * _signed(int(_GOLDEN)) + keys  # int64 wraps too
     x = _xor_shifted(x, 30) * _signed(int(_MIX1))
     x = _xor_shifted(_xor_shifted(x, 27) * _signed(int(_MIX2)), 31)
     uniforms = (_shifted(x, 12).double() + 0.5) * 2.0**-52

@@ -102,6 +102,8 @@ class RuleSpec:
         return {name: given.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
 
 
+_EPSILON = Parameter("epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token")
+
 RULES: dict[str, RuleSpec] = {}  # by name, the default first
 
 
@@ -178,5 +180,32 @@ register(
         unit=Unit.TOKEN,
         is_exact=True,
         is_proposal_invariant=True,
+    )
+)
+register(
+    RuleSpec(
+        "opt",
+        "accept with probability min(1, (target + epsilon)/draft), else correct from the residual, "
+        "which is the least bias",
+        draft="pearl.decoding.rules.biased:BiasedDraft",
+        target="pearl.decoding.rules.biased:OptTarget",
+        needs=Needs.DISTRIBUTIONS,
+        unit=Unit.TOKEN,
+        is_exact=False,
+        is_proposal_invariant=False,
+        parameters=(_EPSILON,),
+    )
+)
+register(
+    RuleSpec(
+        "uno",
+        "accept with probability min(1, (target + epsilon)/draft), else correct from the target",
+        draft="pearl.decoding.rules.biased:BiasedDraft",
+        target="pearl.decoding.rules.biased:UnoTarget",
+        needs=Needs.DISTRIBUTIONS,
+        unit=Unit.TOKEN,
+        is_exact=False,
+        is_proposal_invariant=False,
+        parameters=(_EPSILON,),
     )
 )

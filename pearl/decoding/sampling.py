@@ -8,15 +8,21 @@ host `race` and `pick` compute in numpy, ten times faster than torch on few toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, isfinite
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pearl.decoding.keys import exponentials, exponentials_on_device, uniform
+from pearl.decoding.keys import EARLIEST, earliest, early, exponentials, exponentials_on_device, uniform
 from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
 
+_LARGE = 4096  # tokens: where fewer are possible each takes part in a race
+_LIKELY = 1e-4  # probability; a row has a few hundred tokens that are likelier
+_PICK_BLOCK = 256  # tokens whose probabilities are summed up at once
+_BLOCK, _MOST_ABOVE = 64, 16  # tokens whose largest is looked for first; times what is asked for that it may leave
 _TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
 
@@ -49,22 +55,35 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
     if not probs.is_cpu:
         return race_on_device(probs, key)
     weights = probs.numpy()
-    ids = np.flatnonzero(weights > 0)  # of booleans: five times faster than of floats
+    possible = weights > 0  # of booleans what is not zero is found five times faster than of floats
+    if np.count_nonzero(possible) < _LARGE:
+        return _draw(*_first(weights, np.flatnonzero(possible), key))
+    first = _first(weights, np.flatnonzero(weights > _LIKELY), key)
+    if first[0] == inf:
+        return _draw(*_first(weights, np.flatnonzero(possible), key))
+    # Any other token wins only if its exponential is small; of which that is true takes no logarithm to tell.
+    bound = first[0] * _LIKELY
+    others = earliest(key, len(weights)) if bound <= EARLIEST else early(key, len(weights), bound)
+    return _draw(*min(first, _first(weights, others[possible[others]], key)))
+
+
+def _first(weights: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], key: int) -> tuple[float, int]:
+    """When the first of `ids` comes in a race, and which it is: the lowest where several do. Infinity where none is."""
     if not len(ids):
-        return _draw(inf, 0)
+        return inf, 0
     times = exponentials(key, ids) / weights[ids].astype(np.float64)
     best = int(np.argmin(times))
-    return _draw(float(times[best]), int(ids[best]))
+    return float(times[best]), int(ids[best])
 
 
-def race_on_device(probs: torch.Tensor, key: int) -> torch.Tensor:
-    """`race` in torch, on the device of `probs`.
+def race_on_device(probs: torch.Tensor, key: int | Sequence[int]) -> torch.Tensor:
+    """`race` in torch, on the device of `probs`: [vocab] and a key, or [rows, vocab] and a key a row: draws [rows, 2].
 
     The winner is the host's, except where two times differ by less than the rounding of the device's logarithm.
     """
-    times = exponentials_on_device(key, len(probs), probs.device)
+    times = exponentials_on_device(key, probs.shape[-1], probs.device)
     best, token = (times / probs.double()).min(-1)  # infinite where the probability is 0
-    return torch.stack((best, token.double()))
+    return torch.stack((best, token.double()), -1)
 
 
 def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,16 +97,24 @@ def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -
     """
     if not probs.is_cpu:
         return pick_on_device(probs, key, otherwise)
-    cumulative = np.add.accumulate(probs.numpy(), dtype=np.float64)
-    total = float(cumulative[-1])
+    weights = probs.numpy()
+    # Sums of blocks first, then within the block that is hit: an accumulation over all takes ten times as long.
+    sums = np.add.accumulate(np.add.reduceat(weights, np.arange(0, len(weights), _PICK_BLOCK), dtype=np.float64))
+    total = float(sums[-1])
     if total == 0 and otherwise is not None:
         return pick(otherwise, key)
     if not 0 < total < inf:  # NaN is neither
         return _draw(inf, 0)
-    index = int(np.searchsorted(cumulative, uniform(key) * total, side="right"))
-    if index == len(cumulative):  # the product has been rounded up to the total
-        index = int(torch.nonzero(probs)[-1])
-    return _draw(total, index)
+    left = uniform(key) * total
+    block = int(np.searchsorted(sums, left, side="right"))
+    if block == len(sums):  # the product has been rounded up to the total
+        return _draw(total, int(np.flatnonzero(weights)[-1]))
+    start = block * _PICK_BLOCK
+    within = np.add.accumulate(weights[start : start + _PICK_BLOCK], dtype=np.float64)
+    index = int(np.searchsorted(within, left - (float(sums[block - 1]) if block else 0.0), side="right"))
+    if index == len(within):  # the sums of one block, added in another order, have been rounded apart
+        index = int(np.flatnonzero(weights[start : start + _PICK_BLOCK])[-1])
+    return _draw(total, start + index)
 
 
 def _draw(check: float, token: int) -> torch.Tensor:
@@ -124,29 +151,102 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
-        rows = [_keep_nucleus(row, sampling.top_p) for row in scores.flatten(0, -2)] if scores.dim() > 1 else []
-        scores = torch.stack(rows).view_as(scores) if rows else _keep_nucleus(scores, sampling.top_p)
+        if scores.is_cpu and not sampling.min_p:
+            return _nucleus_on_host(scores, sampling.top_p)
+        if scores.is_cpu and scores.dim() > 1:  # row by row a shortlist may do
+            rows = [_keep_nucleus(row, sampling.top_p) for row in scores.flatten(0, -2)]
+            scores = torch.stack(rows).view_as(scores)
+        else:
+            scores = _keep_nucleus(scores, sampling.top_p)
     if sampling.min_p > 0:
         probs = torch.softmax(scores, -1)
         scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return torch.softmax(scores, -1)
 
 
+def shortlist(
+    logits: torch.Tensor, temperature: float, count: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The `count` likeliest tokens of logits [vocab], descending: ids and probabilities that sum to 1 among them."""
+    count = min(count, len(logits))
+    ids = _above_most(logits, count)
+    if ids is None:
+        found, indices = torch.topk(logits, count)
+        top, ids = found.double().cpu().numpy(), indices.cpu().numpy()
+    else:
+        top = logits.numpy()[ids]
+        order = np.argsort(-top, kind="stable")[:count]
+        top, ids = top[order].astype(np.float64), ids[order]
+    with np.errstate(invalid="ignore"):  # of a row that is not finite it is for the draw to tell
+        weights = np.exp((top - top[0]) / (temperature or 1.0))
+    return ids, weights / weights.sum()
+
+
+def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:
+    """The ids of somewhat more than `count` tokens, the largest logits among them; None where that is not faster.
+
+    Each of the `count` blocks with the largest maxima has a token that is at least as large as the least of these. It
+    takes a third of the time of `topk`.
+    """
+    if not logits.is_cpu or logits.dtype is not torch.float32 or len(logits) % _BLOCK or len(logits) < _BLOCK * count:
+        return None
+    blocks = logits.view(-1, _BLOCK).amax(-1)
+    ids = np.flatnonzero(logits.numpy() >= blocks.topk(count).values[-1].item())
+    return ids if count <= len(ids) <= _MOST_ABOVE * count else None  # NaN is not above, and many may be equal
+
+
+def _nucleus_on_host(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The probabilities of scores [..., vocab] within each row's nucleus, 0 elsewhere: `_keep_nucleus` and a softmax.
+
+    Only the nucleus is sorted, in numpy, and its softmax written into zeros: half the time on 32,000 tokens.
+    """
+    probs = torch.zeros_like(scores)
+    for row, into in zip(scores.view(-1, scores.shape[-1]), probs.view(-1, scores.shape[-1]).numpy(), strict=True):
+        ids = _nucleus(row, top_p)
+        into[ids] = torch.softmax(torch.from_numpy(row.numpy()[ids]), -1).numpy()
+    return probs
+
+
+def _nucleus(row: torch.Tensor, top_p: float) -> npt.NDArray[np.int64]:
+    """Ids of the likeliest tokens of scores [vocab] until those before a token hold `top_p`, descending.
+
+    None of a row that is not finite: nothing can be drawn from it.
+    """
+    shares = torch.softmax(row, -1).numpy()
+    for size in (min(_TOP_P_SHORTLIST, len(row)), len(row)):
+        ids = _likeliest(row, size)
+        before = np.cumsum(shares[ids]) - shares[ids]
+        if size == len(row) or before[-1] >= top_p:
+            break
+    return ids[: np.searchsorted(before, np.float32(top_p))]
+
+
+def _likeliest(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:
+    """Ids of the `count` largest of [vocab], descending."""
+    above = _above_most(row, count)
+    if above is None:
+        return torch.topk(row, count).indices.numpy()
+    return above[np.argsort(-row.numpy()[above], kind="stable")[:count]]
+
+
 def _keep_nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keeps the likeliest tokens until those before a token hold `top_p`; at least one. scores: [vocab]."""
-    total = torch.logsumexp(scores, -1)
+    """Keeps the likeliest tokens until those before a token hold `top_p`; at least one. scores: [..., vocab]."""
+    total, vocab = torch.logsumexp(scores, -1, keepdim=True), scores.shape[-1]
     # Only the host can tell whether a shortlist is long enough: asking would mean waiting for the device.
-    shortlist = _TOP_P_SHORTLIST if scores.is_cpu else scores.numel()
-    for size in (min(shortlist, scores.numel()), scores.numel()):
+    shortlist = _TOP_P_SHORTLIST if scores.is_cpu and scores.dim() == 1 else vocab
+    for size in (min(shortlist, vocab), vocab):
         top, ids = torch.topk(scores, size)
         probs = torch.exp(top - total)
         before = torch.cumsum(probs, -1) - probs
-        if size == scores.numel() or before[-1] >= top_p:
+        if size == vocab or before[-1] >= top_p:
             break
-    return torch.full_like(scores, -torch.inf).scatter_(0, ids, top.masked_fill(before >= top_p, -torch.inf))
+    return torch.full_like(scores, -torch.inf).scatter_(-1, ids, top.masked_fill(before >= top_p, -torch.inf))
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of logits [vocab], the first of equals, as in transformers; NaN counts as the largest."""
+    """The likeliest token of logits [..., vocab], the first of equals, as in transformers; NaN counts as the largest.
+
+    Returns draws [..., 2].
+    """
     best, token = logits.max(-1)
-    return torch.stack((best.double(), token.double()))
+    return torch.stack((best.double(), token.double()), -1)

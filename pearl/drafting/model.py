@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,19 @@ import torch
 from pearl.decoding.distribution import Distribution
 from pearl.decoding.rules import DraftHalf, make_draft_half
 from pearl.decoding.sampling import read_draw
+from pearl.drafting.branches import Branch, Branches, Foresight
+from pearl.drafting.datastore import Datastore
+from pearl.drafting.guesser import text_index
+from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
 from pearl.drafting.proposer import TOP, Features, Launched, StopPolicy
+from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
-from pearl.models.runner import ModelRunner, feed_chain
+from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.proposals import Proposal
+from pearl.protocol.window import ForwardTimes, worthwhile
+
+_LONG = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
 
 
 class HostMark:
@@ -44,74 +53,202 @@ class LaunchedForward:
 
     Attributes:
         command: what asked for it.
-        marks: before the forward, between it and the draw, after both.
-        draw: on its way to the host: [check value, token id]; None where nothing was to be drawn.
-        probs: what the token was drawn from, on the device, where the rule needs it.
-        following: the token as [1] on the device; None on a CPU, where nothing is fed before the host knows it.
-        features: [TOP + 1] on its way to the host: largest probabilities, entropy; None where nobody asks.
+        marks: before the forward, between it and the draws, after all.
+        draws: each on its way to the host: [check value, token id]; none where nothing was to be drawn.
+        probs: what each token was drawn from, on the device, where the rule needs it.
+        following: the last token as [1] on the device; None on a CPU, where nothing is fed before the host knows it.
+        features: [TOP + 1] on its way to the host: largest probabilities, entropy, of the last; None where nobody asks.
+        fed: tokens that the forward was fed.
+        cached: how many of the tokens drawn, from the first on, are among these.
+        paused: what the stop policy says of the last; None where it is still to be asked.
+        branches: what is drafted for other outcomes.
     """
 
     command: Draft
     marks: Sequence[Any]
-    draw: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
+    draws: Sequence[torch.Tensor] = ()
+    probs: Sequence[torch.Tensor] = ()
     following: torch.Tensor | None = None
-    features: torch.Tensor | None = field(default=None)
+    features: torch.Tensor | None = None
+    fed: int = 0
+    cached: int = 0
+    paused: bool | None = None
+    branches: tuple[Proposal, ...] = ()
 
     @property
     def done(self) -> bool:
         return bool(self.marks[-1].query())
 
 
+@dataclass(slots=True)
+class _Text:
+    """One request's, as this side of it knows it.
+
+    Attributes:
+        slot: of the runner, that holds the text now.
+        index: of the tokens fed, for guesses; None where none are to be made.
+        most: guesses in one forward.
+        branches: prepared for other outcomes; None where none are to be.
+        hedges: the most of them in one forward.
+    """
+
+    rule: DraftHalf
+    slot: int
+    index: TextIndex | None
+    most: int
+    branches: Branches | None
+    hedges: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be fed for one request, and what is made of the logits.
+
+    Attributes:
+        fed: tokens of `feeds`.
+        finish: (logits of each feed, marks of which the last is to be set, tokens that the forward was fed in all).
+    """
+
+    request: int
+    feeds: Sequence[Feed]
+    fed: int
+    finish: Callable[[Sequence[torch.Tensor], Sequence[Any], int], LaunchedForward]
+
+
 class ModelProposer:
-    """Drafts with a model, one token a forward.
+    """Drafts with a model: one token a forward or, where it guesses well what it will say itself, several.
+
+    A guess is fed behind the last token; while the model's own draw is what was guessed, the row behind it counts too.
+    Draws are keyed by position, so the tokens are those that single forwards would give.  The same forward continues
+    what would follow if the target decided otherwise (`Branches`), in slots that no text has.
 
     Args:
-        runner: the draft model.
+        runner: the draft model. A text's cache may move from one of its slots to another.
         vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
             probability 0.
         stop: says where to stop; None: at the bound.
         chains: whether forwards are to be launched one after the other; None: where the runner's can be.
+        texts: how many texts there may be at once: the runner's other slots are for branches.
+        datastore: where guesses come from, beside the text.
     """
 
     def __init__(
-        self, runner: ModelRunner, vocab_size: int, stop: StopPolicy | None = None, chains: bool | None = None
+        self,
+        runner: ModelRunner,
+        vocab_size: int,
+        stop: StopPolicy | None = None,
+        chains: bool | None = None,
+        texts: int = 1,
+        datastore: Datastore | None = None,
     ) -> None:
         self.runner = runner
         self.device = runner.device
         self.chains = runner.capabilities.launches if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
         self._stop = stop
-        self._open: dict[int, tuple[DraftHalf, int]] = {}  # request -> its rule, its slot
+        self._datastore = datastore
+        self._open: dict[int, _Text] = {}  # by request
+        self._times = ForwardTimes()
+        self._texts = texts
+        self._slots = {slot: slot for slot in range(texts)}  # which of the runner's has what is asked for as which
+        self._foresight = Foresight()
 
     def measure(self, brief: bool) -> tuple[float, float]:
         return calibrate_draft(self.runner, brief)
 
     def open(self, command: Open) -> None:
         half = make_draft_half(command.rule, command.sampling, command.parameters)
-        self._open = {number: each for number, each in self._open.items() if each[1] != command.slot}
-        self._open[command.request] = half, command.slot
+        place = self._slots.setdefault(command.slot, command.slot)
+        self._open = {number: each for number, each in self._open.items() if each.slot != place}
+        # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that.
+        index = text_index(command.prompt, self._datastore) if command.lookup and not self.chains else None
+        branches, hedges = None, command.branches
+        if hedges and not self.chains and (spare := self._spare()):
+            branches = Branches(self.runner, spare, self._foresight)
+        self._open[command.request] = _Text(half, place, index, command.lookup, branches, hedges)
+
+    def _spare(self) -> list[int]:
+        """Slots that neither a text has nor its branches: an equal share for each text."""
+        held = {slot for text in self._open.values() if text.branches is not None for slot in text.branches.slots}
+        taken, every = {*self._slots.values(), *held}, self.runner.capabilities.slots
+        share = max(1, (every - self._texts) // self._texts)
+        return [slot for slot in range(every) if slot not in taken][:share]
 
     def rollback(self, length: int, request: int) -> None:
-        self.runner.rollback(length, self._slot(request))
+        text = self._open.get(request)
+        if text is None:  # of no request: the caches are emptied before a recording, say
+            for slot in self._slots.values():
+                self.runner.rollback(min(length, self.runner.length(slot)), slot)
+            return
+        if text.branches is not None:
+            text.branches.rollback(length)
+        self.runner.rollback(length, text.slot)
 
     def launch(self, command: Draft, after: Launched | None = None) -> LaunchedForward:
         """See `Proposer`. What a GPU does here is unproven: none was at hand."""
-        rule, slot = self._open[command.request]
-        assert self.runner.length(slot) == command.start, (self.runner.length(slot), command)
-        began, forwarded, done = marks = _marks(self.device)
+        plan = self._plan(command, after)
+        marks = _marks(self.device)
+        marks[0].record()
+        logits = self._forward(plan.feeds)
+        marks[1].record()
+        return plan.finish(logits, marks, plan.fed)
+
+    def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
+        """See `Proposer`. Where forwards are chained each is launched by itself: a device computes feeds in turn."""
+        fed = [len(command.tokens) for command in commands]
+        plans = [self._plan(each, beside=sum(fed) - own) for each, own in zip(commands, fed, strict=True)]
+        began, forwarded = _marks(self.device)[:2]
         began.record()
-        tokens = self._known(command.tokens) if after is None else after.following
-        assert tokens is not None
-        logits = feed_chain(self.runner, tokens, int(command.budget > 0), slot)
+        logits = self._forward([feed for plan in plans for feed in plan.feeds])
+        forwarded.record()
+        in_all = sum(plan.fed for plan in plans)
+        launched: list[Launched | Drafted] = []
+        for plan in plans:
+            own, logits = logits[: len(plan.feeds)], logits[len(plan.feeds) :]
+            try:
+                launched.append(plan.finish(own, [began, forwarded, _marks(self.device)[2]], in_all))
+            except NumericalError as error:
+                launched.append(Drafted(failure=str(error), request=plan.request))
+        return launched
+
+    def _forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        logits = self.runner.forward(feeds) if feeds else []
         if not self.chains:
             self.runner.synchronize()
-        forwarded.record()
-        if command.budget == 0:
-            done.record()
-            return LaunchedForward(command, marks)
-        row = self._fit(logits[0])
-        draw, probs = rule.draft(row, command.start + len(command.tokens))
+        return logits
+
+    def _plan(self, command: Draft, after: Launched | None = None, beside: int = 0) -> _Plan:
+        """What to feed for one request; `beside`: tokens that the forward is fed for others."""
+        text = self._open[command.request]
+        assert self.runner.length(text.slot) == command.start, (self.runner.length(text.slot), command)
+        if command.hedge:
+            return self._hedging(text, command, beside)
+        unfed = self._unfed(text, command)
+        guesses, hedges = self._chosen(text, command, len(unfed), beside)
+        tokens = [*self._known(unfed), *guesses] if after is None else after.following
+        assert tokens is not None
+        feeds = [Feed(tokens, (1 + len(guesses)) * (command.budget > 0), text.slot)]
+        feeds += [Feed(self._known([branch.unfed]), 1, branch.slot) for branch in hedges]
+
+        def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
+            own, *others = logits
+            if command.budget == 0:
+                marks[-1].record()
+                return LaunchedForward(command, marks)
+            for branch, (row,) in zip(hedges, others, strict=True):
+                self._continue(text, branch, self._fit(row))
+            if guesses or text.branches is not None:
+                return self._agreed(text, command, fed, guesses, own, marks)
+            return self._drawn(text, command, fed, own[0], marks)
+
+        return _Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
+
+    def _drawn(
+        self, text: _Text, command: Draft, fed: int, logits: torch.Tensor, marks: Sequence[Any]
+    ) -> LaunchedForward:
+        """Draws one token, without waiting for what a device has not computed yet."""
+        row = self._fit(logits)
+        draw, probs = text.rule.draft(row, command.start + len(command.tokens))
         features = self._features(row) if self._stop is not None else None
         following = None
         if self.chains:
@@ -119,29 +256,151 @@ class ModelProposer:
             following = draw[1:].long().clamp_(0, self.runner.vocab_size - 1)
             draw = draw.to("cpu", non_blocking=True)
             features = None if features is None else features.to("cpu", non_blocking=True)
-        done.record()
-        return LaunchedForward(command, marks, draw, probs, following, features)
+        marks[-1].record()
+        rows = () if probs is None else (probs,)
+        return LaunchedForward(command, marks, (draw,), rows, following, features, fed)
+
+    def _hedging(self, text: _Text, command: Draft, beside: int) -> _Plan:
+        """Continues what may follow if the target decides otherwise, as many at once as make most tokens a second."""
+        end, hedges, branches = command.start + len(command.tokens), list[Branch](), text.branches
+        unfed = self._unfed(text, command)
+        if branches is not None:
+            cached, until = self.runner.length(text.slot), self.runner.context
+            worth = branches.worth(text.hedges, cached, until, command.hedge)
+            fed = len(unfed)
+            count = worthwhile([chance for chance, _ in worth], beside + fed, float(fed > 0), self._times.at_most)
+            found = (branches.branch(after, text.slot) for _, after in worth[:count])
+            hedges = [branch for branch in found if branch is not None]
+        feeds = [Feed(self._known(unfed), int(command.bonus), text.slot)] if unfed else []
+        feeds += [Feed(self._known([branch.unfed]), 1, branch.slot) for branch in hedges]
+
+        def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
+            if branches is not None and unfed and command.bonus:
+                branches.see_bonus(end, text.rule, self._fit(logits[0][0]))
+            for branch, rows in zip(hedges, logits[bool(unfed) :], strict=True):
+                self._continue(text, branch, self._fit(rows[0]))
+            marks[-1].record()
+            proposals = () if branches is None else branches.proposals
+            return LaunchedForward(command, marks, fed=fed, paused=not feeds, branches=proposals)
+
+        return _Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
+
+    def _unfed(self, text: _Text, command: Draft) -> Sequence[int]:
+        """Of the command's tokens those whose keys and values are still to be computed: a branch may have some."""
+        branches, end = text.branches, command.start + len(command.tokens)
+        if branches is None:
+            return command.tokens
+        slot, held = branches.adopt(command.start, command.tokens, text.slot) if command.tokens else (text.slot, 0)
+        branches.settle(command.start, command.tokens, end - command.pending)
+        if held:
+            place = next(place for place, each in self._slots.items() if each == text.slot)
+            text.slot = self._slots[place] = slot
+        return command.tokens[held:]
+
+    def _chosen(self, text: _Text, command: Draft, fed: int, beside: int) -> tuple[list[int], list[Branch]]:
+        """What is fed beside `fed` tokens, and `beside` of other requests: what makes most tokens a second of all that
+        may be.
+
+        Returns:
+            Guesses of what this model will say next, a chain; and what to continue for other outcomes.
+        """
+        reach = 1.0 if text.branches is None else text.branches.reach()
+        guesses, chances = self._guess(text, command)
+        worth: list[tuple[float, tuple[int, int]]] = []
+        if text.branches is not None and command.budget and fed <= _LONG:
+            until = command.start + len(command.tokens) + command.budget
+            worth = text.branches.worth(text.hedges, self.runner.length(text.slot), until)
+        ranked = sorted([*(reach * chance for chance in chances), *(chance for chance, _ in worth)], reverse=True)
+        count = worthwhile(ranked, beside + fed, reach, self._times.at_most)
+        least = ranked[count - 1] if count else 2.0
+        guesses = guesses[: sum(reach * chance >= least for chance in chances)]
+        hedges: list[Branch] = []
+        for _, after in [each for each in worth if each[0] >= least]:
+            assert text.branches is not None
+            branch = text.branches.branch(after, text.slot)
+            hedges += [branch] if branch is not None else []
+        return self._known(guesses), hedges
+
+    def _guess(self, text: _Text, command: Draft) -> tuple[list[int], list[float]]:
+        """What this model is likely to say next: a chain of tokens, and how likely each is with those before it."""
+        if text.index is None:
+            return [], []
+        text.index.cut(command.start)
+        text.index.extend(command.tokens)
+        end = len(text.index)
+        text.index.learn(end)
+        most = min(text.most, command.budget - 1)
+        if most <= 0 or end - command.start > _LONG:
+            return [], []
+        tokens, _, chances, _ = guess_tree(text.index, [Anchor(end, 1.0)], most, end + most, branches=False)
+        return tokens, chances
+
+    def _continue(self, text: _Text, branch: Branch, row: torch.Tensor) -> None:
+        """Draws the branch's next token. One that cannot be drawn ends it: only what the text needs must be finite."""
+        assert text.branches is not None
+        draw, probs = text.rule.draft(row, branch.end)
+        try:
+            token = read_draw(draw)
+        except NumericalError:
+            text.branches.end(branch)
+            return
+        branch.seen.append(text.branches.see(branch.end, token, text.rule, row))
+        branch.tokens.append(token)
+        branch.rows += [] if probs is None else [Distribution(probs)]
+
+    def _agreed(
+        self,
+        text: _Text,
+        command: Draft,
+        fed: int,
+        guesses: Sequence[int],
+        logits: torch.Tensor,
+        marks: Sequence[Any],
+    ) -> LaunchedForward:
+        """Draws position after position, as long as what is drawn was guessed; forgets the other guesses."""
+        first = command.start + len(command.tokens)
+        draws: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
+        paused = False
+        for i, row in enumerate(map(self._fit, logits)):
+            draw, probs = text.rule.draft(row, first + i)
+            draws.append(draw)
+            rows += [] if probs is None else [probs]
+            if text.branches is not None:
+                seen = text.branches.see(first + i, read_draw(draw), text.rule, row)
+                text.branches.drafted(first + i, seen)
+            paused = self._stop is not None and self._pauses(self._features(row), command.pending + i)
+            if paused or (i < len(guesses) and read_draw(draw) != guesses[i]):
+                break
+        cached = len(draws) - 1
+        if guesses:
+            self.runner.rollback(first + cached, text.slot)
+        marks[-1].record()
+        branches = () if text.branches is None else text.branches.proposals
+        return LaunchedForward(command, marks, draws, rows, None, None, fed, cached, paused, branches)
+
+    def _pauses(self, features: torch.Tensor, index: int) -> bool:
+        assert self._stop is not None
+        *top, entropy = features.tolist()
+        return self._stop.stop(Features(tuple(top), entropy, index))
 
     def collect(self, launched: Launched) -> Drafted:
         assert isinstance(launched, LaunchedForward)
         began, forwarded, done = launched.marks
         done.synchronize()
         seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000
-        command = launched.command
-        if launched.draw is None:
-            return Drafted((), seconds, request=command.request)
-        tokens = (read_draw(launched.draw),)
-        rows = () if launched.probs is None else (Distribution(launched.probs),)
-        paused = False
-        if self._stop is not None:
-            assert launched.features is not None
-            *top, entropy = launched.features.tolist()
-            paused = self._stop.stop(Features(tuple(top), entropy, command.pending))
-        return Drafted(tokens, seconds, rows, draw, paused=paused, request=command.request)
-
-    def _slot(self, request: int) -> int:
-        """Of a request that is not open (the cache is emptied before a recording, say): the first."""
-        return self._open[request][1] if request in self._open else 0
+        command, cached = launched.command, launched.cached
+        if not launched.draws:
+            paused, branches = bool(launched.paused), launched.branches
+            return Drafted((), seconds, paused=paused, branches=branches, request=command.request)
+        self._times.observe(launched.fed, seconds)
+        tokens = tuple(map(read_draw, launched.draws))
+        rows = tuple(map(Distribution, launched.probs))
+        paused = bool(launched.paused)
+        if launched.features is not None:
+            paused = self._pauses(launched.features, command.pending)
+        extras: dict[str, Any] = {"cached": cached, "paused": paused, "branches": launched.branches}
+        return Drafted(tokens, seconds, rows, draw, **extras, request=command.request)
 
     def _features(self, row: torch.Tensor) -> torch.Tensor:
         probs = torch.softmax(row.float(), -1)

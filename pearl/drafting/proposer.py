@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,14 @@ TOP = 10  # probabilities in `Features`
 
 
 class Launched(Protocol):
-    """A proposal asked of a device and not waited for."""
+    """A proposal asked of a device and not waited for.
+
+    Attributes:
+        command: what asked for it.
+    """
+
+    @property
+    def command(self) -> Draft: ...
 
     @property
     def done(self) -> bool:
@@ -62,6 +70,10 @@ class Proposer(Protocol):
         Args:
             after: what was launched last; its token stands in place of the command's one token.
         """
+        ...
+
+    def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
+        """As `launch` of each, in one forward. An event in its place: nothing can be drawn for this one."""
         ...
 
     def collect(self, launched: Launched) -> Drafted:

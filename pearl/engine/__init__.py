@@ -6,7 +6,8 @@ It holds no model.  Nothing here runs in the background but the threads that wat
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -16,9 +17,10 @@ from pearl.client.request import Prompt
 from pearl.client.stream import Piece, Result, Stream
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine.launcher import Launcher, LocalLauncher
-from pearl.models.embedded import Progress, silent
+from pearl.models.kept import Progress, silent
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
 from pearl.protocol.messages import Welcome
+from pearl.worker.startup import Startup
 
 __all__ = ["Engine", "Piece", "Progress", "Result", "Stream"]
 
@@ -67,14 +69,20 @@ class Engine:
         return engine
 
     def _start(self, launcher: Launcher, progress: Progress) -> None:
-        client = None
+        client, startup = None, Startup()
+        startup.passed("until here")
         try:
             address = launcher.launch(progress)
+            startup.passed("checks and launch")
             tokenizer, defaults = _tokenizer(launcher.config, progress)
+            startup.passed("tokenizer")
             deadline = launcher.wait_until_ready()
+            startup.passed("waiting for the workers")
             client = Client(launcher.config, address, launcher.directory, tokenizer, defaults, launcher)
             client.meet(deadline)
             launcher.keep()
+            startup.passed("meeting")
+            log.debug("%s", startup)
         except BaseException:
             (client or launcher).close()
             raise
@@ -112,9 +120,19 @@ class Engine:
         return self._client.welcome
 
     @property
+    def requests_ahead(self) -> int:
+        """How many requests of other clients are served before the one that waits; told every two seconds."""
+        return self._client.ahead
+
+    @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None where there is none now."""
         return self._launcher.draft_pid
+
+    @property
+    def draft_restarts(self) -> int:
+        """How often a draft that was lost was started again, where this process launched it."""
+        return self._launcher.draft_restarts
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
         """Generates one text, piece by piece.
@@ -135,7 +153,7 @@ class Engine:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> list[Result]:
-        """Generates a text for each prompt, one after the other; arguments as for `stream`."""
+        """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
         check_options(options, params)
         return self._client.generate(prompts, params, **options)
 
@@ -154,6 +172,17 @@ class Engine:
         """Ends the recording and writes its file, whose path it returns. After a `TraceError` it can be tried again."""
         return self._client.stop_trace()
 
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Reads what comes for all streams until `done`: for one thread that reads for several.
+
+        `done` is asked after each message, after `wake`, and ten times a second. Raises `TargetLost`, `EngineClosed`.
+        """
+        self._client.wait_for(done)
+
+    def wake(self) -> None:
+        """Makes who is in `read_until` look again. From any thread."""
+        self._client.wake()
+
     def wait_until_lost(self) -> None:
         """Returns never. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
         self._client.wait_until_lost()
@@ -162,6 +191,8 @@ class Engine:
 def _tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:
     trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
+    with suppress(Exception):  # imports what a template needs, while the workers load
+        tokenizer.chat_text([{"role": "user", "content": "Hello"}])
     if defaults.ignored:
         log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
     return tokenizer, defaults

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -15,17 +14,17 @@ from typing import Protocol
 from pearl.client.client import Life
 from pearl.client.recording import logged_not_raised
 from pearl.config import EngineConfig
-from pearl.engine.preflight import check_models
+from pearl.engine.card import write_card
+from pearl.engine.preflight import check_datastore, check_models, check_profile, check_toys
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
 from pearl.errors import PearlError, StartError, TransportError
-from pearl.models.embedded import Progress
+from pearl.models.kept import Progress
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.zeromq import ensured_keys
 from pearl.worker.settings import WorkerSettings
 
-CARD = "engine.json"  # in the engine's directory: how another front of the same user reaches it
 _DRAFT_END_SECONDS = 1.0  # for the draft to end by itself where the target is lost, and callers wait to be told
 _LAST_WORDS_SECONDS = 5.0  # for the status line of a worker that is going down
 _LOOK_SECONDS = 0.1  # between two looks at who still writes a trace
@@ -44,6 +43,11 @@ class Launcher(Life, Protocol):
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None where there is none now."""
+        ...
+
+    @property
+    def draft_restarts(self) -> int:
+        """How often a draft that was lost was started again, by this process."""
         ...
 
     def launch(self, progress: Progress) -> str:
@@ -85,9 +89,16 @@ class LocalLauncher:
         worker = self.draft.worker if self.draft else None
         return worker.pid if worker is not None and worker.alive else None
 
+    @property
+    def draft_restarts(self) -> int:
+        return self.draft.restarts if self.draft else 0
+
     def launch(self, progress: Progress) -> str:
         config, directory = self.config, self.directory
-        check_models(config, ("target",) if self._elsewhere else config.roles)
+        check_models(config, ("target",) if self._elsewhere else config.roles, progress)
+        check_toys(config)
+        check_profile(config)
+        check_datastore(config, progress)
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
         keys = ensured_keys(config.control, config.keys, directory)
@@ -142,8 +153,9 @@ class LocalLauncher:
         config = self.config.model_dump(mode="json")
         for role in ("target", "draft"):  # whoever attaches may do so from another directory
             config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
-        card = {"pid": os.getpid(), "address": self.target.address, "config": config}
-        (self.directory / CARD).write_text(json.dumps(card))
+        workers = {"target": self.target} | ({"draft": self.draft.worker} if self.draft else {})
+        taken = {role: worker.taken for role, worker in workers.items()}
+        write_card(self.directory, self.target.address, config, taken)
 
     def alive(self, connected: bool) -> bool:
         return self.target is not None and self.target.alive

@@ -1,38 +1,115 @@
 """What is checked before any process starts: a mistake is told at once, not when both workers have imported torch.
 
-Only what can be told without torch, and without a request to the hub; the workers check the rest.
+Only what can be told without torch; the workers check the rest.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pearl.config import EngineConfig, ModelConfig, ModelRole
+from pearl.drafting.datastore import check_tokenizer, read_header
 from pearl.errors import ModelError
-from pearl.models.checkpoint import is_toy, resolve_checkpoint
+from pearl.models.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
+from pearl.models.kept import Progress, silent
+from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+from pearl.worker.profile import load
 
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # under /dev: of NVIDIA's driver, of Windows' subsystem, of AMD's
 
 
-def check_models(config: EngineConfig, roles: tuple[ModelRole, ...]) -> None:
-    """Raises `ModelError` for a model or device that is not on this machine."""
+def check_models(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
+    """Raises `ModelError` for a model or device that is not on this machine.
+
+    Converts .gguf files: workers that wait for that would exceed the time that they have to start.
+    """
     for role in roles:
         model = config.model(role)
         _check_device(model)
-        if not is_toy(model.spec) and not model.spec.startswith("embedded"):
-            _check_files(model)
+        if is_toy(model.spec):
+            _check_toy(model)
+            continue
+        _check_dtype(model)
+        if not model.spec.startswith("embedded"):
+            _check_files(model, progress)
+    if config.tensors == "nccl" and any(config.model(role).part().kind == "cpu" or not _has_gpu() for role in roles):
+        raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
+
+
+def check_toys(config: EngineConfig) -> None:
+    """Raises `ModelError` where a toy, whose tokenizer costs nothing, is no pair with the other model."""
+    if config.has_draft and (is_toy(config.target) or is_toy(config.draft)):
+        trust = config.trust_remote_code
+        target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
+        check_same_vocabulary(target, draft, config.target, config.draft)
+
+
+def check_profile(config: EngineConfig) -> None:
+    """Raises `ConfigError` for a profile that is named and is none. It is read again by the target worker."""
+    if config.profile not in ("auto", "none"):
+        load(config)
+
+
+def check_datastore(config: EngineConfig, progress: Progress) -> None:
+    """Raises `ConfigError` for a datastore that is missing, damaged, or not one of the target's tokenizer."""
+    if config.datastore is None:
+        return
+    directory = Path(config.datastore)
+    header = read_header(directory)
+    trust = config.trust_remote_code
+    tokenizer, _ = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
+    check_tokenizer(header, tokenizer, directory)
 
 
 def _check_device(model: ModelConfig) -> None:
-    if model.part().kind == "cuda" and not any(any(Path("/dev").glob(name)) for name in _GPUS):
+    if model.part().kind == "cuda" and not _has_gpu():
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
 
 
-def _check_files(model: ModelConfig) -> None:
-    checkpoint = resolve_checkpoint(model.spec)
-    directory = Path(checkpoint.path)
-    if directory.is_dir() and checkpoint.gguf_file is None and not (directory / "config.json").is_file():
+def _has_gpu() -> bool:
+    return any(any(Path("/dev").glob(name)) for name in _GPUS)
+
+
+def _check_toy(model: ModelConfig) -> None:
+    if model.tp > 1:
+        raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
+    if not is_replay(model.spec):
+        toy_options(model.spec)
+
+
+def _check_dtype(model: ModelConfig) -> None:
+    """Rounded matrices, and bits that do not depend on the window, are our own forward's."""
+    if model.dtype in ("int8", "int4") and (
+        model.forwards == "transformers" or model.tp > 1 or model.part().kind == "cuda"
+    ):
         raise ModelError(
-            f"Model {model.spec!r} could not be loaded: there is no config.json in that directory. Give a directory "
-            "that holds a checkpoint, or a .gguf file."
+            f"{model.role}_dtype {model.dtype} is for one CPU worker, and for models of the Llama family with "
+            "--forwards auto or eager. Choose another dtype."
         )
+    if model.exact and model.forwards == "transformers":
+        raise ModelError(
+            "exact refuses every model that runs through transformers: leave --exact off, or --forwards auto"
+        )
+
+
+def _check_files(model: ModelConfig, progress: Progress) -> None:
+    directory = Path(resolve_checkpoint(model.spec, progress, model.dtype))
+    if not directory.is_dir():
+        return  # a hub id
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise _refused(model, "there is no config.json in that directory") from None
+    except (OSError, ValueError) as error:
+        raise _refused(model, f"its config.json cannot be read ({error})") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise _refused(model, "its config.json names no model_type")
+    if not any(next(directory.glob(name), None) for name in ("*.safetensors", "*.bin")):
+        raise _refused(model, "there are no weights (*.safetensors) in that directory")
+
+
+def _refused(model: ModelConfig, why: str) -> ModelError:
+    return ModelError(
+        f"Model {model.spec!r} could not be loaded: {why}. Give a directory that holds a checkpoint, or a .gguf file."
+    )

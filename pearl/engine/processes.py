@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 from weakref import WeakSet
 
 from pearl import errors
-from pearl.config import Device, EngineConfig
-from pearl.models.embedded import Progress
+from pearl.config import EngineConfig
+from pearl.device import Device
+from pearl.models.kept import Progress
 from pearl.silence import Silence
 from pearl.worker.lifeline import DIRECTORY
 from pearl.worker.settings import WorkerSettings
@@ -60,6 +61,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
         self.role = settings.name
         self.address = ""  # the target's, once it is bound
+        self.taken: dict[str, str] = {}  # the device and the dtype, once it is ready
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
         self.ready_since = 0.0
@@ -68,10 +70,10 @@ class Worker:
         self._states: set[str] = set()
         self._changed = threading.Condition()
         self._closing = False
-        self._process = subprocess.Popen(
+        self._process = Popen(
             [sys.executable, "-m", "pearl.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
             env=_environment(settings.model.part(settings.rank)) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
         )
@@ -116,6 +118,7 @@ class Worker:
         with self._changed:
             if said["state"] == "ready":
                 self.ready_since = time.monotonic()
+                self.taken = {name: said[name] for name in ("device", "dtype") if name in said}
             if said["state"] == "bound":
                 self.address = said["address"]
             if said["state"] == "failed":
@@ -180,7 +183,7 @@ class Worker:
         self.close()
         try:
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             log.warning("%s worker does not end by itself: killing it", self.role)
             self.kill()
             self._process.wait()
@@ -261,6 +264,7 @@ class DraftKeeper:
         self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory)
         self._closing = threading.Event()
         self._restarts: Counter[str] = Counter()  # by cause
+        self.restarts = 0  # of all causes, ever
         self._starts = count()
         self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
@@ -288,6 +292,7 @@ class DraftKeeper:
                 log.error("%s; it is not started again, the target goes on alone", what)
                 return
             self._restarts[cause] += 1
+            self.restarts += 1
             log.warning("%s; starting it again (%d)", what, self._restarts[cause])
             # Of all causes together: one that dies now of this and now of that must not become a busy loop either.
             if not self._closing.wait(min(0.5 * 2 ** self._restarts.total(), _MOST_BACK_OFF_SECONDS)):

@@ -25,7 +25,7 @@ from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
-from pearl.models.embedded import Progress
+from pearl.models.kept import Progress
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
 from pearl.worker.settings import WorkerSettings
@@ -83,6 +83,7 @@ class TorchrunLauncher:
     """Rank 0's: all workers but the target's first are launched by other ranks."""
 
     draft_pid = None
+    draft_restarts = 0  # another rank's business
 
     def __init__(self, config: EngineConfig) -> None:
         self._store = _store()

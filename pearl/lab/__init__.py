@@ -1,1 +1,1 @@
-"""What measures: simulator, theory, benchmarks, experiments, making and judging drafts. Nothing else imports it."""
+"""Measurements and training: simulator, theory, benchmarks, experiments, distillation. Only `pearl.cli` imports it."""

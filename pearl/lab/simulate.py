@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from pearl.config import EngineConfig
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.datastore import Datastore
+from pearl.drafting.model import LaunchedForward, ModelProposer
+from pearl.drafting.proposer import Launched
 from pearl.metrics import Stopwatch
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
@@ -35,9 +39,11 @@ from pearl.protocol.events import (
     Sample,
     Sampled,
     Send,
+    Spread,
     Wait,
 )
-from pearl.protocol.messages import Committed, Provenance, Submit
+from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
+from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import Counts
 from pearl.protocol.window import Speeds
 from pearl.trace.recorder import Recorder, where_and_what
@@ -49,13 +55,22 @@ _DIGITS = 12  # of a second: five forwards of 10 ms and one of 50 ms end at the 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. `t_target`: of a forward fed n tokens. `jitter`: standard deviation, as a share of each forward."""
+    """Seconds. `t_target`: of a forward fed n tokens; `t_spread`: with the draft's cores too, None where that changes
+    nothing. `t_draft_fed`: likewise of the draft, guesses and branches counted; None: `t_draft`, whatever it is fed.
+    `jitter`: standard deviation, as a share of each forward.
+    """
 
     t_draft: float
     t_target: Callable[[int], float]
     delay: float = 0.0
     jitter: float = 0.0
     seed: int = 0
+    t_spread: Callable[[int], float] | None = None
+    t_draft_fed: Callable[[int], float] | None = None
+
+    def draft(self, fed: int) -> float:
+        """Of a draft forward fed `fed` tokens."""
+        return self.t_draft if self.t_draft_fed is None else self.t_draft_fed(fed)
 
 
 @dataclass
@@ -103,7 +118,7 @@ class CoinTarget:
                 accepted, token = (len(tokens), None) if wrong < 0 else (wrong - start, 1)
                 return Judged(accepted, token, request=command.request)
             case Sample():
-                return Sampled(0, request=command.request)
+                return Sampled((0,), request=command.request)
         return None
 
     def _toss(self, end: int) -> None:
@@ -113,18 +128,112 @@ class CoinTarget:
 
 
 class CoinDraft:
-    """Drafts token 0 for ever."""
+    """Drafts token 0 for ever, and prepares for nothing else."""
 
     def execute(self, command: object) -> Event | None:
         match command:
-            case Draft(budget=budget):
-                return Drafted((0,) if budget else (), request=command.request)
+            case Draft(budget=budget, hedge=hedge):
+                return Drafted((0,) if budget else (), paused=hedge > 0, request=command.request)
         return None
 
 
-def paired_executors(target: ModelRunner, draft: ModelRunner) -> tuple[TargetExecutor, DraftExecutor]:
-    """Executors on two runners in this process; draft distributions are handed over as they are."""
-    return TargetExecutor(target), DraftExecutor(ModelProposer(draft, target.vocab_size))
+class ForesightDraft:
+    """Drafts token 0 for ever, and a window for what a `CoinTarget` says instead: for a share of the positions.
+
+    Whether a position is one of these depends on (seed, position) alone.
+
+    Args:
+        foreseen: the share. filled: tokens of such a window. limit: the first position that nobody drafts.
+    """
+
+    def __init__(self, foreseen: float, filled: int, limit: int, seed: int = 0) -> None:
+        luck = random.Random(seed)
+        self._foreseen = [luck.random() < foreseen for _ in range(limit)]
+        self._filled, self._limit = filled, limit
+
+    def execute(self, command: object) -> Event | None:
+        match command:
+            case Draft(start, tokens, budget, pending):
+                end = start + len(tokens)
+                branches = [self._branch(position) for position in range(end - pending, end + 1)] if budget else []
+                found = tuple(branch for branch in branches if branch is not None)
+                paused = command.hedge > 0  # a branch comes whole, with the forward before it
+                return Drafted((0,) if budget else (), paused=paused, branches=found, request=command.request)
+        return None
+
+    def _branch(self, position: int) -> Proposal | None:
+        filled = min(self._filled, self._limit - position - 1)
+        if filled < 1 or not self._foreseen[position]:
+            return None
+        return Proposal(position + 1, (0,) * filled, after=(position, 1))
+
+
+class LookupDraft:
+    """Drafts token 0 for ever, several by one forward where what it looks up is what it says itself.
+
+    Args:
+        hit: how often that is, at each position that a lookup has reached. most: tokens looked up for a forward.
+        limit: the first position that nobody drafts.
+    """
+
+    def __init__(self, hit: float, most: int, limit: int, seed: int = 0) -> None:
+        luck = random.Random(seed)
+        self._hits = [luck.random() < hit for _ in range(limit)]
+        self._most = most
+
+    def execute(self, command: object) -> Event | None:
+        match command:
+            case Draft(start, tokens, budget):
+                end, drafted = start + len(tokens), min(budget, 1)
+                while 0 < drafted < min(budget, 1 + self._most) and self._hits[end + drafted]:
+                    drafted += 1
+                cached, paused = max(0, drafted - 1), command.hedge > 0
+                return Drafted((0,) * drafted, cached=cached, paused=paused, request=command.request)
+        return None
+
+
+class VirtualProposer(ModelProposer):
+    """The proposer, whose forwards last as long as the virtual clock says: it feeds what pays at *these* times.
+
+    Args:
+        seconds: of a forward by the number of tokens fed, all its feeds together.
+    """
+
+    def __init__(self, draft: ModelRunner, vocab_size: int, seconds: Callable[[int], float], **options: Any) -> None:
+        super().__init__(_Counting(draft), vocab_size, **options)
+        self._seconds = seconds
+
+    def collect(self, launched: Launched) -> Drafted:
+        assert isinstance(launched, LaunchedForward)
+        assert isinstance(self.runner, _Counting)
+        began, forwarded, done = launched.marks
+        forwarded.at = done.at = began.at + self._seconds(self.runner.fed)
+        return super().collect(launched)
+
+
+class _Counting(WrappedRunner):
+    """Remembers how many tokens the last forward was fed."""
+
+    fed = 1
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        self.fed = sum(len(feed.tokens) for feed in feeds)
+        return super().forward(feeds)
+
+
+def paired_executors(
+    target: ModelRunner,
+    draft: ModelRunner,
+    datastore: Datastore | None = None,
+    t_draft: Callable[[int], float] = lambda fed: 1.0,
+) -> tuple[TargetExecutor, DraftExecutor]:
+    """Executors on two runners in this process; draft distributions are handed over as they are.
+
+    Args:
+        t_draft: see `Timing.draft`; which guesses and branches pay depends on it. Any constant is as good as another.
+    """
+    proposer = VirtualProposer(draft, target.vocab_size, t_draft, datastore=datastore)
+    return TargetExecutor(target, datastore=datastore), DraftExecutor(proposer)
 
 
 def simulate(
@@ -169,6 +278,7 @@ class _Simulation:
         self._queue: list[tuple[float, int, bool, int, object]] = []  # time, actor, own forward, order
         self._order = count()
         self._now = 0.0
+        self._spread(self._coordinator.speeds.choice.is_spread)  # as the request before has left it
         self._done = False
         self._waiting: list[tuple[Cause, float] | None] = [None, None]  # of each actor: for what, since when
         self.outcome = Outcome()
@@ -231,20 +341,29 @@ class _Simulation:
             self.outcome.watch.draft_waited += self._now - since
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
-        event, seconds = self._executors[actor].execute(command), self._seconds(command)
+        event = self._executors[actor].execute(command)
+        seconds = self._seconds(command, event)
         if isinstance(event, Forwarded):
             self.outcome.watch.busy += seconds
-            event = Forwarded(seconds, request=event.request)
+            event = Forwarded(seconds, self._now + seconds, request=event.request)
         elif isinstance(event, Drafted):
-            event = replace(event, seconds=seconds)
+            event = replace(event, seconds=seconds, draw=0.0)
         return event, seconds
 
-    def _seconds(self, command: object) -> float:
+    def _spread(self, everywhere: bool) -> None:
+        self._t_target = (everywhere and self._timing.t_spread) or self._timing.t_target
+
+    def _seconds(self, command: object, event: object) -> float:
         match command:
             case Forward(tokens=tokens):
-                seconds = self._timing.t_target(len(tokens))
+                seconds = self._t_target(len(tokens))
+            case Spread(everywhere):
+                self._spread(everywhere)
+                return 0.0
             case Draft():
-                seconds = self._timing.t_draft
+                assert isinstance(event, Drafted)
+                # Who drafts without a model says nothing of what it was fed: a token.
+                seconds = (self._timing.t_draft_fed and event.seconds) or self._timing.t_draft
             case _:
                 return 0.0
         return seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter)) if self._timing.jitter else seconds
@@ -272,6 +391,8 @@ class _TracedSimulation(_Simulation):
         since, tracer = self._free_since[actor], self._tracers[actor]
         if since is not None and since < tracer.clock():
             tracer.waited(since, tracer.clock(), event)
+        if isinstance(event, Verdict):
+            tracer.note("communication", "read", tracer.clock(), messages=[identity(event)])
         if since is not None or isinstance(event, (Forwarded, Drafted)):
             self._free_since[actor] = tracer.clock()
         return self._deciders[actor](event)

@@ -55,6 +55,44 @@ def pearl_tokens_per_step(a: float, c: int) -> float:
     return 1 - post + post * geometric(a, c)
 
 
+def pearl_foreseen_tokens_per_step(a: float, c: int, foreseen: float, filled: int | None = None) -> float:
+    """The same where a share `foreseen` of the rejections has a window waiting: `pearl` with branches.
+
+    Args:
+        filled: draft tokens in such a window; None: c - 1, as many as there are after an acceptance.
+
+    Three kinds of steps.  A pre-verify judges 1 token; a post-verify of a full window judges c; one behind a foreseen
+    rejection is fed the correction and `filled` tokens, and judges m = filled + 1.  One that judges k yields
+    (1 - a^k) / (1 - a) tokens and accepts all with probability a^k: then the next is a full window.  Otherwise the next
+    is a window that was waiting, with probability `foreseen`, or else a pre-verify.  With r the share of steps that
+    follow a rejection, 1 - r is that of full windows, and balance demands
+
+        r = (1 - foreseen) r (1 - a) + foreseen r (1 - a^m) + (1 - r) (1 - a^c)
+        r = (1 - a^c) / ((1 - foreseen) a + foreseen a^m + 1 - a^c)
+
+    With foreseen = 0 that is the chain above; with foreseen = 1 and full windows every step judges c.
+
+    Assumed: whether a rejection is foreseen is independent of all else; every foreseen window is filled as far; rows
+    for branches cost the draft no time, for they are computed beside its own; and tokens behind a rejection are right
+    as often as others.  A real draft fills a branch in the forwards between its outcome's row and the verdict: the less
+    the nearer the rejection is to the window's end, and what follows a rejection is harder.  So with full windows this
+    is a bound.
+    """
+    judged = c if filled is None else filled + 1
+    right, waiting = a**c, a**judged
+    rejected = (1 - right) / ((1 - foreseen) * a + foreseen * waiting + 1 - right) if right < 1 else 0.0
+    behind = (1 - foreseen) + foreseen * geometric(a, judged)
+    return rejected * behind + (1 - rejected) * geometric(a, c)
+
+
+def pearl_lookup_ratio(hit: float, most: int) -> float:
+    """Tokens of a draft forward that looks up `most` tokens, each right with probability `hit` where those before are.
+
+    So many times as large is c, PEARL's bound on the speed-up. Source: a geometric distribution, cut off.
+    """
+    return geometric(hit, most + 1)
+
+
 def pearl_improvement(a: float, window: int, ratio: float) -> float:
     """How many times as fast as the target alone, with any fixed window.
 

@@ -18,6 +18,16 @@ BLOCK = 128  # positions
 ROWS = 4
 
 
+def plan_no_shapes(device: torch.device) -> None:
+    """Turn cuDNN's attention off in this process, where `device` is a GPU.
+
+    torch 2.13 asks it first on Hopper, masks and single queries included, and it plans anew for every length: 42 to 440
+    ms are reported for a plan, and every prompt, and every step of a forward that is not recorded, has another length.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def whole_blocks(end: int) -> int:
     """The number of positions in the blocks that hold the first `end` ones."""
     return -(-end // BLOCK) * BLOCK

@@ -18,10 +18,16 @@ _DRAFT_SECONDS = 1.0  # the draft keeps going while the target measures its seve
 _MOST_DRAFTS = 200
 
 
-def calibrate_target(runner: ModelRunner) -> tuple[tuple[int, float], ...]:
-    """Seconds of forwards fed 1, 2, 4 and 8 tokens, as (fed, seconds); leaves the cache empty."""
+def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
+    """Seconds of forwards fed 1, 2, 4 and 8 tokens, as (fed, seconds); leaves the cache empty.
+
+    `brief`: of none, for they are known already; but the model is tried once.
+    """
     base = _fill(runner)
     _seconds(runner, base, 1)  # the first forwards of a process pay for what later ones do not
+    if brief:
+        runner.rollback(0)
+        return ()
     sizes = [fed for fed in FED if base + fed <= runner.context]
     found = tuple((fed, median(_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes)
     runner.rollback(0)

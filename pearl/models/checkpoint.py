@@ -6,45 +6,74 @@ Imports no torch: the front, which holds no model, resolves its tokenizer here t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pearl.errors import ModelError
-from pearl.models.embedded import Progress, embedded_draft, embedded_target, silent
+from pearl.models.embedded import embedded_draft, embedded_target
+from pearl.models.gguf import directory_of
+from pearl.models.hub import found_on_hub
+from pearl.models.kept import Progress, silent
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The arguments of `from_pretrained`: a directory or hub id, and the name of the GGUF file in it, if any."""
-
-    path: str
-    gguf_file: str | None = None
-
-
 def is_toy(spec: str) -> bool:
-    """Whether `spec` names a toy model, "toy" or "toy:KEY=VALUE,...", which has no checkpoint."""
-    return spec.partition(":")[0] == "toy"
+    """Whether `spec` names a model without weights: a toy, "toy" or "toy:KEY=VALUE,...", or recorded texts."""
+    return spec.partition(":")[0] == "toy" or is_replay(spec)
 
 
-def resolve_checkpoint(spec: str, progress: Progress = silent) -> Checkpoint:
-    """Resolve `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
+def toy_options(spec: str) -> dict[str, Any]:
+    """The options of a toy, "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only where it is given.
 
-    Builds the embedded models where they are not in the cache yet; makes no request to the hub. Raises `ModelError`.
+    Raises `ModelError` for an unknown key or a bad value.
+    """
+    kinds: dict[str, Callable[[str], Any]] = {"vocab": int, "alpha": float, "seed": int, "context": int, "eos": int}
+    kinds |= {"coin": int, "fault": str, "once": str}
+    values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20}
+    values |= {"coin": 0, "fault": "", "once": ""}
+    for item in filter(None, spec.partition(":")[2].split(",")):
+        key, _, value = item.partition("=")
+        if key not in kinds:
+            raise ModelError(f"toy model {spec!r}: unknown key {key!r}; known are {', '.join(kinds)}")
+        try:
+            values[key] = kinds[key](value)
+        except ValueError:
+            raise ModelError(f"toy model {spec!r}: {key}={value!r} is not {kinds[key].__name__}") from None
+    if values["vocab"] < 2 or not 0 <= values["alpha"] <= 1:
+        raise ModelError(f"toy model {spec!r}: vocab must be at least 2 and alpha between 0 and 1")
+    return values
+
+
+def is_replay(spec: str) -> bool:
+    """Whether `spec` names recorded texts, "replay:FILE": see `pearl.models.replay`."""
+    return spec.startswith("replay:")
+
+
+def replayed_file(spec: str) -> str:
+    return spec.removeprefix("replay:")
+
+
+def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any") -> str:
+    """Resolve `spec` to a directory or hub id: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
+
+    Builds the embedded models, and the directory that a .gguf file is converted to, where they are not in the cache
+    yet; asks the hub once whether there is a model of that id.  `dtype`: of the weights of a .gguf file, "any" where
+    they are not wanted; see `directory_of`.  Raises `ModelError`.
     """
     if spec == "embedded":
-        return Checkpoint(str(embedded_target(progress)))
+        return str(embedded_target(progress))
     if spec == "embedded-draft":
-        return Checkpoint(str(embedded_draft(progress)))
+        return str(embedded_draft(progress))
     path = Path(spec).expanduser()
     if spec and path.is_dir():
-        return Checkpoint(str(path))
+        return str(path)
     if path.is_file() and path.suffix == ".gguf":
-        return Checkpoint(str(path.parent), path.name)
+        return str(directory_of(path, dtype, progress))
     if path.is_file() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(spec):
         raise ModelError(
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    return Checkpoint(spec)
+    return found_on_hub(spec, progress)

@@ -25,7 +25,8 @@ _LATER = 6  # tokens that a draft has drafted before a target can be verifying t
 class FaultyRunner(WrappedRunner):
     """Wraps `runner`; the fault strikes this process in the first forward of its phase.
 
-    "slow" and "nan" last for all later forwards; in a draft "nan" ends with the next prompt of the same length.
+    "raise", "slow" and "nan" last for all later forwards, for a forward that nobody asked for yet may be discarded with
+    what it raised; in a draft "nan" ends with the next prompt of the same length.
 
     Args:
         name: "FAULT@PHASE". The phase "verifying" of a draft: it drafts while the target verifies.
@@ -55,6 +56,8 @@ class FaultyRunner(WrappedRunner):
             self._strike()
         if self._struck and self._fault == "slow":
             time.sleep(_SLOW_SECONDS)
+        if self._struck and self._fault == "raise":
+            raise RuntimeError("a fault on purpose")
         found = self._runner.forward(feeds)
         if self._struck and self._fault == "nan" and not self._cured:
             return [torch.full_like(logits, torch.nan) for logits in found]
@@ -90,5 +93,3 @@ class FaultyRunner(WrappedRunner):
             case "hang":
                 while True:
                     time.sleep(3600)
-            case "raise":
-                raise RuntimeError("a fault on purpose")

@@ -49,6 +49,14 @@ def visible(position: int) -> int:
     return max(_LEAST_VISIBLE, 1 << position.bit_length())
 
 
+def ends(context: int, room: int) -> list[int]:
+    """Every number of positions that a recorded forward may look at, the largest first.
+
+    A tree whose path ends within the context may have nodes that stand beyond it.
+    """
+    return sorted({min(visible(position), room) for position in range(context + FED)}, reverse=True)
+
+
 def pieces(start: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Cut a forward of `count` tokens from position `start` on into (rows, start, stop)."""
     rows, end = FED if count <= FED else PREFILL, start + count
@@ -100,7 +108,7 @@ class Graphs:
         columns = [[*column, *[0] * (FED - len(column))] for column in (known, depth, sees)]
         given = torch.tensor([start, *columns[0], *columns[1], *columns[2]], pin_memory=device.type == "cuda")
         if (feed.slot, end) not in self._known:
-            self._known[feed.slot, end] = self._recorded(given.to(device), feed.slot, end)
+            self.record(feed.slot, end, device)
         buffer, replay = self._known[feed.slot, end]
         buffer.copy_(given, non_blocking=True)
         if isinstance(feed.tokens, torch.Tensor):
@@ -120,17 +128,26 @@ class Graphs:
         logits = self._step(piece, feed.slot, min(end, self._room), rows)
         return logits if rows else logits.new_empty(count, logits.shape[-1])[:count]
 
-    def _recorded(self, buffer: torch.Tensor, slot: int, end: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    def record(self, slot: int, end: int, device: torch.device) -> None:
+        """Make the recording of forwards that look at `end` positions of a slot. Writes to its first `FED`.
+
+        To be done before any text: it takes 40 to 150 ms on a GPU, and waits for all that the GPU does meanwhile.
+        """
+        buffer = torch.zeros(1 + 3 * FED, dtype=torch.long, device=device)
         piece = Piece(buffer[:1], *buffer[1:].split(FED))
 
         def work() -> torch.Tensor:
             return self._step(piece, slot, end, FED)
 
-        return buffer, self._record(work)
+        self._known[slot, end] = buffer, self._record(work)
 
 
 def record_on_gpu(device: torch.device) -> Record:
-    """Recordings as CUDA graphs, which share their memory: one is replayed at a time. Unproven: no GPU was at hand."""
+    """Recordings as CUDA graphs, which share their memory: one is replayed at a time. Unproven: no GPU was at hand.
+
+    They are captured on a stream of this runner's own. torch's default is one stream for all, and a graph that goes
+    clears the workspaces that cuBLAS keeps for its stream: those that another runner's recordings use.
+    """
     pool, aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -140,7 +157,7 @@ def record_on_gpu(device: torch.device) -> Record:
             with torch.cuda.stream(aside):
                 work()  # libraries set themselves up at the first call, which must not be recorded
             now.wait_stream(aside)
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on
+            with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):  # others go on
                 logits = work()
 
         def replay() -> torch.Tensor:

@@ -78,6 +78,7 @@ class HFRunner:
         self.vocab_size: int = config.vocab_size
         # With a device map the outermost hook moves the logits back to the input's device.
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+        self.weights = str(model.dtype).removeprefix("torch.")
         self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -109,7 +110,7 @@ class HFRunner:
         """Never called: no tree can be fed."""
         raise AssertionError("the general path takes no trees")
 
-    def fork(self, slot: int, into: int) -> None:
+    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         """Never called: there is one slot."""
         raise AssertionError("the general path holds one sequence")
 

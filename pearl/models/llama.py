@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from pearl.models import attention
 from pearl.models.feeds import Feed, Layout, lay_out
-from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, record_on_gpu
+from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.matrices import (
     Matrix,
     Rounding,
@@ -43,6 +42,11 @@ from pearl.models.runner import Capabilities, check_feeds
 from pearl.models.shard import ALONE, Group
 from pearl.models.slots import Slots, Tree
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pearl.models.direct import Decoder
+
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on how long the text is
 _TREE_NODES = 256  # of a tree, on a CPU
@@ -52,8 +56,8 @@ _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time t
 def is_llama(model: PreTrainedModel) -> bool:
     """Whether `LlamaRunner` computes what this model does."""
     config, name = model.config, type(model).__name__
-    if name not in _FAMILY:
-        return False
+    if name not in _FAMILY or getattr(config, "quantization_config", None) is not None:
+        return False  # of some kinds a matrix is a Linear still, whose weight cannot be laid out anew
     rotation = config.rope_parameters
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
@@ -101,7 +105,7 @@ class _Fixed(NamedTuple):
 
 
 class LlamaRunner:
-    """`ModelRunner` over the weights of `model`, for which `is_llama` holds; they are taken from it.
+    """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `is_llama` holds; takes them away.
 
     In a `group` of several the model is this rank's part of it, and all ranks make the same calls.
 
@@ -109,12 +113,12 @@ class LlamaRunner:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
-        rounding: "int8" or "int4" rounds the matrices (see `matrices.matrix`), on a CPU.
+        rounding: how matrices are rounded, or stored, on a CPU: see `matrices.matrix`.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Decoder,
         context: int,
         group: Group = ALONE,
         *,
@@ -127,16 +131,19 @@ class LlamaRunner:
         self._group = group
         self.context, self.vocab_size = context, int(config.vocab_size)
         self.device, self.dtype = model.device, model.dtype
+        self.weights = {"": str(model.dtype).removeprefix("torch."), "stored": "4 bits"}.get(rounding, rounding)
         self._eps = float(config.rms_norm_eps)
         self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
         launches = record is not None or (records and self.device.type == "cuda")
         self._graphs: Graphs | None = None
-        room = attention.whole_blocks(context)
+        self._room = room = attention.whole_blocks(context)
         if record is not None or self.device.type == "cuda":
-            room = context + PREFILL  # rows of a piece that stand beyond the text are computed too
+            # Rows of a piece that stand beyond the text are computed too. Of whole blocks: attention copies a mask
+            # whose rows are not a multiple of a few elements, once a layer.
+            self._room = room = attention.whole_blocks(context) + PREFILL
             if record is None:
-                torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every length of a prompt
+                attention.plan_no_shapes(self.device)
                 record = record_on_gpu(self.device) if records else lambda work: work
             self._graphs = Graphs(self._fixed, room, record)
         with torch.inference_mode():
@@ -144,7 +151,7 @@ class LlamaRunner:
             is_bf16 = packs(self._embedding) and self.dtype == torch.bfloat16
             self._layers = [_layer(layer, rounding) for layer in inner.layers]
             self._norm = inner.norm.weight
-            self._head = matrix(model.lm_head, rounding=rounding)
+            self._head = matrix(model.lm_head, rounding=rounding, wide=True)
             self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
             cache_dtype, invariant = self.dtype, True
             if self._graphs is None:
@@ -153,6 +160,8 @@ class LlamaRunner:
             self._cos, self._sin = self._angles(inner.rotary_emb, cache_dtype)
             shape = (slots, len(self._layers), self._kv_heads, room, self._head_dim)
             self._slots = Slots(shape, cache_dtype, self.device)
+            if launches:
+                self._record_all(slots)
         self.capabilities = Capabilities(
             slots=slots,
             tree_nodes=FED if self._graphs else _TREE_NODES,
@@ -160,6 +169,15 @@ class LlamaRunner:
             row_invariant=invariant,
             trees_row_invariant=invariant and self._graphs is None,
         )
+
+    def _record_all(self, slots: int) -> None:
+        """Make every recording, the largest first: the smaller ones find room in the memory that it took."""
+        assert self._graphs is not None
+        for slot in range(slots):
+            for end in ends(self.context, self._room):
+                self._graphs.record(slot, end, self.device)
+            self._slots.wrote(slot, FED)
+            self._slots.rollback(0, slot)
 
     def _probe(self) -> tuple[torch.dtype, bool]:
         """Find how rows become independent of one another on this CPU.
@@ -375,9 +393,9 @@ class LlamaRunner:
         """See `ModelRunner.keep`."""
         self._slots.keep(path, slot)
 
-    def fork(self, slot: int, into: int) -> None:
+    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         """See `ModelRunner.fork`."""
-        self._slots.fork(slot, into)
+        self._slots.fork(slot, into, self.length(slot) if length is None else length, shared)
 
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""

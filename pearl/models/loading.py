@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.attention import whole_blocks
-from pearl.models.checkpoint import Checkpoint, resolve_checkpoint
-from pearl.models.embedded import Progress, dequantised, silent
-from pearl.models.matrices import Rounding, multiplies_bf16
+from pearl.models.attention import plan_no_shapes, whole_blocks
+from pearl.models.checkpoint import resolve_checkpoint
+from pearl.models.direct import Decoder, read_decoder
+from pearl.models.hub import in_cache
+from pearl.models.kept import Progress, silent
+from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
+from pearl.models.memory import available_memory, cache_bytes, check_room, gigabytes, needed
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import ALONE, Group, cut
 
@@ -42,29 +45,47 @@ def load_runner(
     progress: Progress = silent,
     group: Group = ALONE,
     exact: bool = False,
+    slots: int = 1,
+    spare: int = 0,
+    may_round: bool = False,
 ) -> ModelRunner:
     """Load the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`. In a `group` of
     several ranks, load this rank's part.
 
-    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; float32 in their place on a CPU without the
-    instructions), "float32", "bfloat16", "float16", or, on a CPU and where the forward is ours, bfloat16 with rounded
-    matrices: "int8" (each row in 255 steps) or "int4" (each 32 weights in 16 steps).  `exact` refuses a runner that is
-    not row-invariant.  `max_context` in tokens; None takes the model's own, up to 8192.  `forwards` "transformers"
-    keeps their forward where "auto" has a faster one; "eager" has that one too, but records nothing.  Raises
-    `ModelError`.
+    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; in its place, on a CPU without the instructions,
+    float32 or, where the forward is ours, 4 bits for weights that are so already), "float32", "bfloat16", "float16",
+    or, on a CPU and where the forward is ours, bfloat16 with rounded matrices: "int8" (each row in 255 steps) or "int4"
+    (each 32 weights in 16 steps).  `exact` refuses a runner that is not row-invariant.  `may_round`: whether "auto" may
+    be "int8" where it would be float32.  `slots`: sequences that it must hold side by side; `spare`: how many more
+    there may be room for, on a CPU.  `max_context` in tokens; None takes the model's own, up to 8192.  `forwards`
+    "transformers" keeps their forward where "auto" has a faster one; "eager" has that one too, but records nothing.
+    Raises `ModelError`.
     """
-    from pearl.models.hf import HFRunner
     from pearl.models.llama import LlamaRunner, is_llama
 
+    plan_no_shapes(device)
     # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
     # (Where the dtype is to change, and of other files, the whole passes through host memory.)
     place = torch.device("cpu") if group.size > 1 else device
     rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
     dtype = "bfloat16" if rounding else dtype
-    model = load_model(
-        spec, device=place, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, progress=progress
-    )
-    ours = forwards != "transformers" and is_llama(model)
+    path = resolve_checkpoint(spec, progress, dtype)
+    files = Path(path) if Path(path).is_dir() else in_cache(path)
+    need = needed(files, dtype, max_context, DEFAULT_CONTEXT, group.size, slots) if files else None
+    if told := check_room(spec, need, device, torch.cuda.device_count() if device_map is not None else 1):
+        progress(told)
+    progress(f"loading {spec}")
+    arguments = _arguments(path, place, dtype, device_map)
+    wanted = None if arguments["dtype"] == "auto" else arguments["dtype"]
+    rounds = dtype == "auto" and wanted == torch.float32 and group.size == 1
+    model: PreTrainedModel | Decoder | None = None
+    if forwards != "transformers" and device_map is None and not trust_remote_code:
+        with _explained(spec):  # in its own dtype where it may be rounded: it need not be in float32 meanwhile
+            model = read_decoder(Path(path), None if rounds else wanted, place, progress)
+    ours = model is not None
+    if model is None:
+        model = _load(spec, path, arguments | {"trust_remote_code": trust_remote_code}, device)
+        ours = forwards != "transformers" and is_llama(model)
     if rounding and (device.type != "cpu" or not ours or group.size > 1):
         raise ModelError(
             f"Model {spec!r} cannot have its weights in {rounding}: that is for one CPU worker, and for models of the "
@@ -80,11 +101,23 @@ def load_runner(
                 )
             cut(model, group, device)
         context = _context(spec, model, max_context)
-        _check_cache_fits(spec, model, context, ours)
+        if rounds and ours:
+            rounding = rounding_for(model, may_round)
+            model = model.to(torch.bfloat16 if rounding else torch.float32)  # type: ignore[arg-type]
+        if slots > 1 and not ours:
+            raise ModelError(
+                f"Model {spec!r} ({type(model).__name__}) runs through transformers, whose cache holds one sequence: "
+                "leave slots at 1."
+            )
+        left = _check_cache_fits(spec, model, context, ours, slots)
+        slots += min(spare, left // 2) if device.type == "cpu" else 0
         runner: ModelRunner
         if ours:
-            runner = LlamaRunner(model, context, group, records=forwards == "auto", rounding=rounding)
+            runner = LlamaRunner(model, context, group, slots=slots, records=forwards == "auto", rounding=rounding)
         else:
+            from pearl.models.hf import HFRunner
+
+            assert not isinstance(model, Decoder)
             runner = HFRunner(model, context)
         if exact and not runner.capabilities.row_invariant:
             raise ModelError(
@@ -108,50 +141,39 @@ def load_model(
     progress: Progress = silent,
 ) -> PreTrainedModel:
     """The `transformers` model itself, for what needs more than a runner. Arguments and errors as `load_runner`'s."""
-    checkpoint = resolve_checkpoint(spec, progress)
+    plan_no_shapes(device)
+    path = resolve_checkpoint(spec, progress, dtype)
     progress(f"loading {spec}")
-    arguments = _arguments(checkpoint, device, dtype, device_map) | {"trust_remote_code": trust_remote_code}
-    model = _load(spec, checkpoint, arguments)
-    _refuse_offloaded(spec, model, device)
-    return model
+    arguments = _arguments(path, device, dtype, device_map) | {"trust_remote_code": trust_remote_code}
+    return _load(spec, path, arguments, device)
 
 
-def _arguments(
-    checkpoint: Checkpoint, device: torch.device, dtype: str, device_map: str | dict[str, Any] | None
-) -> dict[str, Any]:
+def _arguments(path: str, device: torch.device, dtype: str, device_map: str | dict[str, Any] | None) -> dict[str, Any]:
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16, int8 or int4.")
     wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto" and device.type == "cpu" and not device_map and not multiplies_bf16():
-        wanted = torch.float32 if _fits_in_float32(checkpoint) else "auto"
-    arguments: dict[str, Any] = {"dtype": wanted, "device_map": device_map or {"": device}}
-    if checkpoint.gguf_file is None:
-        return arguments
-    if wanted == "auto":
-        arguments["dtype"] = torch.bfloat16  # packed weights name none, and transformers would take float32
-    return arguments | {"gguf_file": checkpoint.gguf_file} | dequantised()
+        wanted = torch.float32 if _fits_in_float32(path) else "auto"
+    return {"dtype": wanted, "device_map": device_map or {"": device}}
 
 
-def _fits_in_float32(checkpoint: Checkpoint) -> bool:
+def _fits_in_float32(path: str) -> bool:
     """Whether half the free memory holds the weights in float32, as far as the sizes of local files tell.
 
-    Four bytes a weight: twice a file of bfloat16, eight times one of 4 bits.
+    Four bytes a weight: twice a file of bfloat16.
     """
-    directory = Path(checkpoint.path)
-    if checkpoint.gguf_file is not None:
-        size = 8 * (directory / checkpoint.gguf_file).stat().st_size
-    else:
-        size = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    size = 2 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     free = available_memory()
     return free is None or 2 * size < free
 
 
-def _load(spec: str, checkpoint: Checkpoint, arguments: dict[str, Any]) -> PreTrainedModel:
+def _load(spec: str, path: str, arguments: dict[str, Any], device: torch.device) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
     from transformers import AutoModelForCausalLM
 
     with _explained(spec), _no_progress_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint.path, **arguments)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **arguments)
+    _refuse_offloaded(spec, model, device)
     return model
 
 
@@ -173,7 +195,7 @@ def _explained(spec: str) -> Iterator[None]:
 
 def _advice(error: Exception) -> str:
     text = str(error).lower()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text or "out of memory" in text:
         return "Memory ran out: take a smaller model, dtype or max_context, or spread it with device_map auto."
     if "configuration class" in text or "unrecognized model" in text or "model type" in text:
         return "It is not a causal language model that the installed transformers knows."
@@ -208,38 +230,29 @@ def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -
         )
 
 
-def _check_cache_fits(spec: str, model: PreTrainedModel, context: int, ours: bool) -> None:
-    """Raise `ModelError` where the cache would not fit into memory: on a CPU its pages are taken only as it fills."""
-    config = model.config.get_text_config(decoder=True)
-    queries = getattr(config, "num_attention_heads", None)
-    if not queries:
-        return  # no such attention: the runner refuses it by name
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    width = getattr(config, "head_dim", None) or config.hidden_size // queries
+def _check_cache_fits(spec: str, model: PreTrainedModel | Decoder, context: int, ours: bool, slots: int) -> int:
+    """How many more such caches than `slots` fit into memory. Raises `ModelError` where these do not: pages are taken
+    only as they fill.
+    """
+    named = model.config.get_text_config(decoder=True)  # which finds what other families call otherwise
+    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
+    config = {name: getattr(named, name, None) for name in names}
+    if not config["num_attention_heads"]:
+        return 0  # no such attention: the runner refuses it by name
     item, positions = model.dtype.itemsize, context
     if ours:  # see LlamaRunner
         item, positions = item if multiplies_bf16() else 4, whole_blocks(context)
-    needed = 2 * config.num_hidden_layers * heads * width * positions * item
-    free = available_memory()
-    if model.device.type == "cpu" and free is not None and needed > free:
+    each = cache_bytes(config, positions, item)
+    takes, free = slots * each, available_memory()
+    if model.device.type == "cpu" and free is not None and takes > free:
         raise ModelError(
-            f"The KV cache of {spec!r} for {context} tokens takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-            "free. Lower max_context, or end what else runs."
+            f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes {gigabytes(takes)}, "
+            f"and {gigabytes(free)} are free. Lower max_context{' or slots' * (slots > 1)}, or end what else runs."
         )
+    return 0 if free is None else free // each - slots
 
 
-def available_memory(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process could still take, by the kernel's estimate and its control group; None: unknown."""
-    found = []
-    with suppress(OSError, ValueError):
-        lines = dict(line.split(":", 1) for line in proc.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    with suppress(OSError, ValueError):  # "max" is no number: no limit
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(found, default=None)
-
-
-def _context(spec: str, model: PreTrainedModel, wanted: int | None) -> int:
+def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:
     """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)

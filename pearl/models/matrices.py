@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from pearl.errors import ModelError
 
-Rounding = Literal["", "int8", "int4"]
+Rounding = Literal["", "int8", "int4", "stored"]
 Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
@@ -25,6 +25,7 @@ _CANDIDATES = (1, 2, 4, 8, 16)
 _INT8_COLUMNS = 32  # the int8 kernel reads beyond rows of weights that are no multiple of this
 _INT4_GROUP = 32  # weights that share a scale: of a Q4_0 or Q4_1 file too
 _INT4_ROWS = 64  # rows in a panel of the int4 kernel's layout, which depends on the instruction set: 32 or 64
+_CACHED = 1 << 17  # weights; in float32 and a few times over
 _SERIAL = 32768  # elements: torch splits an elementwise operation of at least so many between threads
 
 
@@ -60,21 +61,27 @@ def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
     return irregular(_TOGETHER, width, dtype)
 
 
-def matrix(*linears: Any, rounding: Rounding = "") -> Matrix:
+def matrix(*linears: Any, rounding: Rounding = "", wide: bool = False) -> Matrix:
     """Return several linear layers of one input as one matrix, their outputs side by side.
 
     Takes the weights away from the layers, so that a large model is never in memory twice.  `rounding` "int8": each
-    row in 255 steps; "int4": each 32 weights of a row in 16 steps.  Raises `ModelError` for widths that these cannot
-    have.
+    row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": as "int4" where the weights are so
+    already, else float32, whose results stay so where they are to be `wide`.  Raises `ModelError` for widths that
+    "int8" and "int4" cannot have.
     """
     weight = torch.cat([each.weight for each in linears]) if len(linears) > 1 else linears[0].weight.detach()
     bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
     for each in linears:
         each.weight = None
     if rounding:
-        product = _in_8_bits(weight) if rounding == "int8" else _in_4_bits(weight)
+        product: Callable[[torch.Tensor], torch.Tensor] | None
+        if rounding == "stored":
+            product = _in_4_bits(weight, stored=True) or _in_32_bits(weight, wide)
+        else:
+            product = _in_8_bits(weight) if rounding == "int8" else _in_4_bits(weight)
 
         def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+            assert product is not None
             result = product(x)
             for more in (bias, y):
                 result = result if more is None else result + more
@@ -106,18 +113,23 @@ def _in_8_bits(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: torch._weight_int8pack_mm(x, steps, scales)
 
 
-def _in_4_bits(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Groups of 32 weights, each from its least to its largest in 16 steps: exactly the weights of a Q4_1 file, up to
-    the rounding of scales to the dtype of `weight`.
+def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Groups of 32 weights, each from its least to its largest in 16 steps: exactly the weights of a Q4_1 file, and of
+    a Q4_0 file, up to the rounding of scales to the dtype of `weight`.
+
+    None where weights that are `stored` so were asked for, and these are not.
     """
+    if stored and weight.shape[1] % _INT4_GROUP:
+        return None
     _check_width(weight, "int4", _INT4_GROUP)
     rows = weight.shape[0]
     weight = torch.nn.functional.pad(weight, (0, 0, 0, -rows % _INT4_ROWS))  # the kernel takes whole panels of rows
     packed, scales = [], []
-    for some in weight.split(_INT4_ROWS * 64):
+    for some in weight.split(_rows_at_once(weight)):
         groups = some.float().view(len(some), -1, _INT4_GROUP)
-        low, high = groups.aminmax(dim=2)
-        step = ((high - low) / 15).clamp_min(torch.finfo(weight.dtype).tiny)
+        step, low, fits = _steps(groups)
+        if stored and not fits:
+            return None
         scale = torch.stack((step, low + 8 * step), -1).to(weight.dtype)  # the kernel's: (steps - 8) * first + second
         step, middle = scale.float().unbind(-1)
         steps = ((groups - middle[..., None]) / step[..., None]).round_().add_(8).clamp_(0, 15)
@@ -130,6 +142,74 @@ def _in_4_bits(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return result if result.shape[1] == rows else result[:, :rows].contiguous()
 
     return product
+
+
+def _in_32_bits(weight: torch.Tensor, wide: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """For rows of a narrower dtype, which the results have too where they are not `wide`."""
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight.float()), torch.ops.mkldnn._linear_pointwise
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        result = multiply(x.float(), packed, None, "none", [], "")
+        return result if wide else result.to(x.dtype)
+
+    return product
+
+
+def _steps(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Of groups [..., 32] the width of a step and the lowest of 16: as in a Q4_1 file, or in a Q4_0 file.
+
+    And whether all weights are one of these steps.
+    """
+    low, high = groups.aminmax(dim=-1)
+    tiny = torch.finfo(torch.bfloat16).tiny
+    step = ((high - low) / 15).clamp_min(tiny)
+    fits = _fit(groups, step, low)
+    if fits.all():  # the usual case where they are stored so, and most of the time that it takes to load them
+        return step, low, True
+    # Q4_0: eight steps below zero and seven above, or the other way about; the outermost of the eight is always taken.
+    signed = torch.where(-low >= high, -low, -high) / 8
+    size = signed.abs().clamp_min(tiny)
+    lowest = torch.where(signed >= 0, -8 * size, -7 * size)
+    fits_signed = _fit(groups, size, lowest)
+    takes_signed = fits_signed & ~fits
+    all_fit = bool((fits | fits_signed).all())
+    return torch.where(takes_signed, size, step), torch.where(takes_signed, lowest, low), all_fit
+
+
+def _fit(groups: torch.Tensor, step: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Whether all weights of each group [..., 32] are one of its 16 steps, up to the rounding of a bfloat16."""
+    steps = ((groups - low[..., None]) / step[..., None]).round_().clamp_(0, 15)
+    off = (steps.mul_(step[..., None]).add_(low[..., None]) - groups).abs_().amax(-1)
+    return off <= groups.abs().amax(-1) * 2**-7
+
+
+def rounding_for(model: Any, may_round: bool) -> Rounding:
+    """How a CPU without instructions for bfloat16 computes this model fastest, whose other choice is float32.
+
+    "stored" where they are in 4 bits; "int8" where they are bfloat16 and `may_round`; else "".
+    """
+    layer = model.model.layers[0]
+    if multiplies_bf16() or not torch.backends.mkldnn.is_available():
+        return ""
+    if is_in_4_bits(layer.mlp.gate_proj.weight):
+        return "stored"
+    matrices = (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
+    fits = all(each.weight.shape[1] % _INT8_COLUMNS == 0 for each in matrices)
+    is_bf16 = torch.equal(layer.mlp.gate_proj.weight.bfloat16().float(), layer.mlp.gate_proj.weight)
+    return "int8" if may_round and fits and is_bf16 else ""
+
+
+def _rows_at_once(weight: torch.Tensor) -> int:
+    """Whole panels whose steps are found within the processor's cache: in half the time."""
+    return _INT4_ROWS * max(1, _CACHED // (_INT4_ROWS * weight.shape[1]))
+
+
+def is_in_4_bits(weight: torch.Tensor) -> bool:
+    """Whether the weights of a matrix are 16 steps in each group of 32, up to the rounding of a bfloat16."""
+    if weight.shape[1] % _INT4_GROUP:
+        return False
+    parts = weight.split(_rows_at_once(weight))
+    return all(_steps(some.float().view(len(some), -1, _INT4_GROUP))[2] for some in parts)
 
 
 def packs(weight: torch.Tensor) -> bool:

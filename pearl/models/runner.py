@@ -85,8 +85,11 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def fork(self, slot: int, into: int) -> None:
-        """Make slot `into` hold what `slot` holds, in place of what it held."""
+    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
+        """Make slot `into` hold the first `length` tokens of `slot`, in place of what it held; None: all of them.
+
+        `shared`: how many of these `into` holds already, so that they need not be copied.
+        """
         ...
 
     def synchronize(self) -> None:
@@ -125,6 +128,13 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
     assert len({feed.slot for feed in feeds}) == len(feeds), "one feed a slot"
 
 
+def dtype_of(runner: ModelRunner) -> str:
+    """What the weights are in: float32, bfloat16, int8 ...; empty for a model that has none."""
+    while isinstance(runner, WrappedRunner):
+        runner = runner._runner
+    return str(getattr(runner, "weights", ""))
+
+
 class WrappedRunner:
     """A `ModelRunner` that passes everything on to another; what wraps a runner overrides what it changes."""
 
@@ -159,8 +169,8 @@ class WrappedRunner:
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
         self._runner.keep(path, slot)
 
-    def fork(self, slot: int, into: int) -> None:
-        self._runner.fork(slot, into)
+    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
+        self._runner.fork(slot, into, length, shared)
 
     def synchronize(self) -> None:
         self._runner.synchronize()

@@ -18,6 +18,8 @@ from pearl.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pearl.models.direct import Decoder
+
 
 class Group(Protocol):
     """The ranks that share a model, as one of them sees it. All of them make the same calls in the same order."""
@@ -49,7 +51,7 @@ class Alone:
 ALONE: Group = Alone()
 
 
-def cut(model: PreTrainedModel, group: Group, device: torch.device) -> None:
+def cut(model: PreTrainedModel | Decoder, group: Group, device: torch.device) -> None:
     """Reduce a whole `model`, for which `is_llama` holds, to this rank's part, and move that to `device`.
 
     Its config then has the head counts of the part.  Where there are more ranks than key-value heads, each such head is

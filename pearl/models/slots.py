@@ -89,14 +89,14 @@ class Slots:
         self.lengths[slot] = end
         self._clear(slot, end)
 
-    def fork(self, slot: int, into: int) -> None:
-        """Make slot `into` hold what `slot` holds."""
+    def fork(self, slot: int, into: int, length: int, shared: int = 0) -> None:
+        """Make slot `into` hold the first `length` tokens of `slot`, of which it holds `shared` already."""
         assert slot != into
-        length = self.lengths[slot]
-        self.rollback(0, into)
+        assert shared <= length <= self.lengths[slot]
+        self.rollback(shared, into)
         with torch.inference_mode():
             for buffer in (self.keys, self.values):
-                buffer[into, :, :, :length] = buffer[slot, :, :, :length]
+                buffer[into, :, :, shared:length] = buffer[slot, :, :, shared:length]
         self.lengths[into] = self._written[into] = length
 
     def _clear(self, slot: int, length: int) -> None:

@@ -11,19 +11,21 @@ import itertools
 import json
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoint import Checkpoint, is_toy, resolve_checkpoint
-from pearl.models.embedded import Progress, silent
+from pearl.models import kept_tokenizer
+from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
+from pearl.models.kept import Progress, silent
+from pearl.models.kept_tokenizer import refusals_explained
+from pearl.models.recorded import RecordedTexts, read_texts
 from pearl.text import REPLACEMENT, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-TOY_VOCABULARY = 32
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
@@ -103,16 +105,8 @@ class HFTokenizer:
     def chat_text(self, messages: list[dict[str, str]]) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise RequestError(
-                f"The model's chat template does not take these messages: {error}. "
-                "Change their roles or order, or send a raw prompt."
-            ) from error
-        return str(text)
+        with refusals_explained():
+            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
@@ -150,14 +144,30 @@ class ToyTokenizer:
         return self._characters[id] if 0 <= id < self.vocab_size else None
 
 
+class ReplayTokenizer(ToyTokenizer):
+    """Of recorded texts, which know no other prompts than their own: the prompt "7" is that of the seventh."""
+
+    def __init__(self, recorded: RecordedTexts) -> None:
+        super().__init__(recorded.header.vocab_size)
+        self._prompts = [text.prompt for text in recorded.texts]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        number = int(text) if text.isdecimal() and text.isascii() else 0
+        if not 1 <= number <= len(self._prompts):
+            raise RequestError(f"a prompt of recorded texts is the number of one, 1 to {len(self._prompts)}")
+        return list(self._prompts[number - 1])
+
+
 def load_tokenizer(
     spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
 ) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer of the model named `spec`, and how it wants to be sampled.
 
     `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
-    runner's). Raises `ModelError`.
+    runner's), or "replay:FILE". Raises `ModelError`.
     """
+    if is_replay(spec):
+        return _replay(spec)
     if is_toy(spec):
         return _toy(spec)
     checkpoint = resolve_checkpoint(spec, progress=progress)
@@ -194,39 +204,49 @@ def _pieces(tokenizer: Tokenizer, size: int) -> list[str | None]:
 
 
 def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
-    _, _, options = spec.partition(":")
-    given = dict(option.partition("=")[::2] for option in options.split(",") if option)
-    try:
-        size = int(given.get("vocab", TOY_VOCABULARY))
-        eos = (int(given["eos"]),) if "eos" in given else ()
-    except ValueError as error:
-        raise ModelError(f"{spec!r}: vocab and eos are whole numbers, as in toy:vocab=32,eos=5.") from error
-    return ToyTokenizer(size), GenerationDefaults(eos=eos)
+    options = toy_options(spec)
+    eos = (options["eos"],) if "eos" in options else ()
+    return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
 
 
-def _from_checkpoint(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[HFTokenizer, GenerationDefaults]:
+def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
+    recorded = read_texts(Path(replayed_file(spec)))
+    said = recorded.header
+    defaults = GenerationDefaults(said.temperature, said.top_k, said.top_p, said.min_p, said.eos)
+    return ReplayTokenizer(recorded), defaults
+
+
+def _from_checkpoint(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
+    directory = None if trust_remote_code or not Path(path).is_dir() else Path(path)
+    if directory is not None and (kept := kept_tokenizer.read(directory)) is not None:
+        return kept, GenerationDefaults(**{name: _hashable(value) for name, value in kept.settings.items()})
     from transformers import AutoTokenizer
 
-    gguf = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
-    tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code, **gguf))
-    return tokenizer, _defaults(_generation_config(checkpoint, trust_remote_code), tokenizer.eos)
+    of_transformers = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer = HFTokenizer(of_transformers)
+    defaults = _defaults(_generation_config(path, trust_remote_code), tokenizer.eos)
+    if directory is not None:
+        kept_tokenizer.keep(directory, of_transformers, tokenizer, asdict(defaults))
+    return tokenizer, defaults
 
 
-def _generation_config(checkpoint: Checkpoint, trust_remote_code: bool) -> GenerationConfig:
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _generation_config(path: str, trust_remote_code: bool) -> GenerationConfig:
     """Return generation_config.json. Its EOS, or all of it where the file is missing, is taken from config.json."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        said: GenerationConfig | None = GenerationConfig.from_pretrained(checkpoint.path)
+        said: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:
-        if (Path(checkpoint.path) / "generation_config.json").is_file():
+        if (Path(path) / "generation_config.json").is_file():
             raise  # it is there, and broken
         said = None
-    if checkpoint.gguf_file:  # its header's EOS is the tokenizer's, and it holds no other option
-        return said or GenerationConfig()
     if said is not None and said.eos_token_id is not None:
         return said
-    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     derived = GenerationConfig.from_model_config(config)
     if said is not None:
         said.eos_token_id = derived.eos_token_id

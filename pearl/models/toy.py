@@ -3,25 +3,27 @@
 A pair made with one seed has a chosen acceptance rate: in every context the target's distribution lives on one half of
 the vocabulary, and the draft's is alpha times the target's plus (1 - alpha) times one that lives on the other half.  So
 the sum of min(target, draft) is exactly alpha everywhere: under the ratio rule acceptance is i.i.d. with rate alpha.
+A pair with `coin=1` has that rate under every rule and at every temperature, greedy included: see `coin_pair`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
 
 import torch
 
-from pearl.errors import ModelError
+from pearl.models.checkpoint import toy_options
 from pearl.models.faulty import FaultyRunner
 from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
-Distribution = Callable[[Sequence[int]], torch.Tensor]
+NextToken = Callable[[Sequence[int]], torch.Tensor]  # the tokens so far -> probabilities of the next [vocab_size]
 
 _SLOTS, _TREE_NODES = 8, 256
+_COIN_ROWS, _COIN_SIDES = 32, 1 << 32
 
 
 class ToyRunner:
@@ -29,6 +31,7 @@ class ToyRunner:
 
     Args:
         distribution: the tokens so far (at least one) -> probabilities [vocab_size], float32.
+        slots: sequences that it holds side by side.
     """
 
     device = torch.device("cpu")
@@ -36,12 +39,13 @@ class ToyRunner:
         slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True, trees_row_invariant=True
     )
 
-    def __init__(self, vocab_size: int, distribution: Distribution, context: int = 1 << 20) -> None:
+    def __init__(self, vocab_size: int, distribution: NextToken, context: int = 1 << 20, slots: int = _SLOTS) -> None:
+        self.capabilities = replace(ToyRunner.capabilities, slots=slots)
         self.vocab_size = vocab_size
         self.context = context
         self._distribution = distribution
-        self._tokens: list[list[int]] = [[] for _ in range(_SLOTS)]
-        self._trees: list[Feed | None] = [None] * _SLOTS
+        self._tokens: list[list[int]] = [[] for _ in range(self.capabilities.slots)]
+        self._trees: list[Feed | None] = [None] * self.capabilities.slots
 
     def length(self, slot: int = 0) -> int:
         return len(self._tokens[slot])
@@ -80,15 +84,16 @@ class ToyRunner:
         assert is_path(tree.parents, path), (tree.parents, path)
         self._tokens[slot].extend(int(tree.tokens[node]) for node in path)
 
-    def fork(self, slot: int, into: int) -> None:
+    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
+        assert self._tokens[into][:shared] == self._tokens[slot][:shared]
         self._trees[into] = None
-        self._tokens[into] = list(self._tokens[slot])
+        self._tokens[into] = self._tokens[slot][:length]
 
     def synchronize(self) -> None:
         pass
 
 
-def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[Distribution, Distribution]:
+def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[NextToken, NextToken]:
     """(target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
 
     @lru_cache(maxsize=4096)
@@ -112,26 +117,50 @@ def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> 
     return target, draft
 
 
-def load_toy(spec: str, role: str, max_context: int | None) -> ModelRunner:
-    """A runner from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`; `role` is "target" or "draft".
+def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[NextToken, NextToken]:
+    """(target, draft): equal in a share `alpha` of the contexts of `order` tokens, and elsewhere as good as disjoint.
 
-    `fault=hang@drafting` and `once=FILE` make it go wrong: see `FaultyRunner`.
+    So a draft token is accepted with rate `alpha`, i.i.d., greedy and sampled, under any rule and with any filter of
+    the probabilities: how large the vocabulary is costs the runtime time, and changes nothing else.  A row has no
+    zeros, and is peaked as text is: the r-th likeliest token has a probability in proportion to r ** -1.6, so that
+    top-p 0.95 leaves about 90 tokens of any large vocabulary.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
+    likely = (weights / weights.sum()).float()
+    rows = torch.full((_COIN_ROWS, 2, vocab_size), 1e-18)  # two for each kind of context, likely in different halves
+    for one, other in rows:
+        order_ = torch.randperm(vocab_size, generator=generator)
+        one[order_[: len(likely)]] = likely
+        other[order_[len(likely) : 2 * len(likely)]] = likely
+
+    def toss(tokens: Sequence[int]) -> tuple[int, bool]:
+        """Which rows this context has, and whether the draft is right here."""
+        digest = blake2b(repr((seed, tuple(tokens[-order:]))).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        return number % _COIN_ROWS, (number // _COIN_ROWS % _COIN_SIDES) < alpha * _COIN_SIDES
+
+    def target(tokens: Sequence[int]) -> torch.Tensor:
+        return rows[toss(tokens)[0], 0]
+
+    def draft(tokens: Sequence[int]) -> torch.Tensor:
+        which, right = toss(tokens)
+        return rows[which, 0 if right else 1]
+
+    return target, draft
+
+
+def load_toy(spec: str, role: str, max_context: int | None, slots: int) -> ModelRunner:
+    """A runner of `slots` sequences, from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`.
+
+    `role`: "target" or "draft".
+
+    `coin=1`: one of `coin_pair`. `fault=hang@drafting` and `once=FILE` make it go wrong: see `FaultyRunner`.
     Raises ModelError for an unknown key or a bad value.
     """
-    kinds = {"vocab": int, "alpha": float, "seed": int, "context": int, "eos": int, "fault": str, "once": str}
-    values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20, "fault": "", "once": ""}
-    for item in filter(None, spec.partition(":")[2].split(",")):
-        key, _, value = item.partition("=")
-        if key not in kinds:
-            raise ModelError(f"toy model {spec!r}: unknown key {key!r}; known are {', '.join(kinds)}")
-        try:
-            values[key] = kinds[key](value)
-        except ValueError:
-            raise ModelError(f"toy model {spec!r}: {key}={value!r} is not {kinds[key].__name__}") from None
-    if values["vocab"] < 2 or not 0 <= values["alpha"] <= 1:
-        raise ModelError(f"toy model {spec!r}: vocab must be at least 2 and alpha between 0 and 1")
+    values = toy_options(spec)
     vocab = int(values["vocab"])
-    pair = alpha_pair(vocab, values["alpha"], int(values["seed"]))
+    pair = (coin_pair if values["coin"] else alpha_pair)(vocab, values["alpha"], int(values["seed"]))
     context = min(int(values["context"]), max_context or 1 << 20)
-    runner = ToyRunner(vocab, pair[role == "draft"], context)
+    runner = ToyRunner(vocab, pair[role == "draft"], context, slots)
     return FaultyRunner(runner, values["fault"], role, values["once"]) if values["fault"] else runner

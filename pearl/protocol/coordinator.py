@@ -19,7 +19,7 @@ class Coordinator:
     """The target: a machine for each request that is worked on, and what outlives them.
 
     Args:
-        speeds: forward times and acceptance, as known so far.
+        speeds: forward times, acceptance and whether the draft pays, as known so far.
         slots: how many requests are worked on side by side.
     """
 
@@ -76,7 +76,8 @@ class Coordinator:
         while (admitted := self._scheduler.admit()) is not None:
             submit, slot = admitted
             sequence = self._scheduler.sequences[slot]
-            self._last = RequestMachine(submit, sequence, slot, self.speeds, self.draft_context, self.window)
+            known = self.speeds, self.draft_context, self.window
+            self._last = RequestMachine(submit, sequence, slot, *known, self.running)
             self.running[submit.request] = self._last
             commands += self._last.handle(submit)
         return commands

@@ -5,21 +5,23 @@ They decide nothing about the text.  While one may draft it never waits; what it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
 from pearl.protocol.events import Cause, Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.machine import Do, Machine, Table
-from pearl.protocol.messages import Begin, DraftTokens, Error, Finish, Resync, Verdict
-from pearl.protocol.request_machine import PREFILL_CHUNK
+from pearl.protocol.messages import Begin, DraftTokens, Error, Finish, Resync, Source, Verdict
+from pearl.protocol.proposals import Proposal
+from pearl.protocol.request_machine import PREFILL_CHUNK, SHARED_CHUNK
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
 
 class State(Enum):
     IDLE = "idle"  # no request
-    DRAFTING = "drafting"  # a forward is running
+    DRAFTING = "drafting"  # a forward is running, for the text or for other outcomes
     WAITING = "waiting"  # drafted up to the bound, or as far as the stop policy lets it: waits for a verdict
     LOST = "lost"  # asked for the whole prefix
 
@@ -46,6 +48,8 @@ class Counts:
     stale: int = 0  # verdicts of another request or an older epoch
     wasted: int = 0  # drafted tokens that a verdict overtook
     resyncs: int = 0
+    branched: int = 0  # tokens drafted for other outcomes
+    foreseen: int = 0  # of these the ones that were sent for the outcome that came
 
 
 class DraftMachine(Machine):
@@ -54,15 +58,16 @@ class DraftMachine(Machine):
     Args:
         slot: of the model, whose cache the next request may begin with.
         context: tokens that a slot holds; no position from there on is drafted.
+        machines: those of all slots, this one among them.
     """
 
     role: ClassVar[str] = "draft"
     transitions: ClassVar[Table[Any]] = TRANSITIONS
     anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
-    def __init__(self, slot: int, context: int, counts: Counts) -> None:
+    def __init__(self, slot: int, context: int, counts: Counts, machines: Sequence[DraftMachine]) -> None:
         super().__init__()
-        self.slot, self.context = slot, context
+        self.slot, self.context, self._machines = slot, context, machines
         self.state = State.IDLE
         self.sequence = TokenSequence()
         self.begun: Begin | None = None  # the request being drafted for
@@ -72,8 +77,12 @@ class DraftMachine(Machine):
         self.counts = counts
         self._lost = False
         self._paused = False  # by the stop policy, until the target says something
+        self._is_hedged = False  # nothing more is worth preparing, until the target says something
         self._in_flight = 0  # tokens that the running forward was fed
+        self._hedges = False  # the running forward is for other outcomes alone
         self._overtaken = False  # the running forward's tokens would continue a prefix that no longer stands
+        self._branches: dict[tuple[int, int], tuple[int, ...]] = {}  # by outcome: what was sent for it
+        self._followed: tuple[int, int] | None = None  # the outcome whose branch the text follows
 
     # ---- events ----
 
@@ -84,11 +93,11 @@ class DraftMachine(Machine):
                 "that does not match its digest"
             )
         self.begun, self.epoch, self.draft_until = begin, begin.epoch, begin.draft_until
-        self._lost = self._paused = False
-        self._overtaken = True
+        self._lost = self._paused = self._is_hedged = False
+        self._part()
         self.sequence.restart(begin.tokens)
-        parameters, number = begin.parameters, begin.request
-        do(Open(begin.tokens, begin.sampling, begin.rule, parameters=parameters, slot=self.slot, request=number))
+        rule, extras = (begin.rule, (), begin.parameters), (begin.lookup, begin.branches)
+        do(Open(begin.tokens, begin.sampling, *rule, self.slot, *extras, request=begin.request))
         self._go_on(do)
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
@@ -104,7 +113,7 @@ class DraftMachine(Machine):
             self._lose(verdict, do)
             return
         self.draft_until = verdict.draft_until
-        self._paused = False
+        self._paused = self._is_hedged = False
         self._go_on(do)
 
     def _finish(self, finish: Finish, do: Do) -> None:
@@ -112,7 +121,7 @@ class DraftMachine(Machine):
             return
         self.begun = None
         self._lost = False
-        self._overtaken = True
+        self._part()
         self.sequence.drop_pending()
         self._go_on(do)
 
@@ -124,6 +133,7 @@ class DraftMachine(Machine):
             self._give_up(event.failure, do)
         elif self._overtaken:
             self.counts.wasted += len(event.tokens)
+            self._follow(event.branches, do)
         elif event.tokens:
             assert self.begun is not None
             start = len(self.sequence.tokens)
@@ -133,9 +143,56 @@ class DraftMachine(Machine):
             self._paused = event.paused
             # A prefix's forward says nothing of how long a token takes.
             seconds = event.seconds / len(event.tokens) if self._in_flight == 1 else 0.0
-            number, paused = self.begun.request, event.paused
-            do(Send(DraftTokens(number, self.epoch, start, event.tokens, seconds, event.rows, paused=paused)))
+            tokens, rows, known = event.tokens, event.rows, self.sequence.committed
+            drafted = DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows, known=known)
+            do(Send(replace(drafted, paused=event.paused) if event.paused else drafted))
+            self._prepare(event.branches, do)
+        elif self._hedges:
+            self._is_hedged = event.paused
+            self._prepare(event.branches, do)
         self._go_on(do)
+
+    def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
+        """Sends what is new of the continuations for other outcomes."""
+        assert self.begun is not None
+        seq = self.sequence
+        has_bonus = self.begun.bonus and len(seq.tokens) >= self._until
+        end = len(seq.tokens) + has_bonus  # of positions that are still to be decided
+        for branch in branches:
+            assert branch.after is not None
+            sent = self._branches.get(branch.after, ())
+            new = branch.tokens[len(sent) :]
+            is_open = seq.committed <= branch.after[0] < end
+            if not new or not is_open or branch.tokens[: len(sent)] != sent:
+                continue
+            self._branches[branch.after] = branch.tokens
+            self.counts.branched += len(new)
+            start, rows = branch.start + len(sent), branch.rows[len(sent) :]
+            message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH)
+            do(Send(replace(message, after=branch.after, known=seq.committed)))
+
+    def _follow(self, branches: tuple[Proposal, ...], do: Do) -> None:
+        """Sends what the running forward has added to the branch that has become the text meanwhile."""
+        seq = self.sequence
+        for branch in branches:
+            if self.begun is None or branch.after != self._followed:
+                continue
+            have = len(seq.tokens) - branch.start
+            end = max(have, self._until - branch.start)
+            new = branch.tokens[have:end]
+            if new and list(branch.tokens[:have]) == seq.tokens[branch.start :]:
+                start, known = len(seq.tokens), seq.committed
+                seq.extend(new)
+                self.counts.drafted += len(new)
+                rows = branch.rows[have:end]
+                message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, known=known)
+                do(Send(replace(message, source=Source.BRANCH)))
+
+    def _part(self) -> None:
+        """What is being drafted, and what was prepared, would continue a prefix that no longer stands."""
+        self._overtaken = True
+        self._branches.clear()
+        self._followed = None
 
     def _give_up(self, why: str, do: Do) -> None:
         """Drafts no more for this request, unless the prefix that the model choked on no longer stands."""
@@ -156,6 +213,8 @@ class DraftMachine(Machine):
         if self.begun is None or self._lost:
             self.state = State.LOST if self._lost else State.IDLE
             do(Wait(Cause.IDLE))
+        elif self._may_hedge:
+            self._hedge(do)
         elif len(seq.tokens) >= self._until or self._paused:
             self.state = State.WAITING
             do(Wait(Cause.WINDOW))
@@ -170,13 +229,37 @@ class DraftMachine(Machine):
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
         start = seq.fed
-        tokens = tuple(seq.feed(PREFILL_CHUNK - seq.fed % PREFILL_CHUNK))
+        is_alone = all(machine is self or machine.begun is None for machine in self._machines)
+        chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
+        tokens = tuple(seq.feed(chunk - seq.fed % chunk))
         self._in_flight, self.computing = len(tokens), self.begun.request
-        self._overtaken = False
+        self._overtaken = self._hedges = False
         self.state = State.DRAFTING
         known = len(seq.tokens)
         budget = self._until - known if seq.fed == known else 0
         do(Draft(start, tokens, budget, known - seq.committed, request=self.begun.request))
+
+    @property
+    def _may_hedge(self) -> bool:
+        """Whether it waits for a verdict, and may prepare for other outcomes meanwhile."""
+        assert self.begun is not None
+        seq = self.sequence
+        is_full = self.draft_until <= len(seq.tokens) < self.context and seq.committed < len(seq.tokens)
+        return self.begun.branches > 0 and is_full and not self._paused and not self._is_hedged
+
+    def _hedge(self, do: Do) -> None:
+        """Starts a forward that prepares for other outcomes."""
+        assert self.begun is not None
+        seq = self.sequence
+        if seq.cached > seq.fed:
+            do(Rollback(seq.fed, request=self.begun.request))
+        start = seq.fed
+        tokens = tuple(seq.feed(len(seq.unfed)))
+        self._in_flight, self.computing = len(tokens), self.begun.request
+        self._overtaken, self._hedges = False, True
+        self.state = State.DRAFTING
+        pending, depth = len(seq.tokens) - seq.committed, self.draft_until - seq.committed
+        do(Draft(start, tokens, 0, pending, depth, self.begun.bonus, request=self.begun.request))
 
     @property
     def _until(self) -> int:
@@ -192,18 +275,29 @@ class DraftMachine(Machine):
             if seq.pending[:1] == [token]:
                 seq.accept()
             else:
-                self._overtaken = True
+                outcome = seq.committed, token
+                prepared = self._branches.get(outcome, ())
+                self._part()
                 seq.correct(token)
+                if prepared:
+                    seq.extend(prepared)
+                    self._followed = outcome
+                    self.counts.foreseen += len(prepared)
         if verdict.epoch > self.epoch:  # the target has discarded what else we drafted
             self.epoch = verdict.epoch
             self._overtaken = True
-            seq.drop_pending()
+            if self._followed is None or self._followed[0] < verdict.start:
+                self._part()
+                seq.drop_pending()
+        if self._branches:
+            self._branches = {after: each for after, each in self._branches.items() if after[0] >= seq.committed}
         return seq.digest == verdict.digest
 
     def _lose(self, verdict: Verdict, do: Do) -> None:
         assert self.begun is not None
         self.counts.resyncs += 1
-        self._lost = self._overtaken = True
+        self._lost = True
+        self._part()
         self._paused = False
         self.sequence.drop_pending()
         self.epoch = verdict.epoch
@@ -230,7 +324,9 @@ class Drafter:
     def __init__(self, context: int, slots: int = 1) -> None:
         self.context = context
         self.counts = Counts()
-        self.machines = [DraftMachine(slot, context, self.counts) for slot in range(slots)]
+        self.machines: list[DraftMachine] = []
+        for slot in range(slots):
+            self.machines.append(DraftMachine(slot, context, self.counts, self.machines))
         self._turn = 0  # of the slot that a request takes where none is free
 
     def handle(self, event: object) -> list[object]:
@@ -245,7 +341,7 @@ class Drafter:
             if machine.begun is not None and machine.begun.request == number:
                 return machine.handle(event)
         if type(event) is Begin:
-            return self._free().handle(event)
+            return self._free(event.tokens).handle(event)
         return self.machines[0].handle(event)  # of no request here: a verdict that came late, say
 
     def _computing(self, event: Drafted) -> DraftMachine:
@@ -254,11 +350,13 @@ class Drafter:
                 return machine
         return self.machines[0]
 
-    def _free(self) -> DraftMachine:
-        """A slot without a request; where all have one the target has given up the oldest, and said so or will."""
-        for machine in self.machines:
-            if machine.begun is None:
-                return machine
+    def _free(self, prefix: Sequence[int]) -> DraftMachine:
+        """Of the slots without a request the one whose cache has most of the prefix; where all have one the target has
+        given up the oldest, and said so or will.
+        """
+        free = [machine for machine in self.machines if machine.begun is None]
+        if free:
+            return max(free, key=lambda machine: machine.sequence.held(prefix))
         self._turn = (self._turn + 1) % len(self.machines)
         return self.machines[self._turn - 1]
 

@@ -1,7 +1,7 @@
 """What happens inside one process: events that go into a state machine, commands that come out.
 
-Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; `Forward`, `Judge`, `Sample`
-and `Draft` are each answered by exactly one event.  Every one of them names its request; -1 is none.
+Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; `Guess`, `Forward`, `Judge`,
+`Sample` and `Draft` are each answered by exactly one event.  Every one of them names its request; -1 is none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from pearl.protocol.messages import FinishReason, Message, Sampling
+from pearl.protocol.messages import FinishReason, Message, Sampling, Source
+from pearl.protocol.proposals import Proposal
 
 
 class Phase(Enum):
@@ -34,10 +35,34 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """The target's forward is done; it took `seconds`."""
+    """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
+
+    `beside`: tokens that it was fed for other requests; None: parts of their prompts too.
+    """
 
     seconds: float = 0.0
+    at: float = 0.0
+    beside: int | None = 0
     request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """What was to be expected of some judgements, by the two distributions at each position judged.
+
+    Attributes:
+        rejections: their expected number: the sum of the chances of being rejected.
+        variance: of that number, for given chances: the sum of chance times 1 - chance.
+        bias: the sum of the total variation distances between what was committed by and the target's distribution; 0
+            for an exact rule. The text's own distance is at most its mean.
+    """
+
+    rejections: float = 0.0
+    variance: float = 0.0
+    bias: float = 0.0
+
+    def __add__(self, other: Odds) -> Odds:
+        return Odds(self.rejections + other.rejections, self.variance + other.variance, self.bias + other.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +70,43 @@ class Judged:
     """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
 
     `stop_after`: how many tokens of accepted + correction it takes to complete a stop string; None if none does.
+    `odds`: of the positions judged; None where the rule does not know the draft's distributions.
     """
 
     accepted: int
     token: int | None
     stop_after: int | None = None
+    odds: Odds | None = None
     request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The DIRECT draw asked for. `stop`: it completes a stop string."""
+    """The DIRECT draws asked for: all but the last are nodes of the tree that was fed, each the parent of the next.
 
-    token: int
-    stop: bool = False
+    `stop_after`: how many of `tokens` it takes to complete a stop string; None if none does.
+    """
+
+    tokens: tuple[int, ...]
+    stop_after: int | None = None
+    request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """What may follow, guessed without a model: a tree, its parents first, the likeliest nodes first.
+
+    Attributes:
+        parents: of each token, numbered by its position where it stands in the text, and from the text's length on
+            where it is a guess.
+        chances: that the target takes the path to the token, itself included; estimated, never rising.
+        sources: who guessed each.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
+    sources: tuple[Source, ...] = ()
     request: int = field(default=-1, kw_only=True)
 
 
@@ -106,6 +154,7 @@ class Drafted:
         failure: why none could be drawn: its logits are not finite. Only this request's drafting ends by it.
         cached: how many of `tokens`, from the first on, the KV cache holds already.
         paused: whether the stop policy ends drafting here until a verdict comes.
+        branches: what follows under other outcomes, as far as it is drafted: each whole, from its outcome on.
     """
 
     tokens: tuple[int, ...] = ()
@@ -115,6 +164,7 @@ class Drafted:
     failure: str = ""
     cached: int = 0
     paused: bool = False
+    branches: tuple[Proposal, ...] = ()
     request: int = field(default=-1, kw_only=True)
 
 
@@ -123,7 +173,11 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew)."""
+    """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew).
+
+    `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
+    other outcomes that it prepares continuations for at a time.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -131,6 +185,16 @@ class Open:
     stops: tuple[str, ...] = ()
     parameters: tuple[tuple[str, float], ...] = ()  # of the rule
     slot: int = 0
+    lookup: int = 0
+    branches: int = 0
+    request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Compute on the draft's cores too from now on, or no more."""
+
+    everywhere: bool
     request: int = field(default=-1, kw_only=True)
 
 
@@ -143,31 +207,76 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Of the tree fed last let these nodes, each the parent of the next, continue the text in the KV cache."""
+
+    path: tuple[int, ...]
+    request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Guess, without a model, what may follow the text. Answer: Guessed.
+
+    Attributes:
+        base: the text is, up to this position, what it was when it was last told (at first: the prompt).
+        tokens: its tokens from there on.
+        committed: how many of the text's tokens are; guesses may follow the last of these, and any after it.
+        limit: the first position that needs no guess.
+        acceptance: how likely a pending token is right, where those before it are.
+        most: guesses.
+    """
+
+    base: int
+    tokens: tuple[int, ...]
+    committed: int
+    limit: int
+    acceptance: float
+    most: int
+    request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
-    """Feed `tokens`, the first of which stands at position `start`; keep the last `rows` rows. Answer: Forwarded."""
+    """Feed `tokens`, the first of which stands at position `start`; keep the last `rows` rows. Answer: Forwarded.
+
+    `parents`: None where they are a chain; else the index in `tokens` of each one's parent, -1 for a token at `start`.
+    """
 
     phase: Phase
     start: int
     tokens: tuple[int, ...]
     rows: int
+    parents: tuple[int, ...] | None = None
     request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Judge draft `tokens` from position `start` on; `rows`: a draft distribution each (opaque). Answer: Judged."""
+    """Judge draft `tokens` from position `start` on. Answer: Judged.
+
+    Attributes:
+        rows: a draft distribution each (opaque).
+        nodes: of the last forward's tokens those whose rows judge them, one each.
+    """
 
     start: int
     tokens: tuple[int, ...]
     rows: tuple[Any, ...]
+    nodes: tuple[int, ...]
     request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Draw position `position` from the target alone. Answer: Sampled."""
+    """Draw position `position` from the target alone, by the row of token `node` of the last forward. Answer: Sampled.
+
+    `follow`: where the draw is a child of that node, draw the position after it too, and so on.
+    """
 
     position: int
+    node: int
+    follow: bool = False
     request: int = field(default=-1, kw_only=True)
 
 
@@ -175,13 +284,20 @@ class Sample:
 class Draft:
     """Feed `tokens` from position `start` on and propose up to `budget` tokens that follow. Answer: Drafted.
 
-    `budget` 0: only feed. `pending`: tokens proposed already since the prefix that the target last told.
+    Attributes:
+        budget: 0: only feed.
+        pending: tokens proposed already since the prefix that the target last told.
+        hedge: where more than 0 nothing is proposed for the text, for it may not go on: continuations for other
+            outcomes are, each of up to so many tokens. `Drafted.paused` tells that no more are worth a forward.
+        bonus: the target draws the token behind the text itself: whichever it may be is such an outcome too.
     """
 
     start: int
     tokens: tuple[int, ...]
     budget: int
     pending: int = 0
+    hedge: int = 0
+    bonus: bool = False
     request: int = field(default=-1, kw_only=True)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 7
 
 
 class Role(Enum):
@@ -26,6 +26,7 @@ class Provenance(Enum):
     CORRECTED = "corrected"  # drafted wrongly: a sample of the residual stands in its place
     DIRECT = "direct"  # the target's own draw: no draft was asked (ar, prefill in sd, going alone)
     BONUS = "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
+    GUESSED = "guessed"  # guessed without a model, and the target agreed
 
 
 class FinishReason(Enum):
@@ -42,6 +43,7 @@ class Source(Enum):
     NGRAM = "n-gram"
     DATASTORE = "datastore"
     BRANCH = "branch"
+    LOOKUP = "lookup"  # the model too, by a guess of its own that a forward for the token before has confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ class Sampling:
 class Decoding:
     """Which method decodes a request. `gamma` is the fixed window, None where the window is the measured ratio.
 
-    `parameters`: (name, value) of the rule's parameters; one left out has the rule's default.
+    `parameters`: (name, value) of the rule's parameters; one left out has the rule's default.  `look_ahead`: the most
+    guesses made without a model that the target is fed in one forward, and `draft_lookup` that the draft is; 0: none.
+    `branches`: the most other outcomes that the draft prepares continuations for at a time.
     """
 
     method: str = "pearl"
@@ -68,6 +72,9 @@ class Decoding:
     gamma: int | None = None
     rule: str = "ratio"
     parameters: tuple[tuple[str, float], ...] = ()
+    look_ahead: int = 0
+    draft_lookup: int = 0
+    branches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The target gives the draft a whole prefix: a new request, or one to be resumed after a resynchronisation."""
+    """The target gives the draft a whole prefix: a new request, or one to be resumed after a resynchronisation.
+
+    `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
+    other outcomes that it prepares continuations for at a time; `bonus`: the target draws the token behind a window
+    itself, so that is such an outcome too.
+    """
 
     request: int
     epoch: int
@@ -148,6 +160,9 @@ class Begin:
     rule: str
     digest: int
     parameters: tuple[tuple[str, float], ...] = ()  # of the rule
+    lookup: int = 0
+    branches: int = 0
+    bonus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +176,9 @@ class DraftTokens:
         waited: seconds that the draft has waited for verdicts in all of this request so far.
         source: who guessed them.
         after: None for the main line; else the outcome (position, token) under which they hold: that this token, which
-            the main line does not have there, is committed at this position, just before `start`.
+            the main line does not have there, is committed at this position. They continue what came for it before.
         paused: whether the draft drafts no more until a verdict comes, though it may: its stop policy said so.
+        known: how long a prefix the target had told the draft when it drafted them.
     """
 
     request: int
@@ -175,6 +191,7 @@ class DraftTokens:
     source: Source = Source.MODEL
     after: tuple[int, int] | None = None
     paused: bool = False
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)

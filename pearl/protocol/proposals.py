@@ -13,6 +13,8 @@ from typing import Any
 
 from pearl.protocol.messages import Source
 
+MAX_BRANCHES = 64  # of one request, that wait for their outcome
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -34,6 +36,21 @@ class Proposal:
         assert not self.rows or len(self.rows) == len(self.tokens)
         assert self.after is None or self.after[0] + 1 == self.start, (self.after, self.start)
 
+    def followed_by(self, more: Proposal) -> Proposal:
+        """This one and the tokens that continue it."""
+        return replace(self, tokens=self.tokens + more.tokens, rows=self.rows + more.rows)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Of each token. A model has but one token of a forward, so what follows it there is its lookup's."""
+        if self.source is Source.MODEL:
+            return (Source.MODEL, *[Source.LOOKUP] * (len(self.tokens) - 1))
+        return (self.source,) * len(self.tokens)
+
 
 class ProposalStore:
     """The proposals of one request that are not judged: the main line, and branches for other outcomes.
@@ -51,12 +68,13 @@ class ProposalStore:
         return len(self._sources)
 
     def add(self, proposal: Proposal) -> None:
-        """Take a proposal: the next tokens of the main line, or a branch."""
+        """Take a proposal: the next tokens of the main line, a branch, or the next tokens of a branch."""
         if proposal.after is not None:
-            self._branches[proposal.after] = proposal
+            known = self._branches.get(proposal.after)
+            self._branches[proposal.after] = proposal if known is None else known.followed_by(proposal)
             return
         self._rows.extend(proposal.rows or [None] * len(proposal.tokens))
-        self._sources.extend([proposal.source] * len(proposal.tokens))
+        self._sources.extend(proposal.sources)
 
     def rows(self, count: int) -> tuple[Any, ...]:
         """The draft distributions of the first `count` tokens of the main line."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pearl.protocol.events import Phase
-from pearl.protocol.messages import FinishReason, Provenance, Submit
-from pearl.protocol.proposals import ProposalStore
+from pearl.protocol.events import Odds, Phase
+from pearl.protocol.fed import Fed
+from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
+from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import METHODS, Method
+from pearl.protocol.window import METHODS, Method, Window
 
 
 @dataclass
@@ -23,6 +24,16 @@ class Counts:
     duplicate: int = 0  # dropped: known start again
     resyncs: int = 0
     foreseen: int = 0  # rejections for whose outcome a branch was there
+    foreseen_bonuses: int = 0  # bonus tokens likewise
+    sources: dict[Source, int] = field(default_factory=dict)  # who drafted the accepted tokens
+    guesses: int = 0  # made without a model, that the target was fed
+    guessed: dict[Source, int] = field(default_factory=dict)  # guesses that became text, by who made them
+    rested: int = 0  # tokens committed while the draft rested, for it did not pay
+    rates: dict[bool, float] = field(default_factory=dict)  # tokens a second, by whether the draft rested
+    speedup: float | None = None  # with the draft over without, as compared within texts
+    rejected: int = 0  # runs that ended in a rejection, of judgements whose odds are known
+    odds: Odds | None = None  # of these judgements
+    late: int = 0  # draft tokens that agreed with what the target had committed before they came
     steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
     runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> how many such runs
@@ -40,6 +51,8 @@ class RequestState:
         epoch: raised whenever pending tokens are discarded.
         is_fresh: whether the last commit was no accepted draft token (or there was none yet).
         is_undraftable: whether the draft cannot go on with this request.
+        is_resting: whether the draft is not asked, for it does not pay.
+        has_drafted: whether anything has come of the draft since it last began.
         is_paused: whether the draft's stop policy has ended its drafting until a verdict comes.
         opened_by: the outcome (position, token) that began this epoch; None where no rejection did.
         ending: why the request ends with what is committed, once that is known.
@@ -47,7 +60,14 @@ class RequestState:
         draft_until: the position up to which the draft was allowed to draft.
         grants: how often the draft was told so.
         window: c as last chosen.
+        draft_context: tokens that the draft's model holds; 0: no draft.
         in_flight: tokens that the running forward was fed.
+        beside: tokens that other requests had in the last forward.
+        fed: what the last forward was fed.
+        told_guesser: how much of the text those who guess without a model know.
+        parted: the position at which the draft was wrong though it has not been told so yet: what it sends is of use
+            once it knows more than that; -1: none.
+        received: the position up to which the draft's tokens have come in this epoch, used or not.
         untold: provenance of the tokens that the front does not know of.
     """
 
@@ -58,6 +78,8 @@ class RequestState:
     epoch: int = 0
     is_fresh: bool = True
     is_undraftable: bool = False
+    is_resting: bool = False
+    has_drafted: bool = False
     is_paused: bool = False
     opened_by: tuple[int, int] | None = None
     ending: FinishReason | None = None
@@ -66,7 +88,13 @@ class RequestState:
     draft_until: int = 0
     grants: int = 0
     in_flight: int = 0
+    beside: int = 0
+    fed: Fed = field(default_factory=lambda: Fed(0, ()))
+    told_guesser: int = 0
+    parted: int = -1
+    received: int = 0
     window: int = 0
+    draft_context: int = 0
     untold: list[Provenance] = field(default_factory=list)
 
     @property
@@ -76,3 +104,89 @@ class RequestState:
     @property
     def method(self) -> Method:
         return METHODS[self.submit.decoding.method]
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the target verifies guesses, made without a model, too."""
+        return self.submit.decoding.look_ahead > 0 and self.method.looks_ahead
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a draft token will come for the position after the prefix.
+
+        Depends on the draft's being there and on the position, never on what it drafted (invariant 9).
+        """
+        can_draft = self.method.drafts and not self.is_undraftable and not self.is_resting
+        return can_draft and self.sequence.committed < self.draft_context
+
+    @property
+    def needed(self) -> int:
+        """Unfed tokens to wait for. Near the limit, or the draft's context, fewer can ever come."""
+        length = self.sequence.committed
+        can_come = min(self.submit.limit - length, 1 + max(0, self.draft_context - length))
+        return min(self._bounds.needed, can_come) if self.is_drafting and not self.is_paused else 1
+
+    @property
+    def may_draft_until(self) -> int:
+        """The position up to which the draft may draft as things are."""
+        return min(self._bounds.draft_until, self.submit.limit, self.draft_context)
+
+    @property
+    def _bounds(self) -> Window:
+        policy, committed, pending = self.submit.decoding.window, self.sequence.committed, len(self.sequence.pending)
+        return Window.after(self.method, policy, self.window, committed, fresh=self.is_fresh, pending=pending)
+
+    def propose(self, proposal: Proposal) -> None:
+        """Takes the next tokens of the main line."""
+        self.sequence.extend(proposal.tokens)
+        self.proposals.add(proposal)
+        self.counts.drafted += len(proposal.tokens)
+
+    def commit(self, token: int | None, provenance: Provenance, stop: bool) -> None:
+        """Commits the first pending token, or `token` in its place. After the end nothing is committed any more."""
+        if self.ending:
+            return
+        self.is_fresh = token is not None
+        if token is None:
+            self.sequence.accept()
+            source, sources = self.proposals.accept(self.sequence.committed), self.counts.sources
+            sources[source] = sources.get(source, 0) + 1
+            self.counts.accepted += 1
+            self.counts.run += 1
+        elif self.looks_ahead and self.sequence.first_pending is None:
+            self.sequence.correct(token)  # contradicts nothing that was drafted
+            self.counts.run += provenance is Provenance.GUESSED
+        else:
+            foreseen = self.proposals.branch(self.sequence.committed, token)
+            self.discard_pending()
+            self.opened_by = self.sequence.committed, token
+            self.sequence.correct(token)
+            if foreseen is not None:
+                is_bonus = provenance is Provenance.BONUS
+                self.counts.foreseen += not is_bonus
+                self.counts.foreseen_bonuses += is_bonus
+                self.propose(foreseen)
+            if provenance is not Provenance.DIRECT:
+                runs, run = self.counts.runs, self.counts.run
+                runs[run] = runs.get(run, 0) + 1
+            self.counts.run = 0
+        self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
+        self.counts.rested += self.is_resting
+        self.untold.append(provenance)
+        self.counts.provenance[provenance] += 1
+        if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
+            self.ending = FinishReason.EOS
+        elif stop:
+            self.ending = FinishReason.STOP
+        elif self.sequence.committed >= self.submit.limit:
+            self.ending = FinishReason.LENGTH
+
+    def discard_pending(self) -> None:
+        """What was drafted counts no more."""
+        self.epoch += 1
+        self.draft_until = 0
+        self.opened_by = None
+        self.parted, self.received = -1, 0
+        self.told_guesser = min(self.told_guesser, self.sequence.committed)
+        self.proposals.clear()
+        self.sequence.drop_pending()

@@ -6,57 +6,65 @@ Events in (`handle`), commands out.  All methods - ar, sd, pearl and its ablatio
 The shape: a forward feeds unfed tokens and yields a row for the position after each; then `_decide` asks, again and
 again, what the rows at hand allow.  A row and a draft token: judge.  A row for which no draft token will come: draw
 from it.  A row whose token is still on its way: hold it.  No row: feed what is unfed, once the window is full enough.
+
+A request that looks ahead has guesses, made without a model, fed beside and behind what is unfed, as a tree: where the
+text turns out to follow them, its rows are there already.  Where the rule commits the target's own draw whatever was
+proposed, no row is held either: it is drawn from at once, and the draft, told of the token, catches up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
+from pearl.decoding.registry import find
 from pearl.errors import RemoteProtocolError
 from pearl.protocol.events import (
     Cause,
-    Deliver,
     DraftGone,
     DraftJoined,
     End,
     Failed,
     Forward,
     Forwarded,
+    Guess,
+    Guessed,
     Judge,
     Judged,
+    Keep,
+    Odds,
     Open,
     Phase,
     Rollback,
     Sample,
     Sampled,
     Send,
+    Spread,
     Stalled,
     Wait,
 )
+from pearl.protocol.fed import Fed
+from pearl.protocol.intake import Taken, take
 from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import (
-    Begin,
     Cancel,
-    Committed,
     DraftTokens,
     Finish,
     FinishReason,
-    Preview,
     Provenance,
     Resync,
     Submit,
-    Verdict,
 )
-from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import RequestState
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import Method, Speeds, Window
+from pearl.protocol.telling import announce, begin_draft, deliver_committed, preview
+from pearl.protocol.window import Speeds, worthwhile
 
-# Tokens of a long prompt fed at once, up to a multiple of it: messages are looked at between two chunks.
-PREFILL_CHUNK = 512
-MAX_BRANCHES = 64  # of one request, that wait for their outcome
-_GRANTS_A_CHOICE = 8  # speeds change slowly, and to choose c takes as long as all else that follows a judgement
+# Tokens of a long prompt fed at once, up to a multiple of it: messages are looked at between two chunks. Where other
+# requests are worked on too it is fed in smaller ones, for each of their tokens then waits for one.
+PREFILL_CHUNK, SHARED_CHUNK = 512, 64
+_NONE = Guessed()
 
 
 class State(Enum):
@@ -68,6 +76,7 @@ class State(Enum):
     SAMPLING = "sampling"
     HELD = "held"
     GATHERING = "gathering"
+    GUESSING = "guessing"
 
 
 _RUNNING = {
@@ -77,7 +86,7 @@ _RUNNING = {
 }
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
 _ENDED = frozenset({State.IDLE})
-_DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.IDLE})
+_DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
 
 # state -> event -> the states that may follow. What is not listed is illegal. The README's diagram is drawn from this.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
@@ -89,7 +98,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD},
         Failed: _ENDED,
     },
-    State.SAMPLING: {Sampled: _DECIDED, Failed: _ENDED},
+    State.SAMPLING: {Sampled: _DECIDED | {State.POST_VERIFY}, Failed: _ENDED},
     State.HELD: {
         DraftTokens: frozenset({State.JUDGING}),
         DraftGone: frozenset({State.SAMPLING}),
@@ -97,16 +106,18 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Cancel: _ENDED,
     },
     State.GATHERING: {
-        DraftTokens: frozenset({State.POST_VERIFY}),
-        DraftGone: frozenset({State.PRE_VERIFY}),
+        DraftTokens: frozenset({State.POST_VERIFY, State.GUESSING}),
+        DraftGone: frozenset({State.PRE_VERIFY, State.GUESSING}),
         Stalled: frozenset({State.GATHERING}),
         Cancel: _ENDED,
     },
+    State.GUESSING: {Guessed: _ENDED | {State.PRE_VERIFY, State.POST_VERIFY}, Failed: _ENDED},
 }
 # Legal in every state, and by themselves they change none: the world outside does not wait for our forwards.
 ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
-# A verdict being computed stands: what would discard the tokens under judgement waits until it is out.
-_AFTER_JUDGING = (DraftGone, DraftJoined)
+# What is being computed stands: what would discard the tokens that it is about waits until it is out.
+_AFTER_COMPUTING = (DraftGone, DraftJoined)
+_COMPUTING = {State.JUDGING: (Judged, Failed), State.GUESSING: (Guessed, Failed)}
 
 
 class RequestMachine(Machine):
@@ -117,6 +128,7 @@ class RequestMachine(Machine):
         speeds: the target's estimates, which this machine adds to.
         draft_context: tokens that the draft's model holds; 0: no draft.
         window: c as last used.
+        running: the machines of all requests that are worked on, this one among them.
     """
 
     role: ClassVar[str] = "target"
@@ -124,24 +136,39 @@ class RequestMachine(Machine):
     anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
     def __init__(
-        self, submit: Submit, sequence: TokenSequence, slot: int, speeds: Speeds, draft_context: int, window: int
+        self,
+        submit: Submit,
+        sequence: TokenSequence,
+        slot: int,
+        speeds: Speeds,
+        draft_context: int,
+        window: int,
+        running: Mapping[int, RequestMachine],
     ) -> None:
         super().__init__()
         self.state = State.IDLE
-        self.request = RequestState(submit, sequence, window=window)
+        self.request = RequestState(submit, sequence, draft_context=draft_context, window=window)
         self.submit, self.sequence = submit, sequence
         self.proposals, self.counts = self.request.proposals, self.request.counts
-        self.slot, self.speeds, self.draft_context = slot, speeds, draft_context
+        self.slot, self.speeds = slot, speeds
+        is_direct = find(submit.decoding.rule).is_proposal_invariant or submit.sampling.temperature == 0
+        self._runs_ahead = self.request.looks_ahead and (is_direct or not self.request.method.drafts)
+        self._running = running
+        self.choice = speeds.choice
+        self._adapts = self.request.method.adapts and self._runs_ahead
+        # One text at a time is where both ways are compared; beside it, others take the one that is better so far.
+        self._compares: bool = self._adapts and not any(machine._compares for machine in running.values())
+        self._timed = 0  # tokens that were committed when the choice was last told
         self._deferred: list[object] = []
 
     def handle(self, event: object) -> list[object]:
-        """See `Machine.handle`. What would discard tokens under judgement waits until the verdict is out."""
-        if self.state is State.JUDGING and type(event) in _AFTER_JUDGING:
+        """See `Machine.handle`. What would discard tokens that something is being computed about waits for it."""
+        computing = _COMPUTING.get(self.state, ())
+        if computing and type(event) in _AFTER_COMPUTING:
             self._deferred.append(event)
             return []
-        was_judging = self.state is State.JUDGING
         commands = super().handle(event)
-        if was_judging and type(event) in (Judged, Failed):
+        if type(event) in computing:
             deferred, self._deferred = self._deferred, []
             for late in deferred:
                 commands += self.handle(late)
@@ -169,7 +196,12 @@ class RequestMachine(Machine):
         decoding, number = submit.decoding, submit.request
         rule = decoding.rule, submit.stops, decoding.parameters
         do(Open(submit.prompt, submit.sampling, *rule, self.slot, request=number))
-        self._begin_draft(do)
+        self.request.told_guesser = len(submit.prompt)
+        if self._compares:
+            self.choice.begin(submit.limit - len(submit.prompt))
+        rests = self.choice.rests if self._compares else self.choice.is_alone_better
+        self._rest(self._adapts and rests and self.request.draft_context > 0, do)
+        begin_draft(self.request, self.speeds, do)
         self._forward(Phase.PREFILL, do)
 
     def _cancel(self, _: Cancel, do: Do) -> None:
@@ -179,89 +211,122 @@ class RequestMachine(Machine):
 
     def _forwarded(self, event: Forwarded, do: Do) -> None:
         if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
-            self.speeds.observe_target(self.request.in_flight, event.seconds)
+            if event.beside is not None:
+                self.request.beside = event.beside
+                self.speeds.observe_target(self.request.in_flight + event.beside, event.seconds)
+            self._choose(event.at, do)
         if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
 
+    def _choose(self, at: float, do: Do) -> None:
+        """With the draft or without it from here on."""
+        if not self._compares or not self.request.draft_context or self.request.is_undraftable or not at:
+            return
+        committed = self.sequence.committed
+        new, self._timed = committed - self._timed, committed
+        if not self.choice.stepped(at, new, self.request.has_drafted, self.submit.limit - committed):
+            return
+        self._rest(self.choice.rests, do)
+        if self.choice.rests:
+            do(Send(Finish(self.number)))
+            self.request.told_draft = 0
+        else:
+            self.request.discard_pending()
+            begin_draft(self.request, self.speeds, do)
+
+    def _rest(self, rests: bool, do: Do) -> None:
+        """Whether the draft is to rest for this request; the target has its cores where it rests for all."""
+        self.request.is_resting, self.request.has_drafted = rests, False
+        others = (machine.request for machine in self._running.values() if machine is not self)
+        everywhere = rests and not any(request.is_drafting for request in others)
+        if self.choice.is_spread != everywhere:
+            self.choice.is_spread = everywhere
+            self.speeds.spread(everywhere)
+            do(Spread(everywhere, request=self.number))
+
     def _failed(self, _: Failed, do: Do) -> None:
         self.request.ending = FinishReason.CANCELLED
-        self._finish(do)
         self.sequence.fed = 0  # what the cache holds may be what the model choked on
+        self._finish(do)
 
     def _judged(self, event: Judged, do: Do) -> None:
         judged = event.accepted + (event.token is not None)
         self.speeds.observe_judgement(event.accepted, judged)
+        if event.odds is not None:
+            self.counts.odds = event.odds + (self.counts.odds or Odds())
+            self.counts.rejected += event.token is not None
         for i in range(event.accepted):
-            self._commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
+            self.request.commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
         if event.token is not None:
-            self._commit(event.token, Provenance.CORRECTED, event.stop_after == judged)
+            self.request.commit(event.token, Provenance.CORRECTED, event.stop_after == judged)
         self._decide(do)
 
     def _sampled(self, event: Sampled, do: Do) -> None:
-        bonus = self._method.bonus and self._drafting and not self.request.is_fresh
-        self._commit(event.token, Provenance.BONUS if bonus else Provenance.DIRECT, event.stop)
+        stops = [event.stop_after == count for count in range(1, len(event.tokens) + 1)]
+        if self.request.looks_ahead:
+            self._run_ahead(event.tokens, stops)
+        else:
+            bonus = self.request.method.bonus and self.request.is_drafting and not self.request.is_fresh
+            self.request.commit(event.tokens[0], Provenance.BONUS if bonus else Provenance.DIRECT, stops[0])
         self._decide(do)
 
-    def _draft_tokens(self, message: DraftTokens, do: Do) -> None:
-        known = len(self.sequence.tokens)
-        if self.request.ending or (message.epoch < self.epoch and not self._is_foreseen(message)):
-            self.counts.stale += 1
-            return
-        most = self.request.draft_until if message.after is None else self.submit.limit
-        if message.epoch > self.epoch or message.start + len(message.tokens) > most:
-            raise RemoteProtocolError(
-                f"draft sent {len(message.tokens)} tokens from position {message.start} in epoch {message.epoch}; "
-                f"allowed: up to {most} in epoch {self.epoch} (target {self.state.value})"
-            )
-        self.speeds.observe_draft(message.seconds)
-        if message.after is not None and message.epoch == self.epoch:
-            self._branch(message)
-        elif message.start < known:
-            self.counts.duplicate += 1
-        elif message.start > known:
-            if self.state is State.JUDGING:
-                self._deferred.append(message)
+    def _run_ahead(self, tokens: tuple[int, ...], stops: list[bool]) -> None:
+        """Commits the target's draws, whether or not the draft's tokens for these positions are there yet."""
+        agreed = undrafted = 0
+        is_wrong = False
+        guessers = self.request.fed.guessers(self.sequence.committed, tokens)
+        for token, stop, guesser in zip(tokens, stops, guessers, strict=True):
+            if self.request.ending:
+                break
+            pending = self.sequence.first_pending
+            is_node = agreed + undrafted + is_wrong + 1 < len(tokens)
+            if pending is None:
+                undrafted += 1
+                self.request.commit(token, Provenance.GUESSED if is_node else Provenance.DIRECT, stop)
+            elif pending == token:
+                agreed += 1
+                self.request.commit(None, Provenance.ACCEPTED, stop)
             else:
-                self._resynchronise(do)
-        else:
-            self.request.is_paused = message.paused
-            self._propose(Proposal(message.start, message.tokens, message.rows, message.source))
-            self._preview(do)
-            if self.state in (State.HELD, State.GATHERING):
+                is_wrong = True
+                self.counts.judged += is_node
+                self.request.commit(token, Provenance.GUESSED if is_node else Provenance.CORRECTED, stop)
+            if guesser is not None and pending != token:
+                self.counts.guessed[guesser] = self.counts.guessed.get(guesser, 0) + 1
+        self.speeds.observe_judgement(agreed, agreed + is_wrong)
+        # One token further than its draft the target still is in step with it, if the draft has been right so far.
+        self.request.is_fresh = is_wrong or not agreed or undrafted > 1
+
+    def _guessed(self, event: Guessed, do: Do) -> None:
+        if self.request.ending:
+            self._finish(do)
+        elif len(self.sequence.tokens) == self.request.told_guesser:
+            self._forward(Phase.PRE_VERIFY, do, event)
+        else:  # the text that they were to follow is another now
+            self._forward(Phase.PRE_VERIFY, do)
+
+    def _draft_tokens(self, message: DraftTokens, do: Do) -> None:
+        match take(self.request, self.speeds, message, self._runs_ahead):
+            case Taken.PENDING:
+                preview(self.request, do)
+                if self.state in (State.HELD, State.GATHERING):
+                    self._decide(do)
+            case Taken.COMPARED if self.state is State.GATHERING:
                 self._decide(do)
-
-    def _propose(self, proposal: Proposal) -> None:
-        """Takes the next tokens of the main line."""
-        self.sequence.extend(proposal.tokens)
-        self.proposals.add(proposal)
-        self.counts.drafted += len(proposal.tokens)
-
-    def _branch(self, message: DraftTokens) -> None:
-        """Keeps a continuation for another outcome at a position that is not decided yet."""
-        assert message.after is not None
-        position, token = message.after
-        tokens = self.sequence.tokens
-        is_open = self.sequence.committed <= position < len(tokens) and tokens[position] != token
-        if not is_open or len(self.proposals.branches) >= MAX_BRANCHES:
-            self.counts.stale += 1
-            return
-        self.proposals.add(Proposal(message.start, message.tokens, message.rows, message.source, message.after))
-
-    def _is_foreseen(self, message: DraftTokens) -> bool:
-        """Whether it is the branch for the very outcome that opened this epoch: the verdict has only overtaken it."""
-        is_before = message.epoch == self.epoch - 1
-        return message.after is not None and is_before and message.after == self.request.opened_by
+            case Taken.GAP if self.state is State.JUDGING:
+                self._deferred.append(message)
+            case Taken.GAP:
+                self._resynchronise(do)
 
     def _draft_joined(self, event: DraftJoined, do: Do) -> None:
-        self.draft_context = event.context
+        self.request.draft_context = event.context
         if not self.request.ending:
             self._resynchronise(do)
 
     def _draft_gone(self, event: DraftGone, do: Do) -> None:
         if event.request is None:
-            self.draft_context = 0
+            self.request.draft_context = 0
         elif self.request.is_undraftable:
             return
         else:
@@ -269,7 +334,7 @@ class RequestMachine(Machine):
             if self.request.told_draft:
                 do(Send(Finish(self.number)))  # it may have been given the prefix again meanwhile
         self.request.told_draft = 0
-        self._discard_pending()
+        self.request.discard_pending()
         if self.state in (State.HELD, State.GATHERING):
             self._decide(do)
 
@@ -277,7 +342,7 @@ class RequestMachine(Machine):
         self._resynchronise(do)
 
     def _resync(self, message: Resync, do: Do) -> None:
-        if message.epoch < self.epoch or self.request.ending:
+        if message.epoch < self.epoch or self.request.ending or self.request.is_resting:
             self.counts.stale += 1
             return
         if message.epoch > self.epoch:
@@ -295,38 +360,33 @@ class RequestMachine(Machine):
         if self.request.ending:
             self._finish(do)
             return
+        fed = self.request.fed
+        if self.request.looks_ahead:
+            fed.follow(seq)
         if seq.fed >= seq.committed:  # there is a row for the position after the prefix
-            run = min(len(seq.pending), self._judgeable)
+            run = 0 if self._runs_ahead else min(len(seq.pending), self._judgeable)
             if run:
                 self.state = State.JUDGING
-                do(Judge(seq.committed, tuple(seq.pending[:run]), self.proposals.rows(run), request=self.number))
-            elif self._row_is_direct:
+                tokens, nodes = tuple(seq.pending[:run]), fed.nodes(seq.committed, run)
+                do(Judge(seq.committed, tokens, self.proposals.rows(run), nodes, request=self.number))
+            elif self._runs_ahead or self._row_is_direct:
                 self.state = State.SAMPLING
-                do(Sample(seq.committed, request=self.number))
+                (node,) = fed.nodes(seq.committed, 1)
+                do(Sample(seq.committed, node, self.request.looks_ahead, request=self.number))
             else:
-                self._announce(do)
+                announce(self.request, self.speeds, do)
                 self.state = State.HELD
                 do(Wait(Cause.HELD_ROW, request=self.number))
             return
-        self._announce(do)
-        if len(seq.unfed) >= self._needed:
-            self._forward(Phase.PRE_VERIFY, do)
+        announce(self.request, self.speeds, do)
+        if len(seq.unfed) >= self.request.needed:
+            if self.request.looks_ahead:
+                self._guess(do)
+            else:
+                self._forward(Phase.PRE_VERIFY, do)
         else:
             self.state = State.GATHERING
             do(Wait(Cause.WINDOW, request=self.number))
-
-    @property
-    def _method(self) -> Method:
-        return self.request.method
-
-    @property
-    def _drafting(self) -> bool:
-        """Whether a draft token will come for the position after the prefix.
-
-        Depends on the draft's being there and on the position, never on what it drafted (invariant 9).
-        """
-        can_draft = self._method.drafts and not self.request.is_undraftable
-        return can_draft and self.sequence.committed < self.draft_context
 
     @property
     def _judgeable(self) -> int:
@@ -335,149 +395,84 @@ class RequestMachine(Machine):
         That one is drawn from even where a draft token has come for it: which it is must not depend on timing.
         """
         rows = self.sequence.fed + 1 - self.sequence.committed
-        return rows - 1 if self._method.bonus and (rows > 1 or not self.request.is_fresh) else rows
+        return rows - 1 if self.request.method.bonus and (rows > 1 or not self.request.is_fresh) else rows
 
     @property
     def _row_is_direct(self) -> bool:
-        return not self._drafting or (self._method.bonus and not self.request.is_fresh)
+        return not self.request.is_drafting or (self.request.method.bonus and not self.request.is_fresh)
 
-    @property
-    def _needed(self) -> int:
-        """Unfed tokens to wait for. Near the limit, or the draft's context, fewer can ever come."""
-        length = self.sequence.committed
-        can_come = min(self.submit.limit - length, 1 + max(0, self.draft_context - length))
-        return min(self._window.needed, can_come) if self._drafting and not self.request.is_paused else 1
+    def _guess(self, do: Do) -> None:
+        seq, told = self.sequence, self.request.told_guesser
+        self.state = State.GUESSING
+        acceptance, most = self.speeds.acceptance if self.request.is_drafting else 1.0, self.submit.decoding.look_ahead
+        new, limit = tuple(seq.tokens[told:]), self.submit.limit - 1  # the token before the limit is not fed
+        do(Guess(told, new, seq.committed, limit, acceptance, most, request=self.number))
+        self.request.told_guesser = len(seq.tokens)
 
-    @property
-    def _window(self) -> Window:
-        policy = self.submit.decoding.window
-        request = self.request
-        return Window.after(self._method, policy, request.window, self.sequence.committed, fresh=request.is_fresh)
+    def _settle(self, do: Do) -> None:
+        """Makes the KV cache hold the fed tokens, and nothing else."""
+        seq = self.sequence
+        if seq.cached > seq.fed:
+            do(Rollback(seq.fed, request=self.number))
+        elif seq.cached < seq.fed:
+            do(Keep(tuple(self.request.fed.path[: seq.fed - seq.cached]), request=self.number))
+        seq.cached = seq.fed
 
-    def _grant(self) -> int:
-        """Return how far the draft may draft, never less than before in the same epoch; re-choose c every 8 grants.
-
-        c changes only here, together with what the draft is told: were it to grow in between, the target would wait
-        for tokens that the draft was never allowed to draft.
-        """
-        if self.request.grants % _GRANTS_A_CHOICE == 0:
-            self.request.window = self.submit.decoding.gamma or self.speeds.best_window()
-        self.request.grants += 1
-        until = min(self._window.draft_until, self.submit.limit, self.draft_context)
-        self.request.draft_until = max(self.request.draft_until, until)
-        return self.request.draft_until
-
-    def _forward(self, phase: Phase, do: Do) -> None:
+    def _forward(self, phase: Phase, do: Do, guessed: Guessed = _NONE) -> None:
         """Starts a forward of the unfed tokens. The last position before the limit needs no feeding: no row follows."""
         seq = self.sequence
         if phase is Phase.PREFILL:
-            count = min(len(seq.unfed), PREFILL_CHUNK - seq.fed % PREFILL_CHUNK)
+            chunk = PREFILL_CHUNK if len(self._running) == 1 else SHARED_CHUNK
+            count = min(len(seq.unfed), chunk - seq.fed % chunk)
         else:
-            count = min(len(seq.unfed), self.submit.limit - seq.committed)
+            count = min(len(seq.unfed), self.submit.limit - 1 - seq.fed)
             phase = Phase.POST_VERIFY if count > 1 else Phase.PRE_VERIFY
-        if seq.cached > seq.fed:
-            do(Rollback(seq.fed, request=self.number))
-        start = seq.fed
-        tokens = tuple(seq.feed(count))
-        rows = max(0, seq.fed + 1 - seq.committed)
+        self._settle(do)
+        start, tokens = seq.fed, tuple(seq.feed(count))
+        guesses = self._worthwhile(guessed, len(tokens))
+        self.request.fed = fed = Fed.feed(start, tokens, guessed, guesses, len(seq.tokens))
+        seq.cached = start + len(fed.tokens) if fed.parents is None else start  # a tree's tokens are kept by path
+        self.counts.guesses += guesses
+        rows = max(0, start + len(fed.tokens) + 1 - seq.committed)
         self.state = _RUNNING[phase]
         self.counts.steps[phase] += 1
-        self.request.in_flight = count
-        do(Forward(phase, start, tokens, rows, request=self.number))
+        self.request.in_flight = len(fed.tokens)
+        do(Forward(phase, start, fed.tokens, rows, fed.parents, request=self.number))
 
-    # ---- committing ----
+    def _worthwhile(self, guessed: Guessed, fed: int) -> int:
+        """How many of the guesses to feed beside `fed` tokens of the text."""
+        if not guessed.tokens:
+            return 0
+        chances, acceptance = guessed.chances, self.speeds.acceptance
+        if not self._runs_ahead:  # a guess is of use only where the draft comes to guess the same
+            chances = tuple(chance * acceptance for chance in chances)
+        pending = self.sequence.fed - self.sequence.committed
+        expected = sum(acceptance**i for i in range(pending + 1))
+        return worthwhile(chances, fed + self.request.beside, expected, self.speeds.target.at_most)
 
-    def _commit(self, token: int | None, provenance: Provenance, stop: bool) -> None:
-        """Commits the first pending token, or `token` in its place. After the end nothing is committed any more."""
-        if self.request.ending:
-            return
-        self.request.is_fresh = token is not None
-        if token is None:
-            self.sequence.accept()
-            self.proposals.accept(self.sequence.committed)
-            self.counts.accepted += 1
-            self.counts.run += 1
-        else:
-            foreseen = self.proposals.branch(self.sequence.committed, token)
-            self._discard_pending()
-            self.request.opened_by = self.sequence.committed, token
-            self.sequence.correct(token)
-            if foreseen is not None:
-                self.counts.foreseen += 1
-                self._propose(foreseen)
-            if provenance is not Provenance.DIRECT:
-                runs, run = self.counts.runs, self.counts.run
-                runs[run] = runs.get(run, 0) + 1
-            self.counts.run = 0
-        self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
-        self.request.untold.append(provenance)
-        self.counts.provenance[provenance] += 1
-        if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
-            self.request.ending = FinishReason.EOS
-        elif stop:
-            self.request.ending = FinishReason.STOP
-        elif self.sequence.committed >= self.submit.limit:
-            self.request.ending = FinishReason.LENGTH
-
-    def _discard_pending(self) -> None:
-        """What was drafted counts no more."""
-        self.request.epoch += 1
-        self.request.draft_until = 0
-        self.request.opened_by = None
-        self.proposals.clear()
-        self.sequence.drop_pending()
-
-    # ---- telling the draft and the front ----
-
-    def _begin_draft(self, do: Do) -> None:
-        if not self._drafting:
-            return
-        seq, submit = self.sequence, self.submit
-        self.request.told_draft, self.request.is_paused = seq.committed, False
-        prefix = tuple(seq.tokens[: seq.committed])
-        sampling, rule, values = submit.sampling, submit.decoding.rule, submit.decoding.parameters
-        do(Send(Begin(submit.request, self.epoch, prefix, self._grant(), sampling, rule, seq.digest, values)))
+    # ---- the end, and beginning anew ----
 
     def _resynchronise(self, do: Do) -> None:
         """Gives the draft the whole prefix again, in a new epoch."""
         self.counts.resyncs += 1
-        self._discard_pending()
-        self._begin_draft(do)
-
-    def _announce(self, do: Do) -> None:
-        """Tells the draft, then the front, what has been committed since they were last told."""
-        seq = self.sequence
-        if self.request.told_draft and self._drafting and self.request.told_draft < seq.committed:
-            start, new = self.request.told_draft, tuple(seq.tokens[self.request.told_draft : seq.committed])
-            request, until = self.number, self._grant()
-            do(Send(Verdict(request, self.epoch, start, new, until, seq.digest)))
-            self.request.is_paused = False
-            self.request.told_draft = seq.committed
-        self._deliver_committed(do)
-        if seq.committed < len(seq.tokens):
-            self._preview(do)
-
-    def _deliver_committed(self, do: Do) -> None:
-        seq = self.sequence
-        if self.request.told_front < seq.committed:
-            new = tuple(seq.tokens[self.request.told_front : seq.committed])
-            do(Deliver(Committed(self.number, self.request.told_front, new, tuple(self.request.untold))))
-            self.request.told_front = seq.committed
-            self.request.untold.clear()
-
-    def _preview(self, do: Do) -> None:
-        if self.submit.preview:
-            seq = self.sequence
-            do(Deliver(Preview(self.number, seq.committed, tuple(seq.pending))))
+        self.request.discard_pending()
+        begin_draft(self.request, self.speeds, do)
 
     def _finish(self, do: Do) -> None:
-        self._deliver_committed(do)
+        deliver_committed(self.request, do)
         if self.request.told_draft:
             do(Send(Finish(self.number)))
         ending, window = self.request.ending, self.request.window
+        if self._compares:
+            self.choice.end()
+            self._compares = False
+        if self._adapts:
+            self.counts.rates, self.counts.speedup = dict(self.choice.rates), self.choice.speedup
         assert ending is not None
         do(End(self.number, ending, len(self.submit.prompt), self.counts, window))
         self.sequence.drop_pending()
+        if self.sequence.cached < self.sequence.fed:  # the tree that waits is this request's business
+            self._settle(do)
         self.proposals.clear()
         self.state = State.IDLE
         do(Wait(Cause.IDLE))
@@ -489,6 +484,7 @@ RequestMachine.handlers = {
     Forwarded: RequestMachine._forwarded,
     Failed: RequestMachine._failed,
     Stalled: RequestMachine._stalled,
+    Guessed: RequestMachine._guessed,
     Judged: RequestMachine._judged,
     Sampled: RequestMachine._sampled,
     DraftTokens: RequestMachine._draft_tokens,

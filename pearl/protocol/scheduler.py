@@ -17,7 +17,7 @@ class Scheduler:
 
     def __init__(self, slots: int = 1) -> None:
         self.sequences = [TokenSequence() for _ in range(slots)]
-        self._free = list(range(slots))
+        self._free = list(range(slots))  # first the one that was released first
         self._waiting: deque[Submit] = deque()
 
     def submit(self, submit: Submit) -> None:
@@ -30,11 +30,16 @@ class Scheduler:
         return found
 
     def admit(self) -> tuple[Submit, int] | None:
-        """The next request that can begin, and its slot; None where none waits or no slot is free."""
+        """The next request that can begin, and its slot; None where none waits or no slot is free.
+
+        Its slot is the one whose cache has most of its prompt, of several that with the oldest text.
+        """
         if not self._waiting or not self._free:
             return None
-        return self._waiting.popleft(), self._free.pop(0)
+        submit = self._waiting.popleft()
+        slot = max(self._free, key=lambda free: self.sequences[free].held(submit.prompt))
+        self._free.remove(slot)
+        return submit, slot
 
     def release(self, slot: int) -> None:
         self._free.append(slot)
-        self._free.sort()

@@ -43,15 +43,23 @@ class TokenSequence:
         return self.tokens[self.committed :]
 
     @property
+    def first_pending(self) -> int | None:
+        return self.tokens[self.committed] if self.committed < len(self.tokens) else None
+
+    @property
     def unfed(self) -> list[int]:
         return self.tokens[self.fed :]
+
+    def held(self, prefix: Sequence[int]) -> int:
+        """How many tokens of `prefix`, from the first on, the cache holds."""
+        return common_prefix(self.tokens[: self.fed], prefix)
 
     def restart(self, prefix: Sequence[int]) -> None:
         """Begins anew from a whole prefix, keeping of the cache what the two have in common.
 
         The last token is always fed again, for a forward that yields its row.
         """
-        self.fed = min(common_prefix(self.tokens[: self.fed], prefix), len(prefix) - 1)
+        self.fed = min(self.held(prefix), len(prefix) - 1)
         self.tokens = list(prefix)
         self.committed = len(prefix)
         self.digest = extend_digest(0, prefix)

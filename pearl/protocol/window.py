@@ -6,9 +6,15 @@ Pure arithmetic on numbers that others measured. Source: PEARL (Liu et al.), The
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+
+from pearl.protocol.choice import Choice
 
 MAX_WINDOW = 64
+MAX_LOOK_AHEAD = 256  # guesses in one forward
 _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: a hiccup fades within ten forwards
 _MOST_OFF = 2.0  # times the estimate that a new forward time counts as at most: one may have had to prepare others
@@ -35,20 +41,128 @@ def expected_rate(window: int, acceptance: float, t_draft: float, t_target_1: fl
 
 
 @dataclass
+class ForwardTimes:
+    """Running estimates of a model's forward times, seconds by number of tokens fed."""
+
+    known: dict[int, float] = field(default_factory=dict)
+    _least: tuple[tuple[int, float], ...] | None = None  # `known` in order, none above one for more tokens
+
+    def observe(self, fed: int, seconds: float) -> None:
+        """Take in a forward of `fed` tokens.
+
+        The first of a size may have had to prepare (kernels, memory): what it takes beyond what other sizes let expect
+        counts as little as a hiccup does.
+        """
+        if seconds > 0:
+            expected = self.known.get(fed) or min(self._expected(fed), seconds)
+            self.known[fed] = _blend(expected, seconds)
+            self._least = None
+
+    def _expected(self, fed: int) -> float:
+        """The most that a forward of a size not yet seen should take; infinite where nothing is known.
+
+        Between measured sizes: interpolated. Beyond the largest: each token as long as there.
+        """
+        largest = max(self.known, default=0)
+        return self.seconds(fed) * max(1.0, fed / largest) if largest else inf
+
+    @property
+    def measured(self) -> tuple[tuple[int, float], ...]:
+        """(fed tokens, seconds), in order of fed tokens."""
+        return tuple(sorted(self.known.items()))
+
+    def seconds(self, fed: int) -> float:
+        """Of a forward fed `fed` tokens: measured, or interpolated between the nearest measured; 0: nothing is known.
+
+        Beyond the measured range the nearest value stands: extrapolating a noisy slope would be worse than flat.
+        """
+        return _interpolated(self.measured, fed)
+
+    def at_most(self, fed: int) -> float:
+        """As `seconds`, but never longer than a larger forward took: what is measured seldom may have been a hiccup."""
+        if self._least is None:
+            sizes = sorted(self.known, reverse=True)
+            least = accumulate((self.known[size] for size in sizes), min)
+            self._least = tuple(zip(sizes, least, strict=True))[::-1]
+        return _interpolated(self._least, fed)
+
+
+def _interpolated(known: Sequence[tuple[int, float]], fed: int) -> float:
+    if not known:
+        return 0.0
+    at = bisect_left(known, (fed, 0.0))
+    if at == len(known):
+        return known[-1][1]
+    if known[at][0] == fed or at == 0:
+        return known[at][1]
+    (n0, t0), (n1, t1) = known[at - 1], known[at]
+    return t0 + (t1 - t0) * (fed - n0) / (n1 - n0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of a pair on its devices, between two texts: what an engine may begin with.
+
+    Attributes:
+        t_draft: seconds of a draft forward; 0: not known.
+        acceptance: of judged draft tokens.
+        t_target, t_elsewhere: of the target on its own cores, and with the draft's too: (fed tokens, seconds).
+        gain, comparisons, since_tried, cost, rates: see `Choice`.
+    """
+
+    t_draft: float = 0.0
+    acceptance: float = 0.8
+    t_target: tuple[tuple[int, float], ...] = ()
+    t_elsewhere: tuple[tuple[int, float], ...] = ()
+    gain: float = 0.0
+    comparisons: float = 0.0
+    since_tried: int = 0
+    cost: float = 24.0
+    rates: tuple[tuple[bool, float], ...] = ()
+
+
+@dataclass
 class Speeds:
     """Running estimates of both models' forward times (seconds) and of the acceptance rate."""
 
     t_draft: float = 0.0
     acceptance: float = 0.8
-    _t_target: dict[int, float] = field(default_factory=dict)
+    target: ForwardTimes = field(default_factory=ForwardTimes)
+    elsewhere: ForwardTimes | None = None  # of the target on other cores: see `spread`
+    choice: Choice = field(default_factory=Choice)
+
+    @staticmethod
+    def of(profile: Profile) -> Speeds:
+        choice = Choice(
+            False,
+            dict(profile.rates),
+            profile.gain,
+            profile.comparisons,
+            profile.since_tried,
+            profile.cost,
+        )
+        elsewhere = ForwardTimes(dict(profile.t_elsewhere)) if profile.t_elsewhere else None
+        return Speeds(profile.t_draft, profile.acceptance, ForwardTimes(dict(profile.t_target)), elsewhere, choice)
+
+    @property
+    def profile(self) -> Profile:
+        """To be taken between two texts."""
+        choice, known = self.choice, (self.target, self.elsewhere or ForwardTimes())
+        here, there = known[::-1] if choice.is_spread else known
+        compared = choice.gain, choice.comparisons, choice.since_tried, choice.cost, tuple(choice.rates.items())
+        return Profile(self.t_draft, self.acceptance, here.measured, there.measured, *compared)
+
+    def spread(self, everywhere: bool) -> None:
+        """The target computes on other cores from now on: its times are those that were measured there."""
+        here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(dict(self.target.known))
+        self.target, self.elsewhere = self.elsewhere, here
 
     def observe_draft(self, seconds: float) -> None:
         if seconds > 0:
             self.t_draft = _blend(self.t_draft, seconds)
 
     def observe_target(self, fed: int, seconds: float) -> None:
-        if seconds > 0:
-            self._t_target[fed] = _blend(self._t_target.get(fed, 0.0), seconds)
+        self.target.observe(fed, seconds)
 
     def observe_judgement(self, accepted: int, judged: int) -> None:
         for outcome in [1.0] * accepted + [0.0] * (judged - accepted):
@@ -56,40 +170,48 @@ class Speeds:
 
     @property
     def measured(self) -> tuple[tuple[int, float], ...]:
-        """(fed tokens, seconds), in order of fed tokens."""
-        return tuple(sorted(self._t_target.items()))
+        """Of the target: (fed tokens, seconds), in order of fed tokens."""
+        return self.target.measured
 
     def t_target(self, fed: int) -> float:
-        """Seconds of a target forward fed `fed` tokens: measured, or interpolated between the nearest measured.
-
-        Beyond the measured range the nearest value stands: extrapolating a noisy slope would be worse than flat.
-        """
-        known = self.measured
-        if not known:
-            return 0.0
-        at = bisect_left(known, (fed, 0.0))
-        if at == len(known):
-            return known[-1][1]
-        if known[at][0] == fed or at == 0:
-            return known[at][1]
-        (n0, t0), (n1, t1) = known[at - 1], known[at]
-        return t0 + (t1 - t0) * (fed - n0) / (n1 - n0)
+        """Seconds of a target forward fed `fed` tokens."""
+        return self.target.seconds(fed)
 
     @property
     def ratio(self) -> float:
         """t_target(1) / t_draft, the measured speed ratio; 0 where either is unknown."""
         return self.t_target(1) / self.t_draft if self.t_draft else 0.0
 
-    def best_window(self) -> int:
-        """The c that maximises expected tokens a second. With t_target constant it is Theorem 1's ratio."""
+    def best_window(self, beside: int = 0) -> int:
+        """The c that maximises expected tokens a second. With t_target constant it is Theorem 1's ratio.
+
+        `beside`: tokens that other requests have in the target's forwards.
+        """
         if not self.ratio:
             return _DEFAULT_WINDOW
         # Past twice the ratio the draft alone sets the pace. The minimum first: a ratio of sound numbers may be inf.
-        most = int(min(MAX_WINDOW, 2 * self.ratio + 2))
-        t1 = self.t_target(1)
+        t1 = self.t_target(beside + 1)
+        most = int(min(MAX_WINDOW, 2 * t1 / self.t_draft + 2))
         acceptance = min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
-        rates = [expected_rate(c, acceptance, self.t_draft, t1, self.t_target(c)) for c in range(1, most + 1)]
+        rates = [expected_rate(c, acceptance, self.t_draft, t1, self.t_target(beside + c)) for c in range(1, most + 1)]
         return 1 + rates.index(max(rates))
+
+
+def worthwhile(chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]) -> int:
+    """How many guesses to feed beside `fed` tokens: what makes most tokens a second.
+
+    Args:
+        chances: of each guess that it is right, never rising.
+        expected: tokens that the forward yields without any.
+        t_target: seconds of a forward by the number of tokens fed.
+    """
+    best, rate = 0, expected / t_target(fed) if t_target(fed) else 0.0
+    for count, chance in enumerate(chances, start=1):
+        expected += chance
+        seconds = t_target(fed + count)
+        if expected > rate * seconds:
+            best, rate = count, expected / seconds if seconds else 0.0
+    return best
 
 
 def _blend(old: float, new: float) -> float:
@@ -103,6 +225,8 @@ class Method:
     drafts: bool = True
     pre_verify: bool = True  # the target judges the first token while the window is being drafted
     post_verify: bool = True  # the draft drafts on while the target verifies
+    looks_ahead: bool = False  # the target may be fed guesses made without a model (`Decoding.look_ahead`)
+    adapts: bool = False  # the draft rests where it does not pay (`choice`), if no text changes by that
 
     @property
     def bonus(self) -> bool:
@@ -111,9 +235,12 @@ class Method:
 
 
 METHODS = {
+    "auto": Method(looks_ahead=True, adapts=True),
     "ar": Method(drafts=False, pre_verify=False, post_verify=False),
+    "ngram": Method(drafts=False, pre_verify=False, post_verify=False, looks_ahead=True),
     "sd": Method(pre_verify=False, post_verify=False),
-    "pearl": Method(),
+    "ssd": Method(pre_verify=False, post_verify=False),  # sd whose draft prepares for what the target may decide
+    "pearl": Method(looks_ahead=True),
     "pearl-no-pre-verify": Method(pre_verify=False),
     "pearl-no-post-verify": Method(post_verify=False),
 }
@@ -128,12 +255,13 @@ class Window:
     draft_until: int
 
     @staticmethod
-    def after(method: Method, policy: str, c: int, length: int, fresh: bool) -> Window:
+    def after(method: Method, policy: str, c: int, length: int, fresh: bool, pending: int = 0) -> Window:
         """The window once `length` tokens are committed.
 
         Args:
             c: the window, fixed or measured.
             fresh: nothing drafted survives (prefill, rejection, bonus): a new window begins at `length`.
+            pending: tokens that wait for this all the same, if `fresh`: a branch of this outcome.
         """
         if not method.drafts:
             return Window(1, length)
@@ -147,4 +275,5 @@ class Window:
             # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that it is in, so it has
             # c - 1 tokens when the target is free. Its next token takes t_draft; starting without it saves that wait.
             return Window(1 if fresh else max(1, c - 1), length + 2 * c)
-        return Window(1, length + c) if fresh else Window(c, length - 1 + 2 * c)
+        # While the target verifies a branch, however long, the draft fills the window behind it.
+        return Window(1, length + pending + c) if fresh else Window(c, length - 1 + 2 * c)

@@ -1,12 +1,13 @@
-"""Both workers on one time axis: in the terminal, as a PNG, as an HTML page that can be zoomed.
+"""Both workers on one time axis: in the terminal and as a PNG. `page` draws the same chart to zoom in.
 
-One palette for all three.  Letters stand for the kinds of work in the terminal, so that it reads without colours too.
+One palette for all. Letters stand for the kinds of work in the terminal, so that it reads without colours too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from rich.style import Style
 from rich.text import Text
 
 from pearl.errors import ConfigError, TraceError
-from pearl.trace.reading import Slice, Trace
+from pearl.trace.chrome import committed
+from pearl.trace.reading import Arrow, Slice, Trace
 
 _STEPS = 12  # verification forwards that are shown by default
 _LABEL = 8  # columns before the axis
@@ -36,12 +38,25 @@ LOOKS = {
     "accepted": Look("a", "#3fa34d", "draft token, accepted"),
     "rejected": Look("x", "#d1495b", "draft token, rejected"),
     "discarded": Look("d", "#e0a458", "draft token after a rejected one, discarded"),
+    "prepare": Look("b", "#c9b458", "draft forward for other outcomes alone (branches)"),
     "draft": Look("o", "#9a9a9a", "draft forward that a verdict made useless"),
     "other": Look("+", "#6b6b6b", "judging, sampling, messages"),
     "wait": Look(".", "#ececec", "waiting"),
     "uncovered": Look(" ", "#ffffff", "not recorded"),
 }
+FORESEEN = ("#2fb5a0", "a branch drafted here was accepted")
+VERDICTS = {  # whether it rejects
+    False: ("verdict: all accepted", "#333333"),
+    True: ("verdict: a draft token rejected", LOOKS["rejected"].colour),
+}
 _REJECTION = "x"
+SOURCES = {  # where a committed token came from -> colour, meaning
+    "accepted": (LOOKS["accepted"].colour, "accepted from the draft"),
+    "guessed": ("#2f6fd0", "guessed without a model"),
+    "corrected": (LOOKS["rejected"].colour, "the target's correction"),
+    "bonus": ("#b565c9", "bonus"),
+    "direct": ("#34495e", "the target's own"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,28 +72,35 @@ class Bar:
 
 @dataclass(frozen=True)
 class Commit:
-    """`tokens` became part of the text at `time`; with `is_rejection` the last of them corrects a draft token."""
+    """Tokens that became part of the text at `time`, by where each came from."""
 
     time: float
-    tokens: int
-    is_rejection: bool
+    sources: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sources)
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether the last of them corrects a draft token."""
+        return "corrected" in self.sources
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars of each worker, and rejections. Times in seconds from the start of the first request."""
+    """Bars of each worker, verdicts on their way, and what was committed. Times in seconds from the start of the first
+    request.
+    """
 
     start: float
     end: float
     rows: dict[str, list[Bar]]
-    rejections: list[float]
+    verdicts: list[Arrow]
     commits: list[Commit]
+    foreseen: list[tuple[float, float]]  # draft forwards in which a branch was prepared that was accepted
     method: str
     models: str
-
-    @property
-    def title(self) -> str:
-        return f"{self.method}: {self.models}"
 
     def shares(self, row: str) -> tuple[float, float]:
         """Of the time shown: the share in which `row` worked, and the share in which it waited."""
@@ -100,25 +122,26 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
         wanted = f"from {start or 0.0:g} s on" + (f" for {seconds:g} s" if seconds is not None else "")
         raise ConfigError(f"nothing to show {wanted}: the run is {length:.3f} s long")
     since = begin + (start or 0.0)
-    until = since + (seconds or _usual(trace, since))
+    until = since + (seconds or first_steps(trace, since))
     until = min(until, trace.end)
     rows = {
-        name: _merged([_bar(s, begin) for s in slices if s.end > since and s.start < until])
+        name: _merged([bar for s in slices if s.end > since and s.start < until for bar in _bars(s, begin)])
         for name, slices in (("target", trace.target), ("draft", trace.draft))
         if slices
     }
-    rejections = [
-        s.end - begin
-        for s in trace.target
-        if s.name == "judge" and s.args["correction"] is not None and since <= s.end <= until
-    ]
+    arrows = [Arrow(v.sent - begin, v.read - begin, v.is_rejection) for v in trace.verdicts]
     return Chart(
         since - begin,
         until - begin,
         rows,
-        rejections,
+        [arrow for arrow in arrows if since <= begin + arrow.sent <= until],
         [c for c in _commits(trace) if since <= begin + c.time <= until],
-        trace.method,
+        [
+            (max(s.start, since) - begin, min(s.end, until) - begin)
+            for s in trace.draft
+            if "accepted" in s.args.get("branches", ()) and s.end > since and s.start < until
+        ],
+        _method(trace),
         f"target {trace.metadata['config']['target']}, draft {trace.metadata['config']['draft']}",
     )
 
@@ -126,17 +149,28 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
 def same_time(traces: Sequence[Trace], seconds: float | None = None) -> list[Chart]:
     """The first `seconds` of each run; by default the first steps of the run whose steps are shorter."""
     if seconds is None:
-        seconds = min(_usual(trace, trace.start) for trace in traces)
+        seconds = min(first_steps(trace, trace.start) for trace in traces)
     return [chart(trace, None, seconds) for trace in traces]
 
 
-def _usual(trace: Trace, since: float) -> float:
+def _method(trace: Trace) -> str:
+    """The method, and what guesses beside the draft where all requests have the same."""
+    known = {"look_ahead": "look-ahead", "draft_lookup": "lookup", "branches": "branches"}
+    decodings = [request.args.get("decoding", {}) for request in trace.requests]
+    used = [tuple(word for name, word in known.items() if decoding.get(name)) for decoding in decodings]
+    if len({*used}) > 1 or trace.method != "pearl":
+        return trace.method
+    return f"pearl with {', '.join(used[0])}" if used[0] else "pearl as published"
+
+
+def first_steps(trace: Trace, since: float) -> float:
     """Seconds that the first steps from `since` on take."""
     steps = [s.end for s in trace.target if s.name in ("pre-verify", "post-verify") and s.start >= since]
     return (steps[min(_STEPS, len(steps)) - 1] if steps else trace.end) - since
 
 
-def _bar(one: Slice, begin: float) -> Bar:
+def _bars(one: Slice, begin: float) -> list[Bar]:
+    """The bar of a slice. A forward of several draft tokens is divided among them."""
     look, cause = one.name if one.name in LOOKS else "other", ""
     if one.kind == "wait":
         look, cause = "wait", one.name.removeprefix("wait: ")
@@ -144,7 +178,9 @@ def _bar(one: Slice, begin: float) -> Bar:
         look = one.args.get("fate", "draft")
     details = ", ".join(f"{k} {v}" for k, v in one.args.items() if isinstance(v, int | float | str))
     what = f"{one.name}, {one.ran * 1e3:.2f} ms" + (f" ({details})" if details else "")
-    return Bar(one.start - begin, one.end - begin, look, what, cause)
+    looks = one.args.get("fates", [look])
+    ends = [one.start - begin + one.seconds * i / len(looks) for i in range(len(looks) + 1)]
+    return [Bar(*span, each, what, cause) for span, each in zip(pairwise(ends), looks, strict=True)]
 
 
 def _merged(bars: Sequence[Bar]) -> list[Bar]:
@@ -168,13 +204,8 @@ def _merged(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _commits(trace: Trace) -> list[Commit]:
-    begin, found = trace.start, []
-    for one in trace.target:
-        for command in one.args.get("commands", ()) if one.name == "decide" else ():
-            if command["type"] == "Deliver" and command["message"]["type"] == "Committed":
-                sources = command["message"]["provenance"]
-                found.append(Commit(one.end - begin, len(sources), "corrected" in sources))
-    return found
+    found = ((one.end - trace.start, committed(one.args)) for one in trace.target if one.name == "decide")
+    return [Commit(time, tuple(source for _, each in told for source in each)) for time, told in found if told]
 
 
 # ---- in the terminal ----
@@ -191,9 +222,9 @@ def terminal(chart: Chart, width: int) -> Iterator[Text]:
         for name, bars in chart.rows.items():
             yield Text(f"{name:<{_LABEL}}").append_text(_line(bars, at, cell, count))
         marks = [" "] * count
-        for time in chart.rejections:
-            if at <= time < at + count * cell:
-                marks[int((time - at) / cell)] = _REJECTION
+        for commit in chart.commits:
+            if commit.is_rejection and at <= commit.time < at + count * cell:
+                marks[int((commit.time - at) / cell)] = _REJECTION
         yield Text(f"{'rejects':<{_LABEL}}" + "".join(marks).rstrip(), style="red")
         yield Text()
         at += count * cell
@@ -268,21 +299,38 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError:
-        raise _missing("matplotlib") from None
-    rows = sum(len(chart.rows) + 1 for chart in charts)
-    figure = Figure(figsize=(13, 1.3 + 0.55 * rows + 0.5 * len(charts)), dpi=140, layout="constrained")
+        raise TraceError("drawing this needs matplotlib: pip install 'pearl-runtime[plot]'") from None
+    figure = Figure(figsize=(13, 1.9 + 2.6 * len(charts)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    seconds = max(chart.end - chart.start for chart in charts)
+    scale = (
+        max(chart.end - chart.start for chart in charts),
+        max((c.tokens for x in charts for c in x.commits), default=1),
+    )
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
-        _panel(axes, chart, seconds)
+        _panel(axes, chart, *scale)
     axes.set_xlabel("seconds since the request began")
     used = dict.fromkeys(look for look in LOOKS if any(look in _used(chart) for chart in charts))
-    handles = [Patch(facecolor=LOOKS[k].colour, edgecolor="#bbbbbb", label=LOOKS[k].meaning) for k in used]
+    handles: list[Any] = [Patch(facecolor=LOOKS[k].colour, edgecolor="#bbbbbb", label=LOOKS[k].meaning) for k in used]
+    if any(chart.foreseen for chart in charts):
+        handles.append(Patch(facecolor=FORESEEN[0], label=FORESEEN[1]))
+    for words, colour in VERDICTS.values():
+        handles.append(Line2D([], [], color=colour, marker="v", markersize=5, label=words))
+    seen = {source for chart in charts for commit in chart.commits for source in commit.sources}
+    handles += [
+        Patch(facecolor=colour, label=f"in the text: {name}") for k, (colour, name) in SOURCES.items() if k in seen
+    ]
     models = "\n".join(dict.fromkeys(chart.models for chart in charts))
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9, title=models, title_fontsize=8
+        handles=handles,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        title=models,
+        title_fontsize=8,
     )
     try:
         figure.savefig(path, format="png")
@@ -290,27 +338,41 @@ def png(charts: Sequence[Chart], path: Path) -> None:
         raise TraceError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _panel(axes: Any, chart: Chart, seconds: float) -> None:
-    """One run: a row for each worker, and below them the tokens that each step added to the text."""
+_HALF = 0.36  # the half height of a worker's row
+_STRIP = 0.2  # the height of what was foreseen
+_STEP = 1.1  # from the middle of a row to that of the next
+_TEXT = 0.95  # the height of the largest step in the row of the text
+
+
+def _panel(axes: Any, chart: Chart, seconds: float, most: int) -> None:
+    """One run: a row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
+
+    Args:
+        most: tokens of the largest step that is drawn.
+    """
     for row, bars in enumerate(chart.rows.values()):
+        at = row * _STEP
         for look, spans in _spans(bars, chart).items():
             lines = {"edgecolor": "white", "linewidth": 0.6} if look not in ("other", "wait") else {"linewidth": 0}
-            axes.broken_barh(spans, (row - 0.36, 0.72), facecolors=LOOKS[look].colour, **lines)
+            axes.broken_barh(spans, (at - _HALF, 2 * _HALF), facecolors=LOOKS[look].colour, **lines)
         for bar in bars:
             start, end = max(bar.start, chart.start), min(bar.end, chart.end)
             if bar.look == "wait" and (end - start) / seconds > _CHARACTER * len(bar.cause):
                 text = f"waits for\n{bar.cause}"
-                axes.text((start + end) / 2, row, text, ha="center", va="center", fontsize=8, color="#555555")
-    last = len(chart.rows)
-    room = len(chart.commits) * 2 * _CHARACTER < 1
-    for commit in chart.commits:
-        colour = LOOKS["rejected"].colour if commit.is_rejection else LOOKS["accepted"].colour
-        axes.plot([commit.time] * 2, [last - 0.5, last - 0.25], color=colour, linewidth=1.5)
-        if room:
-            axes.text(commit.time, last + 0.1, f"+{commit.tokens}", ha="center", va="center", fontsize=9, color=colour)
+                axes.text((start + end) / 2, at, text, ha="center", va="center", fontsize=8, color="#555555")
+    strips = [(start, end - start) for start, end in chart.foreseen]
+    axes.broken_barh(strips, (_STEP + _HALF - _STRIP, _STRIP), facecolors=FORESEEN[0], edgecolor="white", linewidth=0.6)
+    for verdict in chart.verdicts:
+        colour = VERDICTS[verdict.is_rejection][1]
+        line = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
+        ends = {"xytext": (verdict.sent, _HALF), "xy": (min(verdict.read, chart.end), _STEP - _HALF)}
+        axes.annotate("", **ends, arrowprops=line, annotation_clip=True)
+    ground = (len(chart.rows) - 1) * _STEP + _HALF + 0.35 + _TEXT
+    _text(axes, chart, seconds, ground, _TEXT / most)
     labels = [f"{name}\nworks {{:.0%}}, waits {{:.0%}}".format(*chart.shares(name)) for name in chart.rows]
-    axes.set_yticks(range(last + 1), [*labels, "added to the text\n(red: with a correction)"], fontsize=9)
-    axes.set_ylim(last + 0.45, -0.5)
+    places = [row * _STEP for row in range(len(labels))]
+    axes.set_yticks([*places, ground - _TEXT / 2], [*labels, "tokens added\nto the text"], fontsize=9)
+    axes.set_ylim(ground, -0.5)
     axes.set_xlim(chart.start, chart.start + seconds)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -320,6 +382,20 @@ def _panel(axes: Any, chart: Chart, seconds: float) -> None:
     )
 
 
+def _text(axes: Any, chart: Chart, seconds: float, ground: float, height: float) -> None:
+    """The tokens of each commit as a pile of boxes, `height` each, with their number above."""
+    room = len(chart.commits) * 2 * _CHARACTER < 1
+    for commit in chart.commits:
+        for i, source in enumerate(commit.sources):
+            box = (ground - (i + 1) * height, height)
+            span = [(commit.time, 1.6 * _CHARACTER * seconds)]
+            axes.broken_barh(span, box, facecolors=SOURCES[source][0], edgecolor="white", linewidth=0.5)
+        if room:
+            top = ground - commit.tokens * height - 0.03
+            place = commit.time + 0.8 * _CHARACTER * seconds
+            axes.text(place, top, f"+{commit.tokens}", ha="center", va="bottom", fontsize=8, color="#333333")
+
+
 def _spans(bars: Iterable[Bar], chart: Chart) -> dict[str, list[tuple[float, float]]]:
     """style -> (start, duration) in seconds, cut to the time shown."""
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -327,46 +403,3 @@ def _spans(bars: Iterable[Bar], chart: Chart) -> dict[str, list[tuple[float, flo
         start, end = max(bar.start, chart.start), min(bar.end, chart.end)
         spans.setdefault(bar.look, []).append((start, end - start))
     return spans
-
-
-def html(chart: Chart, path: Path) -> None:
-    """Draws the chart with plotly, library included: the page opens offline. Raises `TraceError` as `png` does."""
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise _missing("plotly") from None
-    figure = go.Figure()
-    for look in _used(chart):
-        given = [(name, bar) for name, bars in chart.rows.items() for bar in bars if bar.look == look]
-        figure.add_bar(
-            orientation="h",
-            y=[name for name, _ in given],
-            base=[bar.start for _, bar in given],
-            x=[bar.end - bar.start for _, bar in given],
-            text=[bar.what for _, bar in given],
-            textposition="none",
-            hovertemplate="%{text}<extra></extra>",
-            marker={"color": LOOKS[look].colour, "line": {"color": "#bbbbbb", "width": 0.5}},
-            name=LOOKS[look].meaning,
-        )
-    for time in chart.rejections:
-        figure.add_vline(time, line={"color": LOOKS["rejected"].colour, "dash": "dot", "width": 1})
-    figure.update_layout(
-        barmode="overlay",
-        title=chart.title,
-        dragmode="zoom",
-        template="plotly_white",
-        legend={"orientation": "h", "y": -0.25},
-        xaxis={"title": "seconds since the request began; dotted lines: rejections"},
-        yaxis={"autorange": "reversed", "fixedrange": True, "categoryarray": list(chart.rows)},
-        height=420,
-    )
-    figure.update_xaxes(range=[chart.start, chart.end])
-    try:
-        figure.write_html(path, include_plotlyjs=True, config={"scrollZoom": True, "displaylogo": False})
-    except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _missing(library: str) -> TraceError:
-    return TraceError(f"drawing this needs {library}: pip install 'pearl-runtime[plot]'")

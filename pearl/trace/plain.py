@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pearl.decoding.distribution import Distribution
 from pearl.errors import TraceError
-from pearl.protocol import events, messages, request
+from pearl.protocol import events, messages, request, window
 
 _SIMPLE = (int, float, str, type(None))
 
@@ -40,6 +40,7 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
             "type": "Judge",
             "start": judge.start,
             "tokens": list(judge.tokens),
+            "nodes": list(judge.nodes),
             "request": judge.request,
         }
     if issubclass(kind, Enum):
@@ -76,7 +77,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 _KINDS: dict[str, type] = {
     name: kind
-    for module in (events, messages, request)
+    for module in (events, messages, request, window)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and is_dataclass(kind)
 }

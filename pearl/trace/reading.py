@@ -9,11 +9,11 @@ from typing import Any
 
 from pearl.document import damaged, parse_json
 from pearl.errors import TraceError
-from pearl.trace.chrome import VERSION, Event
+from pearl.trace.chrome import DRAFTED, REJECTION, VERDICT, VERSION, Event
 from pearl.trace.recorder import LOOP, part_paths
 from pearl.trace.validate import problems
 
-FORWARDS = ("prefill", "pre-verify", "post-verify", "draft")
+FORWARDS = ("prefill", "pre-verify", "post-verify", "draft", "prepare")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,15 @@ class Slice:
         return float(self.args.get("seconds", self.seconds))
 
 
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A verdict on its way: when the target sent it and when the draft read it, in seconds."""
+
+    sent: float
+    read: float
+    is_rejection: bool
+
+
 @dataclass
 class Trace:
     """One run.
@@ -44,6 +53,7 @@ class Trace:
         target: what the target's loop did, outermost slices only, in order of time; requests are apart.
         drafts: likewise, of each draft: there are several where one was lost and started again.
         requests: the target's.
+        verdicts: in order of time.
         counters: name -> (time, value).
     """
 
@@ -52,6 +62,7 @@ class Trace:
     target: list[Slice] = field(default_factory=list)
     drafts: list[list[Slice]] = field(default_factory=list)
     requests: list[Slice] = field(default_factory=list)
+    verdicts: list[Arrow] = field(default_factory=list)
     counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @property
@@ -70,7 +81,7 @@ class Trace:
 
     @property
     def end(self) -> float:
-        return self.requests[-1].end
+        return max(request.end for request in self.requests)
 
 
 def read(path: Path) -> Trace:
@@ -142,19 +153,28 @@ def _missing(path: Path) -> str:
 
 def _sort(events: list[Event], trace: Trace) -> None:
     loops: dict[int, list[Slice]] = {1: []}
+    fates = set(DRAFTED.values())
+    sent: dict[Any, float] = {}
     for event in events:
         if event["ph"] == "C":
             series = trace.counters.setdefault(event["name"], [])
             series.append((event["ts"] / 1e6, event["args"][event["name"]]))
-        elif event["ph"] == "X" and event["tid"] == LOOP:
+        elif event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
+            sent[event["id"]] = event["ts"] / 1e6
+        elif event["ph"] == "f" and event["id"] in sent:
+            read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION
+            trace.verdicts.append(Arrow(sent.pop(event["id"]), read_at, is_rejection))
+        elif event["ph"] == "X" and (event["tid"] == LOOP or event["cat"] == "whole"):
             # By nanoseconds, which floats hold exactly: what begins where another ends must not seem to lie in it.
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
-            one = Slice(event["name"], event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
+            name = "draft" if event["name"] in fates else event["name"]
+            one = Slice(name, event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
             if one.kind != "whole":
                 loops.setdefault(event["pid"], []).append(one)
             elif event["pid"] == 1:
                 trace.requests.append(one)
     trace.requests.sort(key=lambda s: s.start)
+    trace.verdicts.sort(key=lambda v: v.sent)
     trace.target = _outermost(loops.pop(1))
     trace.drafts = [_outermost(loops[process]) for process in sorted(loops)]
 

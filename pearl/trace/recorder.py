@@ -26,10 +26,11 @@ from pearl.version import __version__
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # of the parts; a reader takes no other
+FORMAT = 4  # of the parts; a reader takes no other
 # tracks: the worker's loop, the thread of its mailbox, its device, the draft's thread that computes
 LOOP, MAIL, GPU, AHEAD = 1, 2, 3, 4
 TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU", AHEAD: "forwards"}
+BESIDE = 16  # tracks from here on: requests beside those that the loop's track shows
 # What a loop waits for. TRANSPORT is told from both sides' records: the end of a wait, once the message is on its way.
 START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
 VERDICT, TRANSPORT = "verdict", "transport"
@@ -148,7 +149,17 @@ def where_and_what() -> dict[str, Any]:
         "versions": {name: version(name) for name in ("torch", "transformers", "pyzmq")}
         | {"pearl": __version__, "python": platform.python_version()},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": _processor(),
     }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 class Part:

@@ -39,7 +39,7 @@ def replay(trace: Trace) -> Replayed:
     runs = [("target", _decisions(trace.target))] + [("draft", _decisions(draft)) for draft in trace.drafts]
     total = 0
     for worker, decisions in runs:
-        machine = _coordinator(trace, decisions) if worker == "target" else Drafter(_context(trace))
+        machine = _coordinator(trace, decisions) if worker == "target" else Drafter(_context(trace), _slots(trace))
         for number, (one, given) in enumerate(zip(decisions, _handled(machine, decisions), strict=True)):
             recorded = one.args.get("commands", [{"type": one.args.get("error")}])
             if given != recorded:
@@ -61,11 +61,14 @@ def _handled(machine: Coordinator | Drafter, decisions: list[Slice]) -> Iterator
 
 
 def _coordinator(trace: Trace, decisions: list[Slice]) -> Coordinator:
-    if not decisions or "speeds" not in decisions[0].args:
+    if not decisions or "profile" not in decisions[0].args:
         raise TraceError(f"{trace.path} does not begin with the target's first decision: it cannot be replayed")
-    speeds = {k: v for k, v in decisions[0].args["speeds"].items() if k != "type"}
-    speeds["_t_target"] = {int(n): t for n, t in speeds["_t_target"].items()}
-    return Coordinator(Speeds(**speeds))
+    return Coordinator(Speeds.of(from_plain(decisions[0].args["profile"])), _slots(trace))
+
+
+def _slots(trace: Trace) -> int:
+    """How many requests are worked on side by side; of a simulation: one."""
+    return int(trace.metadata["config"].get("slots", 1))
 
 
 def _context(trace: Trace) -> int:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pearl.trace.chrome import told
+from pearl.trace.latency import Latency, latencies, latency
 from pearl.trace.reading import FORWARDS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
 
@@ -52,12 +53,14 @@ class Report:
         steps: verification forwards by kind; `owners`: by who owned the critical path: "draft" or "transport" where
             the target had to wait in that step (from the forward before to its own end), "target" where it did not.
         drafted, judged, accepted: draft tokens. `rejected` of the judged; the other drafted ones were `discarded`.
+        prepared: tokens drafted for other outcomes. Those judged, as their outcome came, are in `drafted` too.
         histogram: accepted tokens of a run that ended in a correction or bonus -> runs.
         forwards: of the draft, and of the target by number of fed tokens.
         ratio: median verification forward over median draft forward. `window`: median of c as used; 0 without a draft.
         alternation: seconds that the target's work and the drafting of the judged tokens take one after the other,
             without waits and messages: the least time of the same steps without overlap.
         recorder: the recorder's own share of the wall time, of the busier worker.
+        latency: of all requests together; `per_request`: of each, in order.
     """
 
     method: str
@@ -76,12 +79,15 @@ class Report:
     accepted: int
     rejected: int
     discarded: int
+    prepared: int
     histogram: dict[int, int]
     forwards: dict[str, Forwards]
     ratio: float | None
     window: float
     alternation: float
     recorder: float
+    latency: Latency
+    per_request: list[Latency]
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,7 +99,9 @@ def report(trace: Trace) -> Report:
     target, draft = _between(trace.target, start, end), _between(trace.draft, start, end)
     wall = end - start
     verifications = [s for s in target if s.name in ("pre-verify", "post-verify")]
-    fates = Counter(s.args["fate"] for s in draft if "fate" in s.args)
+    fates = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
+    prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
+    fates += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
     judged = fates["accepted"] + fates["rejected"]
     forwards = _forwards(draft, verifications)
     target_share, draft_share = _worker(target, wall), _worker(draft, wall) if draft else None
@@ -124,12 +132,15 @@ def report(trace: Trace) -> Report:
         accepted=fates["accepted"],
         rejected=fates["rejected"],
         discarded=fates["discarded"],
+        prepared=prepared.total(),
         histogram=histogram,
         forwards=forwards,
         ratio=medians[0] / medians[1] if all(medians) else None,
         window=_median(windows) if draft else 0.0,
         alternation=work + _drafting(draft),
         recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall if wall else 0.0,
+        latency=latency(trace),
+        per_request=latencies(trace),
         notes=_notes(trace, target_share, draft_share),
     )
 
@@ -197,6 +208,8 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
     for one in draft:
         if one.name == "draft":
             times.setdefault(("draft", 0), []).append(one.ran)
+        elif one.name == "prepare":
+            times.setdefault(("prepare", 0), []).append(one.ran)
     for one in verifications:
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
     return {
@@ -207,20 +220,21 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
 
 def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
     """Tokens that were committed, and how many were accepted in runs."""
-    tokens, run = 0, 0
+    tokens, run = 0, dict[int, int]()  # accepted tokens of each request, in its run that goes on
     runs: Counter[int] = Counter()
     for one in target:
         for command in one.args.get("commands", ()) if one.name == "decide" else ():
             if command["type"] == "Open":
-                run = 0
+                run[command["request"]] = 0
             elif command["type"] == "Deliver" and command["message"]["type"] == "Committed":
+                number = command["message"]["request"]
                 for provenance in command["message"]["provenance"]:
                     tokens += 1
                     if provenance == "accepted":
-                        run += 1
-                    elif provenance in ("corrected", "bonus"):
-                        runs[run] += 1
-                        run = 0
+                        run[number] = run.get(number, 0) + 1
+                    elif provenance in ("corrected", "bonus"):  # "guessed" and "direct" neither lengthen nor end a run
+                        runs[run.get(number, 0)] += 1
+                        run[number] = 0
     return tokens, dict(sorted(runs.items()))
 
 

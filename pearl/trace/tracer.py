@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,18 +24,24 @@ from pearl.protocol.events import (
     Drafted,
     End,
     Forward,
+    Guess,
+    Guessed,
     Judge,
     Judged,
+    Keep,
     Open,
+    Phase,
     Rollback,
     Sample,
     Sampled,
+    Spread,
     Wait,
 )
-from pearl.protocol.messages import Message, Pong
+from pearl.protocol.messages import Begin, Message, Pong, Submit
+from pearl.protocol.sequence import TokenSequence
 from pearl.trace.plain import plain
 from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
+from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {Cause.HELD_ROW: HELD_ROW, Cause.WINDOW: DRAFT, Cause.IDLE: CONSUMER}
@@ -42,12 +49,21 @@ _DRAFT_CAUSES = {Cause.WINDOW: VERDICT, Cause.IDLE: CONSUMER}
 _ROUNDING = 1000  # nanoseconds
 _CATCHING_UP = 2  # the most tokens that a draft forward feeds after a verdict
 
+_Command = TypeVar("_Command")
 _Event = TypeVar("_Event")
 
 
 def identity(message: object) -> list[Any]:
     """The identity of a message: its type, request, epoch and start."""
     return [type(message).__name__, *(getattr(message, name, None) for name in ("request", "epoch", "start"))]
+
+
+class _OneRequest(Protocol):
+    @property
+    def sequence(self) -> TokenSequence: ...
+
+    @property
+    def epoch(self) -> int: ...
 
 
 class Tracer:
@@ -67,7 +83,7 @@ class Tracer:
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
         self._beside = 0  # when the thread beside the loop was last done
-        self._opened: tuple[int, dict[str, Any]] | None = None  # the request being worked on
+        self._opened: dict[int, tuple[int, dict[str, Any]]] = {}  # request that is worked on -> since when, what
         self._first = True
 
     def start(self, number: int) -> None:
@@ -78,7 +94,7 @@ class Tracer:
         if self.recorder is not None or self._open_part is None:
             raise TraceError("this engine is recording a trace already")
         recorder = self._open_part(number)
-        self.cause, self._opened, self._first, self._since = CONSUMER, None, True, recorder.clock()
+        self.cause, self._opened, self._first, self._since = CONSUMER, {}, True, recorder.clock()
         self.recorder, self.number = recorder, number
 
     def stop(self, number: int | None = None) -> None:
@@ -117,7 +133,7 @@ class Tracer:
             if self.recorder is None:
                 return machine.handle(event)
             start = self.clock()
-            before = plain(machine.speeds) if self._first and isinstance(machine, Coordinator) else None
+            before = plain(machine.speeds.profile) if self._first and isinstance(machine, Coordinator) else None
             try:
                 commands = machine.handle(event)
             except ProtocolError as error:
@@ -135,52 +151,54 @@ class Tracer:
         commands: Sequence[object],
         start: int,
         end: int,
-        speeds: Any = None,
+        profile: Any = None,
     ) -> None:
-        """Records one turn of the machine. `speeds`: of the coordinator before its first one."""
+        """Records one turn of the machine. `profile`: what the coordinator knew before its first one."""
         causes, cause = (_TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES), None
         for command in commands:
             if type(command) is Wait:
                 cause = causes[command.cause]
-        sequence = machine.sequence
+        own = _machine_of(machine, getattr(event, "request", None))
+        sequence = own.sequence
         args = {
             "event": event,
             # what is told of an ended request goes on counting stale messages, so it is taken down at once
             "commands": [plain(command) if type(command) is End else command for command in commands],
             "pending": len(sequence.tokens) - sequence.committed,
-            "epoch": machine.epoch,
+            "epoch": own.epoch,
         }
         if isinstance(machine, Coordinator):
             args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
-        if speeds is not None:
-            args["speeds"] = speeds
+        if profile is not None:
+            args["profile"] = profile
         self._first = False
         assert self.recorder is not None
         self.recorder.record(LOOP, "busy", "decide", start, end, args)
-        self._follow_request(machine, start, end)
+        self._follow_requests(machine, start, end)
         if cause is not None:
             self.cause = cause
         self._spent_since(end)
 
-    def _follow_request(self, machine: Coordinator | Drafter, start: int, end: int) -> None:
-        request = machine.request if isinstance(machine, Coordinator) else machine.begun
-        number = request.request if request else None
-        if self._opened is not None and self._opened[1]["request"] != number:
-            began, args = self._opened
-            assert self.recorder is not None
-            self.recorder.record(LOOP, "whole", f"request {args['request']}", began, end, args)
-            self._opened, start = None, end  # one that was queued begins where it ends
-        if request is not None and self._opened is None:
-            args = {"request": number}
-            if isinstance(machine, Coordinator) and machine.request is not None:
-                args |= {"decoding": machine.request.decoding, "sampling": machine.request.sampling}
-                args |= {"prompt_tokens": len(machine.request.prompt)}
-            self._opened = (start, args)
+    def _follow_requests(self, machine: Coordinator | Drafter, start: int, end: int) -> None:
+        """Records those that have ended, and when those that are new began."""
+        running = _running(machine)
+        assert self.recorder is not None
+        for number in [number for number in self._opened if number not in running]:
+            began, args = self._opened.pop(number)
+            self.recorder.record(LOOP, "whole", f"request {number}", began, end, args)
+            start = end  # one that was queued begins where it ends
+        for number, request in running.items():
+            if number not in self._opened:
+                args = {"request": number}
+                if isinstance(request, Submit):
+                    args |= {"decoding": request.decoding, "sampling": request.sampling}
+                    args |= {"prompt_tokens": len(request.prompt)}
+                self._opened[number] = (start, args)
 
     # ---- computing ----
 
-    def computing(self, execute: Callable[[object], _Event]) -> Callable[[object], _Event]:
-        def traced(command: object) -> _Event:
+    def computing(self, execute: Callable[[_Command], _Event]) -> Callable[[_Command], _Event]:
+        def traced(command: _Command) -> _Event:
             if self.recorder is None:
                 return execute(command)
             start = self.clock()
@@ -209,20 +227,37 @@ class Tracer:
             self._spent_since(end)
 
     def computed(self, command: object, event: object, start: int, end: int) -> None:
-        """Records one command carried out between `start` and `end`."""
+        """Records one command, or forwards of several requests that were one, carried out between `start` and `end`."""
         assert self.recorder is not None
         record = self.recorder.record
         match command:
-            case Forward(phase, at, tokens, _):
-                record(LOOP, "busy", phase.value, start, end, {"n": len(tokens), "start": at})
+            case list():
+                args = {"n": sum(len(each.tokens) for each in command), "requests": [each.request for each in command]}
+                prompts = [each.request for each in command if getattr(each, "phase", None) is Phase.PREFILL]
+                name = _name_of_all(command)
+                record(LOOP, "busy", name, start, end, args | ({"prompts": prompts} if prompts else {}))
+            case Forward(phase, at, tokens, _, parents):
+                tree = {} if parents is None else {"parents": list(parents)}
+                args = {"n": len(tokens), "start": at, "request": command.request}
+                record(LOOP, "busy", phase.value, start, end, args | tree)
             case Judge(at, tokens, _):
                 assert isinstance(event, Judged)
                 args = {"start": at, "n": len(tokens), "accepted": event.accepted, "correction": event.token}
-                record(LOOP, "busy", "judge", start, end, args)
+                record(LOOP, "busy", "judge", start, end, args | {"request": command.request})
             case Sample(position):
                 assert isinstance(event, Sampled)
-                record(LOOP, "busy", "sample", start, end, {"start": position, "token": event.token})
-            case Draft(at, tokens, budget, _):
+                args = {"start": position, "tokens": list(event.tokens), "request": command.request}
+                record(LOOP, "busy", "sample", start, end, args)
+            case Guess(at, tokens):
+                assert isinstance(event, Guessed)
+                args = {"start": at + len(tokens), "n": len(event.tokens)}
+                by = {source.value: n for source, n in Counter(event.sources).items()}
+                record(LOOP, "busy", "guess", start, end, args | {"sources": by})
+            case Spread(everywhere):
+                record(LOOP, "busy", "spread", start, end, {"everywhere": everywhere})
+            case Keep(path):
+                record(LOOP, "busy", "keep", start, end, {"n": len(path)})
+            case Draft(at, tokens, budget, _, hedge):
                 assert isinstance(event, Drafted)
                 sample = budget > 0
                 # It may have begun before the loop asked for it; or after, where another had to end first.
@@ -232,7 +267,7 @@ class Tracer:
                     record(LOOP, "busy", "hand over", start, began)
                 else:
                     began = start
-                name = "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
+                name = "prepare" if hedge else "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
                 ran = round(event.seconds, 7)
                 record(LOOP, "busy", name, began, done, {"n": len(tokens), "start": at, "seconds": ran})
                 if sample:
@@ -264,11 +299,40 @@ class Tracer:
         self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
 
 
+def _machine_of(machine: Coordinator | Drafter, request: int | None) -> _OneRequest:
+    """The machine that works on a request, or else the snapshot of whichever worked last."""
+    if isinstance(machine, Coordinator):
+        return machine.running.get(request, machine)  # type: ignore[arg-type]
+    found = (one for one in machine.machines if one.begun is not None and one.begun.request == request)
+    return next(found, machine)
+
+
+def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
+    if isinstance(machine, Coordinator):
+        return {number: one.submit for number, one in machine.running.items()}
+    return {one.begun.request: one.begun for one in machine.machines if one.begun is not None}
+
+
+def _name_of_all(commands: Sequence[Forward | Draft]) -> str:
+    """What a forward of several requests is shown as: a part of a prompt only where it is nothing else."""
+    if any(isinstance(command, Draft) for command in commands):
+        return "draft"
+    phases = {command.phase for command in commands if isinstance(command, Forward)}
+    ranked = (Phase.POST_VERIFY, Phase.PRE_VERIFY, Phase.PREFILL)
+    return next(phase for phase in ranked if phase in phases).value
+
+
 class _TracedMailbox(Mailbox):
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Message]) -> None:
         self._tracer = tracer
         self._traced = _TracedEndpoint(endpoint, tracer)
         super().__init__(self._traced, **hooks)
+
+    def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
+        found = super()._checked(peer, message)
+        if self._tracer.recorder is not None and self._tracer.track == LOOP:
+            self._traced.read_by_loop = self._tracer.clock()  # rows that came with it were waited for as such
+        return found
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if self._tracer.recorder is None:

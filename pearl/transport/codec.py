@@ -10,12 +10,9 @@ from __future__ import annotations
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from enum import Enum
+from collections.abc import Sequence
 from math import inf
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
@@ -50,11 +47,26 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
-from pearl.protocol.window import METHODS, WINDOWS
+from pearl.protocol.proposals import MAX_BRANCHES
+from pearl.protocol.window import MAX_LOOK_AHEAD, METHODS, WINDOWS
 from pearl.transport.extent import check_extent, is_plain
+from pearl.transport.fields import (
+    Kind,
+    Shape,
+    array,
+    codes,
+    flag,
+    integer,
+    member,
+    named,
+    nested,
+    optional,
+    real,
+    sized,
+    token_list,
+)
 
 Frame = bytes | bytearray | memoryview
-_Member = TypeVar("_Member", bound=Enum)
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -78,120 +90,11 @@ _LIMITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How a field travels: `pack` to what msgpack knows (None: as it is), `check` back, or ValueError."""
-
-    check: Callable[[Any], Any]
-    pack: Callable[[Any], Any] | None = None
-
-
-def _integer(low: int, high: int) -> _Kind:
-    """low <= value < high."""
-
-    def check(value: object) -> object:
-        if type(value) is int and low <= value < high:  # `type`, for bool is an int by inheritance
-            return value
-        raise ValueError(f"must be an integer in [{low}, {high})")
-
-    return _Kind(check)
-
-
-def _real(low: float, high: float, *, above: bool = False) -> _Kind:
-    """Finite, low <= value <= high; `above`: low < value. A NaN fails every comparison."""
-
-    def check(value: object) -> object:
-        if type(value) is float and low <= value <= high and value != inf and not (above and value == low):
-            return value
-        raise ValueError(f"must be a finite float {'above' if above else 'from'} {low} to {high}")
-
-    return _Kind(check, float)
-
-
 def _seconds(value: object) -> object:
     """Quotients and multiples of these are formed, and must stay numbers."""
     if type(value) is float and (LEAST_SECONDS <= value <= MOST_SECONDS or value == 0):
         return value
     raise ValueError(f"must be a float: 0, or from {LEAST_SECONDS} to {MOST_SECONDS:.0e}")
-
-
-def _sized(kind: type[str] | type[bytes], most: int) -> _Kind:
-    def check(value: object) -> object:
-        if type(value) is bytes and kind is bytes and len(value) <= most:
-            return value
-        # A code point has at most four bytes, so a short string need not be encoded to learn that it fits.
-        if type(value) is str and kind is str and (len(value) * 4 <= most or len(value.encode()) <= most):
-            return value
-        raise ValueError(f"must be {kind.__name__} of at most {most} bytes")
-
-    return _Kind(check)
-
-
-def _named(known: Iterable[str]) -> _Kind:
-    names = frozenset(known)
-
-    def check(value: object) -> object:
-        if type(value) is str and value in names:
-            return value
-        raise ValueError(f"must be one of {', '.join(sorted(names))}")
-
-    return _Kind(check)
-
-
-def _codes(kind: type[_Member]) -> dict[int, _Member]:
-    """The order of an enum in `messages` is the wire: append to it, never reorder."""
-    return dict(enumerate(kind))
-
-
-def _member(kind: type[_Member]) -> _Kind:
-    members = _codes(kind)
-
-    def check(value: object) -> object:
-        if type(value) is int and value in members:
-            return members[value]
-        raise ValueError(f"must be below {len(members)}")
-
-    return _Kind(check, {member: code for code, member in members.items()}.__getitem__)
-
-
-def _optional(kind: _Kind) -> _Kind:
-    return _Kind(lambda value: None if value is None else kind.check(value), kind.pack)
-
-
-def _array(kind: _Kind, most: int) -> _Kind:
-    pack = kind.pack
-
-    def check(value: object) -> object:
-        if type(value) is tuple and len(value) <= most:
-            return tuple(map(kind.check, value))
-        raise ValueError(f"must be an array of at most {most} elements")
-
-    return _Kind(check, (lambda values: [pack(value) for value in values]) if pack else list)
-
-
-def _token_list(most: int) -> _Kind:
-    """Token ids as int32 LE bytes: one length check, no loop over types, no long arrays to be unpacked."""
-
-    def check(value: object) -> tuple[int, ...]:
-        if type(value) is not bytes or len(value) % 4 or len(value) > 4 * most:
-            raise ValueError(f"must be the int32 LE bytes of at most {most} tokens")
-        tokens = struct.unpack(f"<{len(value) // 4}i", value)
-        if tokens and min(tokens) < 0:
-            raise ValueError("holds a negative token")
-        return tokens
-
-    def pack(tokens: Sequence[int]) -> bytes:
-        if len(tokens) > most:
-            raise ValueError(f"{len(tokens)} tokens, at most {most} can be sent")
-        return struct.pack(f"<{len(tokens)}i", *tokens)
-
-    return _Kind(check, pack)
-
-
-def _flag(value: object) -> bool:
-    if type(value) is bool:
-        return value
-    raise ValueError("must be true or false")
 
 
 def _speed(value: object) -> tuple[int, float]:
@@ -263,110 +166,74 @@ def _outcome(value: object) -> tuple[int, int]:
     raise ValueError("must be a pair (position, token)")
 
 
-_PROVENANCES = _codes(Provenance)
+_PROVENANCES = codes(Provenance)
 _PROVENANCE_CODES = {member: code for code, member in _PROVENANCES.items()}
 _ROW_FORMS = {0: Form.FRAME, 1: Form.CHANNEL}
 _ROW_CODES = {form: code for code, form in _ROW_FORMS.items()}
 
-_COUNT = _integer(0, 2**63)
-_POSITION = _integer(0, 2**31)
-_WORD = _integer(0, 2**64)
-_VOCAB = _integer(0, MAX_VOCAB + 1)
-_SECONDS = _Kind(_seconds, float)
-_TOKENS = _token_list(MAX_TOKENS)
-_RUN = _token_list(MAX_RUN)
-_NAME = _sized(str, _MAX_NAME)
-_TEXT = _sized(str, _MAX_TEXT)
-_CUT_TEXT = _Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
-_FINITE = _real(-sys.float_info.max, sys.float_info.max)
-_RULE = _Kind(_rule)
-_PARAMETERS = _Kind(_parameters, _pack_parameters)
+_COUNT = integer(0, 2**63)
+_POSITION = integer(0, 2**31)
+_WORD = integer(0, 2**64)
+_VOCAB = integer(0, MAX_VOCAB + 1)
+_GUESSES = integer(0, MAX_LOOK_AHEAD + 1)
+_SECONDS = Kind(_seconds, float)
+_TOKENS = token_list(MAX_TOKENS)
+_RUN = token_list(MAX_RUN)
+_NAME = sized(str, _MAX_NAME)
+_TEXT = sized(str, _MAX_TEXT)
+_CUT_TEXT = Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
+_FINITE = real(-sys.float_info.max, sys.float_info.max)
+_RULE = Kind(_rule)
+_PARAMETERS = Kind(_parameters, _pack_parameters)
 _ERRORS = [
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
 ]
 
 
-class _Shape:
-    """One class on the wire: its fields in order, each with its kind. Precomputed, for speed."""
-
-    def __init__(self, cls: type, /, **kinds: _Kind) -> None:
-        assert list(kinds) == [field.name for field in fields(cls)], f"{cls.__name__}: table and class differ"
-        self.cls, self.names = cls, tuple(kinds)
-        self.checks = tuple(kind.check for kind in kinds.values())
-        self._packs = [(index, kind.pack) for index, kind in enumerate(kinds.values()) if kind.pack]
-        # attrgetter gives the value alone, not a tuple of one, where it has one name only.
-        self._values: Callable[[Any], Any] = attrgetter(*kinds)
-        self._single = len(kinds) == 1
-
-    def pack(self, value: Any) -> list[Any]:
-        values = [self._values(value)] if self._single else list(self._values(value))
-        for index, pack in self._packs:
-            if values[index] is not None:
-                values[index] = pack(values[index])
-        return values
-
-    def check(self, values: Sequence[Any]) -> Any:
-        if len(values) != len(self.checks):
-            raise ValueError(f"{self.cls.__name__} has {len(self.checks)} fields, not {len(values)}")
-        checked: list[Any] = []  # its length tells which field was wrong
-        try:
-            for check, value in zip(self.checks, values, strict=True):
-                checked.append(check(value))
-        except ValueError as error:
-            raise ValueError(f"{self.cls.__name__}.{self.names[len(checked)]} {error}") from None
-        return self.cls(*checked)
-
-
-def _nested(shape: _Shape) -> _Kind:
-    def check(value: object) -> object:
-        if type(value) is tuple:
-            return shape.check(value)
-        raise ValueError("must be an array")
-
-    return _Kind(check, shape.pack)
-
-
-_SAMPLING = _nested(
-    _Shape(
+_SAMPLING = nested(
+    Shape(
         Sampling,
-        temperature=_real(0.0, inf),
+        temperature=real(0.0, inf),
         top_k=_POSITION,
-        top_p=_real(0.0, 1.0, above=True),
-        min_p=_real(0.0, 1.0),
+        top_p=real(0.0, 1.0, above=True),
+        min_p=real(0.0, 1.0),
         seed=_WORD,
         sample=_COUNT,
     )
 )
-_DECODING = _nested(
-    _Shape(
+_DECODING = nested(
+    Shape(
         Decoding,
-        method=_named(METHODS),
-        window=_named(WINDOWS),
-        gamma=_optional(_integer(1, MAX_GAMMA + 1)),
+        method=named(METHODS),
+        window=named(WINDOWS),
+        gamma=optional(integer(1, MAX_GAMMA + 1)),
         rule=_RULE,
         parameters=_PARAMETERS,
+        look_ahead=_GUESSES,
+        draft_lookup=_GUESSES,
+        branches=integer(0, MAX_BRANCHES + 1),
     )
 )
-_SHAPES: dict[int, _Shape] = {
-    1: _Shape(
+_SHAPES: dict[int, Shape] = {
+    1: Shape(
         Hello,
-        version=_integer(0, 2**16),
-        role=_member(Role),
+        version=integer(0, 2**16),
+        role=member(Role),
         vocab_size=_VOCAB,
         context=_POSITION,
-        vocab_digest=_sized(bytes, _MAX_NAME),
+        vocab_digest=sized(bytes, _MAX_NAME),
     ),
-    2: _Shape(
+    2: Shape(
         Welcome,
-        version=_integer(0, 2**16),
+        version=integer(0, 2**16),
         vocab_size=_VOCAB,
         context=_POSITION,
         draft_context=_POSITION,
         t_draft=_SECONDS,
-        t_target=_array(_Kind(_speed), MAX_RUN),
+        t_target=array(Kind(_speed), MAX_RUN),
         window=_POSITION,
     ),
-    3: _Shape(
+    3: Shape(
         Submit,
         request=_COUNT,
         prompt=_TOKENS,
@@ -374,24 +241,24 @@ _SHAPES: dict[int, _Shape] = {
         sampling=_SAMPLING,
         decoding=_DECODING,
         eos=_RUN,
-        stops=_array(_TEXT, MAX_RUN),
-        preview=_Kind(_flag),
+        stops=array(_TEXT, MAX_RUN),
+        preview=Kind(flag),
     ),
-    4: _Shape(
+    4: Shape(
         Committed,
         request=_COUNT,
         start=_POSITION,
         tokens=_TOKENS,
-        provenance=_Kind(_provenance, lambda codes: bytes(map(_PROVENANCE_CODES.__getitem__, codes))),
+        provenance=Kind(_provenance, lambda codes: bytes(map(_PROVENANCE_CODES.__getitem__, codes))),
     ),
-    5: _Shape(Preview, request=_COUNT, start=_POSITION, tokens=_TOKENS),
-    6: _Shape(
+    5: Shape(Preview, request=_COUNT, start=_POSITION, tokens=_TOKENS),
+    6: Shape(
         Finished,
         request=_COUNT,
-        reason=_member(FinishReason),
-        statistics=_sized(str, MAX_STATISTICS),
+        reason=member(FinishReason),
+        statistics=sized(str, MAX_STATISTICS),
     ),
-    7: _Shape(
+    7: Shape(
         Begin,
         request=_COUNT,
         epoch=_COUNT,
@@ -401,21 +268,25 @@ _SHAPES: dict[int, _Shape] = {
         rule=_RULE,
         digest=_WORD,
         parameters=_PARAMETERS,
+        lookup=_GUESSES,
+        branches=integer(0, MAX_BRANCHES + 1),
+        bonus=Kind(flag),
     ),
-    8: _Shape(
+    8: Shape(
         DraftTokens,
         request=_COUNT,
         epoch=_COUNT,
         start=_POSITION,
         tokens=_RUN,
         seconds=_SECONDS,
-        rows=_Kind(_rows, _pack_rows),
+        rows=Kind(_rows, _pack_rows),
         waited=_SECONDS,
-        source=_member(Source),
-        after=_optional(_Kind(_outcome, list)),
-        paused=_Kind(_flag),
+        source=member(Source),
+        after=optional(Kind(_outcome, list)),
+        paused=Kind(flag),
+        known=_POSITION,
     ),
-    9: _Shape(
+    9: Shape(
         Verdict,
         request=_COUNT,
         epoch=_COUNT,
@@ -424,14 +295,14 @@ _SHAPES: dict[int, _Shape] = {
         draft_until=_POSITION,
         digest=_WORD,
     ),
-    10: _Shape(Resync, request=_COUNT, epoch=_COUNT),
-    11: _Shape(Finish, request=_COUNT),
-    12: _Shape(Cancel, request=_COUNT),
-    13: _Shape(Heartbeat, step=_COUNT, work=_NAME, tokens=_COUNT, seconds=_SECONDS),
-    14: _Shape(Ping, sent=_COUNT),
-    15: _Shape(Pong, sent=_COUNT, received=_COUNT),
-    16: _Shape(Error, request=_integer(-1, 2**63), kind=_named(_ERRORS), message=_CUT_TEXT),
-    17: _Shape(Trace, number=_COUNT, on=_Kind(_flag)),
+    10: Shape(Resync, request=_COUNT, epoch=_COUNT),
+    11: Shape(Finish, request=_COUNT),
+    12: Shape(Cancel, request=_COUNT),
+    13: Shape(Heartbeat, step=_COUNT, work=_NAME, tokens=_COUNT, seconds=_SECONDS),
+    14: Shape(Ping, sent=_COUNT),
+    15: Shape(Pong, sent=_COUNT, received=_COUNT),
+    16: Shape(Error, request=integer(-1, 2**63), kind=named(_ERRORS), message=_CUT_TEXT),
+    17: Shape(Trace, number=_COUNT, on=Kind(flag)),
 }
 TYPE_CODES: dict[type, int] = {shape.cls: code for code, shape in _SHAPES.items()}
 
@@ -532,8 +403,10 @@ def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
     rows, tokens = message.rows, message.tokens
     if rows and len(rows) != len(tokens):
         raise ValueError(f"DraftTokens has {len(tokens)} tokens and {len(rows)} rows")
-    if message.after is not None and message.after[0] + 1 != message.start:
+    if message.after is not None and message.after[0] >= message.start:
         raise ValueError(f"DraftTokens starts at {message.start} after an outcome at {message.after[0]}")
+    if message.known > message.start:
+        raise ValueError(f"DraftTokens.known: a prefix of {message.known} is told, and drafted from {message.start} on")
     announced = [row for row in rows if row.form is Form.FRAME]
     if len(announced) != len(raw):
         raise ValueError(f"DraftTokens announced {len(announced)} raw frames and came with {len(raw)}")

@@ -26,7 +26,8 @@ class Mailbox:
 
     Args:
         outgoing: applied to each message before it is sent.
-        incoming: applied to each received message; a `ProtocolError` that it raises takes the place of the message.
+        incoming: applied to each received message; a `ProtocolError` or `TransportError` that it raises takes the place
+            of the message.
     """
 
     def __init__(
@@ -115,5 +116,5 @@ class Mailbox:
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         try:
             return message if isinstance(message, Exception) else self._incoming(peer, message)
-        except ProtocolError as error:
+        except (ProtocolError, TransportError) as error:
             return error

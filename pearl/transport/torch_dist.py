@@ -43,7 +43,8 @@ class _Group(Protocol):
 class ProcessGroupChannel:
     """A tensor channel over a group of two: rank 0 the target, rank 1 the draft. Rows go either way.
 
-    A receive that expires kills the channel on both sides; the next one needs a new `name`.
+    A receive that expires kills the channel on both sides; the next one needs a new `name`.  One thread may receive
+    while another sends or closes.
     """
 
     def __init__(
@@ -73,6 +74,16 @@ class ProcessGroupChannel:
             self._group: _Group = _BACKENDS[backend](store, rank, device, timeout)
         except RuntimeError as error:
             raise TransportError(f"no {backend} group {name!r} with the other worker: {error}") from error
+        self._connect(rank)
+
+    def _connect(self, rank: int) -> None:
+        """Exchange a row of nothing: the first one each way makes NCCL connect, which blocks for most of a second."""
+        if rank:
+            self.send(torch.zeros(self._vocab_size))
+            self.receive(1)
+        else:
+            self.receive(1)
+            self.send(torch.zeros(self._vocab_size))
 
     def send(self, row: torch.Tensor) -> None:
         check_row(row, self._vocab_size)
@@ -92,9 +103,13 @@ class ProcessGroupChannel:
         return rows.to(self._device)
 
     def close(self) -> None:
+        """Give the channel up, at once: breaking the connection may take long, and is left to a thread.
+
+        NCCL waits for what was begun, with a peer that may be dead; gloo for a thread that holds a row.
+        """
         if not self._dead:
             self._dead = "it was closed"
-            self._group.close()
+            Thread(target=self._group.close, name="pearl-rows-end", daemon=True).start()
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -123,6 +138,10 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
 def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
     """A group of GPUs of one machine, one a rank."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where they find each other; what they send has links of its own
+    # A watchdog of NCCL ends the process where an operation fails, and a monitor where the watchdog hangs: the target
+    # is to outlive its draft. Who waits for a row has a deadline of his own, and ranks watch each other over gloo.
+    for handling in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        os.environ.setdefault(handling, "0")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that nobody asks for
     # NCCL's own rendezvous blocks without a deadline, so nobody enters it before all are there.
@@ -177,7 +196,8 @@ class _Gloo:
 class _Nccl:
     """Between two GPUs, on a stream of its own, so that no forward waits for a row.
 
-    Unproven: written without a machine of two GPUs at hand; the tests marked `gpu` are to be run on one.
+    Unproven: written without a machine of two GPUs at hand; the tests marked `gpu` are to be run on one.  Its kernels
+    wait on the device until the other side has come to the same row, so the runtime takes it only where it is asked to.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
@@ -193,6 +213,7 @@ class _Nccl:
         row.record_stream(self._stream)
 
     def receive(self, rows: torch.Tensor, deadline: float) -> None:
+        torch.cuda.set_device(self.device)  # of this thread, which may be another than the one that made the group
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may still be in use
         with torch.cuda.stream(self._stream):
             for row in rows:

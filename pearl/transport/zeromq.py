@@ -10,11 +10,13 @@ CURVE (ZeroMQ RFC 26): everything is encrypted, the listener proves its key to w
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
@@ -194,6 +196,18 @@ def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> 
     return authenticator
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Puts off collections of garbage: one takes as long as this process is large, which is not a peer's doing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class ZmqListener(_Socket):
     """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
 
@@ -243,9 +257,11 @@ class ZmqListener(_Socket):
                 return []
         except RemoteProtocolError as error:
             return [(peer, error)]
-        began = time.thread_time()
-        message = received(frames)
-        self._gate.decoded(peer, time.thread_time() - began, isinstance(message, Exception))
+        with _no_collection():
+            began = time.thread_time()
+            message = received(frames)
+            took = time.thread_time() - began
+        self._gate.decoded(peer, took, isinstance(message, Exception))
         return [(peer, message)]
 
     def trust(self, peer: Peer) -> None:

@@ -5,6 +5,7 @@ The first line on stdin is its `WorkerSettings`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -14,18 +15,26 @@ from typing import Any
 from pearl.errors import PearlError
 from pearl.printable import log_to_stderr
 from pearl.worker.lifeline import Lifeline
+from pearl.worker.startup import Startup, allow_expandable_segments
 
 
 def main() -> int:
+    startup = Startup()
     lifeline = Lifeline()
+    startup.passed("Python and settings")
     settings = lifeline.settings
     log_to_stderr(settings.config.log_level, settings.name)
     lifeline.watch(settings.directory)
+    allow_expandable_segments(os.environ)
+    gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
+    gc.freeze()
+    gc.enable()
+    startup.passed("imports")
     run = build.run_follower if settings.rank else build.run_draft if settings.role == "draft" else build.run_target
     try:
-        run(settings, lifeline)
+        run(settings, lifeline, startup)
     except PearlError as error:
         lifeline.tell("failed", kind=type(error).__name__, message=str(error))
         return error.exit_code

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -60,9 +60,15 @@ class Ahead:
         Raises what this command, or an unanswered one before it, has raised.
         """
         self._commands.put(command)
-        if not isinstance(command, Draft):
-            return None
-        outcome: Event | BaseException | None = self._outcomes.get()
+        return self._answer() if isinstance(command, Draft) else None
+
+    def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
+        """Carry out several at once; return what answers each. Raises as `execute`."""
+        self._commands.put(commands)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        outcome = self._outcomes.get()
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -95,7 +101,7 @@ class Ahead:
 
     def _serve(self) -> None:
         guess: Draft | None = None  # a forward that was started before it was asked for; `outcome` is its result
-        outcome: Event | _Begun | BaseException | None = None
+        outcome: Event | list[Drafted] | _Begun | BaseException | None = None
         while (command := self._commands.get()) is not None:
             # A guess that failed is discarded with its error, unless the error is that a rank is lost.
             lasting = BaseException if guess is None else (DraftLost, TransportError)
@@ -111,18 +117,28 @@ class Ahead:
                     guess = self._next(command, outcome)
                     self._outcomes.put(outcome)
                     outcome = None if guess is None else self._attempt(guess)
+            elif isinstance(
+                command, Sequence
+            ):  # nothing is started early: which requests come next is the loop's to say
+                self._outcomes.put(outcome)
+                outcome = None
 
     def _next(self, command: Draft, outcome: object) -> Draft | None:
         guess = _after(command, outcome) if isinstance(outcome, Drafted) else None
         return guess if guess is not None and self._wanted() else None
 
-    def _attempt(self, command: object, forgotten: Draft | None = None) -> Event | _Begun | BaseException | None:
+    def _attempt(
+        self, command: object, forgotten: Draft | None = None
+    ) -> Event | list[Drafted] | _Begun | BaseException | None:
         try:
             # The state machine does not know of the guess, so its own rollbacks do not undo it.
-            if forgotten is not None and not isinstance(command, Rollback):
+            undoes = isinstance(command, Rollback) and forgotten is not None and command.request == forgotten.request
+            if forgotten is not None and not undoes:
                 self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
             if self._proposer.chains and isinstance(command, Draft) and command.budget:
                 return _Begun(self._launch(command))
+            if isinstance(command, Sequence):
+                return self._executor.draft(command)
             event = self._executor.execute(command)
             self._computed(event)
         except BaseException as error:

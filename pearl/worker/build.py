@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,17 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pearl.config import Device, EngineConfig, ModelConfig, ModelRole
+from pearl.config import BRANCHES, EngineConfig, ModelConfig, ModelRole
+from pearl.device import Device
+from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.models.checkpoint import is_toy
-from pearl.models.embedded import Progress, silent
+from pearl.models.kept import Progress, silent
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
-from pearl.models.runner import ModelRunner
+from pearl.models.replay import load_scripted
+from pearl.models.runner import ModelRunner, dtype_of
 from pearl.models.shard import ALONE
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabulary_digest
-from pearl.models.toy import load_toy
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.text import TextStream, Tokenizer
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
@@ -34,20 +37,24 @@ from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_link import TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.lifeline import Lifeline
+from pearl.worker.profile import load as load_profile
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.settings import WorkerSettings
+from pearl.worker.startup import Startup
 from pearl.worker.target import TargetWorker
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import RankGroup
+
+log = logging.getLogger(__name__)
 
 # What it means that the ranks of a model are out of step.
 _LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "draft": DraftLost}
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
-def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = ZmqListener(settings.address, _keys(settings))
@@ -55,20 +62,30 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
+        spread, profile = _spreader(config), load_profile(config)
+        taken = devices_of(config, model.role)
+        if told := shared_gpus(config):
+            log.warning("%s", told)
         _pin(config, model.role)  # from here on the draft's cores are none that we may use
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
             digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
+            startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
+            store = _datastore(config, tokenizer, runner.vocab_size)
+            startup.passed("model")
             worker = TargetWorker(
                 endpoint,
-                TargetExecutor(runner, partial(_text_stream, tokenizer)),
-                TargetSettings(runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft),
-                ready=partial(lifeline.tell, "ready"),
+                TargetExecutor(runner, partial(_text_stream, tokenizer), store, spread),
+                TargetSettings(
+                    runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft, config.slots
+                ),
+                ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
                 tracer=tracer,
                 channel=partial(make_channel, runner.vocab_size) if make_channel else None,
+                profile=profile,
             )
             with torch.inference_mode():
                 worker.run()
@@ -77,50 +94,65 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         tracer.stop()
 
 
-def run_follower(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_follower(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
     """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
     device = place(settings.config, settings.role, settings.rank)
     _pin(settings.config, settings.role, settings.rank)
     group = _group(settings, device)
     assert group is not None
+    startup.passed("device and ranks")
     runner = make_runner(settings.model, device, silent, group)
+    startup.passed("model")
+    log.debug("%s", startup)
     with torch.inference_mode():
         follow(runner, group)
 
 
-def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = ZmqConnection(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 1, device, tracer)
+        taken = devices_of(config, model.role)
         _pin(config, model.role)
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
+            startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
+            store = _datastore(config, tokenizer, runner.vocab_size)
+            startup.passed("model")
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                return DraftExecutor(ModelProposer(runner, welcome.vocab_size)), packer
+                proposer = ModelProposer(runner, welcome.vocab_size, texts=config.slots, datastore=store)
+                return DraftExecutor(proposer), packer
 
             worker = DraftWorker(
                 endpoint,
                 Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
                 welcomed,
-                ready=partial(lifeline.tell, "ready"),
+                ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
                 heartbeat_seconds=min(1.0, config.draft_timeout / 4),
                 tracer=tracer,
                 beat=lifeline.beat,
+                slots=config.slots,
             )
             with torch.inference_mode():
                 worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
+
+
+def _tell_ready(lifeline: Lifeline, startup: Startup, device: str, dtype: str) -> None:
+    startup.passed("meeting and measuring")
+    log.debug("%s", startup)
+    lifeline.tell("ready", device=device, dtype=dtype)
 
 
 def _keys(settings: WorkerSettings) -> Keys | None:
@@ -194,6 +226,16 @@ def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
     return load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code, progress=progress)[0]
 
 
+def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> Datastore | None:
+    """The one that guesses come from, for a model of so many ids. Raises `ConfigError`."""
+    if config.datastore is None:
+        return None
+    store = Datastore(Path(config.datastore), vocab_size, verified=True)
+    if tokenizer.vocab_size >= store.header.vocab_size:  # a draft may have fewer: they are compared with the target's
+        check_tokenizer(store.header, tokenizer, store.directory)
+    return store
+
+
 def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Progress) -> bytes:
     """What the draft's Hello must show: that it is the draft whose token ids were compared with ours."""
     draft = _tokenizer(config.model("draft"), progress)
@@ -209,7 +251,7 @@ def make_runner(
     if is_toy(model.spec):
         if group is not None:
             raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
-        runner = load_toy(model.spec, model.role, model.max_context)
+        runner = load_scripted(model.spec, model.role, model.max_context, model.slots)
     else:
         runner = load_runner(
             model.spec,
@@ -222,6 +264,9 @@ def make_runner(
             trust_remote_code=model.trust_remote_code,
             progress=progress,
             group=group or ALONE,
+            slots=model.slots,
+            spare=BRANCHES if model.role == "draft" else 0,
+            may_round=model.role == "draft",
         )
         if group is not None and group.rank == 0:
             runner = LeadingRunner(runner, group, _LOST[model.role])
@@ -262,6 +307,34 @@ def settled(config: EngineConfig, role: ModelRole, rank: int = 0) -> Device:
     return Device("cpu", cores=_equal_part(cores, workers.index((role, rank)), len(workers)))
 
 
+def devices_of(config: EngineConfig, role: ModelRole) -> str:
+    """The devices of all ranks of a model, as users name them. To be asked before this process is pinned."""
+    parts = [settled(config, role, rank) for rank in range(config.model(role).tp)]
+    numbers = sorted({number for part in parts for number in part.gpus or part.cores or ()})
+    is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
+    return f"{parts[0].kind}:{listed}" if numbers else parts[0].kind
+
+
+def shared_gpus(config: EngineConfig) -> str:
+    """What it means that target and draft have a GPU in common; empty where they have none."""
+    if not config.has_draft or not config.one_host:
+        return ""
+    target, draft = (_gpus(config, role) for role in config.roles)
+    if not (shared := sorted(target & draft)):
+        return ""
+    return (
+        f"target and draft share cuda:{','.join(map(str, shared))}: two processes take turns on a GPU, so their "
+        "forwards do not overlap, and pearl has little to gain. Methods ngram and sd lose nothing by it; "
+        "pearl calibrate compares them"
+    )
+
+
+def _gpus(config: EngineConfig, role: ModelRole) -> set[int]:
+    """Of all ranks of a model."""
+    return {gpu for rank in range(config.model(role).tp) for gpu in settled(config, role, rank).gpus}
+
+
 def _free_gpus(config: EngineConfig, role: ModelRole) -> list[int]:
     """Those that `auto` may give to the ranks of `role`: of a draft those that the target leaves.
 
@@ -281,22 +354,31 @@ def _cuda(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _on_two_gpus(config: EngineConfig) -> bool:
-    """Whether NCCL can join the workers. Both come to the same answer: it is how they agree on a tensor channel."""
-    target, draft = (Device.parse(config.model(role).device) for role in config.roles)
-    if "cpu" in (target.kind, draft.kind):
-        return False
-    if "auto" in (target.kind, draft.kind):
-        return torch.cuda.device_count() > config.target_tp and target.kind == draft.kind
-    return not set(target.gpus) & set(draft.gpus)
-
-
 def _pin(config: EngineConfig, role: ModelRole, rank: int = 0) -> None:
     """Pins this process to the cores of its device. Threads that run already (of the sockets) stay unpinned."""
     cores = settled(config, role, rank).cores
     if cores is not None:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
+
+
+def _spreader(config: EngineConfig) -> Callable[[bool], None]:
+    """What gives the target the draft's cores too (True), or its own alone; nothing where they are not of one host.
+
+    To be made before the target is pinned: what `auto` comes to goes by the cores that this process may have.
+    """
+    own = settled(config, "target").cores
+    theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
+    if own is None or theirs is None or config.target_tp > 1:
+        return lambda everywhere: None
+    every = sorted({*own, *theirs})
+
+    def spread(everywhere: bool) -> None:
+        cores = every if everywhere else own
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+    return spread
 
 
 def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
@@ -310,15 +392,12 @@ def _channel(
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
     config, kind = settings.config, settings.tensors or settings.config.tensors
-    if kind == "frames" or not config.has_draft:
+    if kind not in ("gloo", "nccl") or not config.has_draft:
         return None
-    if kind == "auto" and not (config.one_host and _on_two_gpus(config)):
-        return None
-    backend = "nccl" if kind == "auto" else kind
     from pearl.transport.torch_dist import ProcessGroupChannel
 
     def make(vocab_size: int) -> TensorChannel:
         store, timeout = settings.directory / "group", config.draft_timeout
-        return tracer.channel(ProcessGroupChannel(backend, store, "rows", rank, vocab_size, device, timeout))
+        return tracer.channel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout))
 
     return make

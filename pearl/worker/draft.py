@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from pearl import errors
 from pearl.errors import ModelError, NumericalError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.protocol.drafter import Drafter, State
-from pearl.protocol.events import Draft, Drafted, Rollback, Send, Wait
+from pearl.protocol.events import Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -47,6 +47,7 @@ class DraftWorker:
     Args:
         welcomed: called with the target's introduction, before anything is drafted; returns the executor that fits it,
             and how its distributions travel.
+        slots: how many requests it drafts for side by side.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
     """
 
@@ -60,6 +61,7 @@ class DraftWorker:
         heartbeat_seconds: float,
         tracer: Tracer,
         beat: Callable[[float], None] = lambda allowance: None,
+        slots: int = 1,
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
@@ -70,12 +72,14 @@ class DraftWorker:
         self._heartbeat_seconds = heartbeat_seconds
         self._launcher_beat = beat
         self._prefill_pace = 0.0  # seconds a token of a long forward, as measured last
-        self._drafter = Drafter(hello.context)
+        self._slots = slots
+        self._drafter = Drafter(hello.context, slots)
         self._tracer = tracer
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._todo: deque[object] = deque()
+        self._drafts: list[Draft] = []  # asked for and not begun: one forward is to do for all
         self._steps = 0
         self._beat = 0.0
         self._waited = 0.0  # seconds, in the request begun
@@ -88,6 +92,8 @@ class DraftWorker:
             while not self._stopping():
                 if self._todo:
                     self._carry_out(self._todo.popleft())
+                elif self._drafts:
+                    self._draft()
                 else:
                     self._wait()
                 self._heartbeat()
@@ -136,7 +142,9 @@ class DraftWorker:
         # A target that knows t_draft has had a draft before, and waits for this one amid its work: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside)
-        self._execute = self._tracer.computing(self._open.enter_context(ahead).execute)
+        self._open.enter_context(ahead)
+        self._execute = self._tracer.computing(ahead.execute)
+        self._draft_together = self._tracer.computing(ahead.draft)
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
@@ -147,7 +155,7 @@ class DraftWorker:
             if trace.on:
                 self._tracer.start(trace.number)
                 self._execute(Rollback(0))
-                self._drafter = Drafter(self._hello.context)
+                self._drafter = Drafter(self._hello.context, self._slots)
                 self._decide = self._tracer.deciding(self._drafter)
             else:
                 self._tracer.stop(trace.number)
@@ -174,17 +182,36 @@ class DraftWorker:
     def _inlined(self, message: Message) -> Message:
         return packed(message, self._waited)
 
-    def _attempt(self, command: object) -> object | None:
+    def _draft(self) -> None:
+        """One forward for all requests that are to be drafted for."""
+        drafts, self._drafts = self._drafts, []
+        longest = max(len(command.tokens) for command in drafts)
+        if longest > MOST_UNANNOUNCED:
+            self._announce(sum(len(command.tokens) for command in drafts))
+        began = time.monotonic()
+        events = self._drafted(drafts)
+        self._steps += 1
+        if longest > MOST_UNANNOUNCED:
+            self._prefill_pace = (time.monotonic() - began) / sum(len(command.tokens) for command in drafts)
+        self._receive(0)  # a verdict that came meanwhile may have overtaken these tokens
+        for event in events:
+            self._todo.extend(self._decide(event))
+
+    def _drafted(self, drafts: Sequence[Draft]) -> Sequence[object]:
+        if len(drafts) > 1:
+            return self._draft_together(drafts)
         try:
-            return self._execute(command)
+            return [self._execute(drafts[0])]
         except NumericalError as error:
-            assert isinstance(command, Draft)
-            return Drafted(failure=str(error), request=command.request)
+            return [Drafted(failure=str(error), request=drafts[0].request)]
 
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None
         assert self._packer is not None
         match command:
+            case Open() | Trace() if self._drafts:  # perhaps another request takes their slot: they come first
+                self._todo.appendleft(command)
+                self._draft()
             case Send(DraftTokens() as message):
                 start = self._tracer.clock()
                 self._packer.pack(message.rows)  # while the next forward runs
@@ -199,15 +226,7 @@ class DraftWorker:
                 self._record(command)
             case Begin() | Verdict() | Finish():
                 self._take(command)
+            case Draft():
+                self._drafts.append(command)
             case _:
-                if isinstance(command, Draft) and len(command.tokens) > MOST_UNANNOUNCED:
-                    self._announce(len(command.tokens))
-                began = time.monotonic()
-                event = self._attempt(command)
-                if isinstance(command, Draft):
-                    self._steps += 1
-                    if len(command.tokens) > MOST_UNANNOUNCED:
-                        self._prefill_pace = (time.monotonic() - began) / len(command.tokens)
-                    self._receive(0)  # a verdict that came meanwhile may have overtaken this token
-                if event is not None:
-                    self._todo.extend(self._decide(event))
+                self._execute(command)

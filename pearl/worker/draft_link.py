@@ -24,13 +24,17 @@ _NOBODYS = DraftTokens(-1, 0, 0, ())  # of no request: in place of what has not 
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """`vocab_digest`: of the target's tokens; a draft must bring the same. Times in seconds."""
+    """`vocab_digest`: of the target's tokens; a draft must bring the same. Times in seconds.
+
+    `slots`: how many requests are worked on side by side.
+    """
 
     vocab_size: int
     context: int
     vocab_digest: bytes
     draft_timeout: float
     expects_draft: bool
+    slots: int = 1
 
 
 class DraftLink:
@@ -91,9 +95,11 @@ class DraftLink:
     def examined(self, peer: Peer, message: Message) -> Message:
         """In the mailbox's thread: what can be told of a draft's message by itself. Distributions become tensors.
 
-        Only the draft's: a few bytes of anybody else's would be made into a vocabulary for each token.
+        Only the draft's: a few bytes of anybody else's would be made into a vocabulary for each token.  Rows that were
+        announced are waited for here, beside the forwards of the loop.
 
-        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them.
+        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them, `TransportError`
+        where announced rows do not come.
         """
         if not isinstance(message, DraftTokens):
             return message
@@ -107,21 +113,26 @@ class DraftLink:
             row.unpack(vocab)
             if row.form is Form.TENSOR:
                 row.hold(self._executor.bring(row.tensor))
+        self._receive_announced(message)
         return message
 
-    def receive_rows(self, message: DraftTokens) -> None:
+    def check_rows(self, message: DraftTokens) -> None:
+        """Raises `RemoteProtocolError` where there are none and the rule needs them."""
+        if not message.rows and message.tokens and self._executor.needs_rows(message.request):
+            raise RemoteProtocolError("draft sent tokens without what the rule needs to judge them")
+
+    def _receive_announced(self, message: DraftTokens) -> None:
         """Announced rows are received at once, stale ones included, so that the channel stays in step.
 
-        Raises `RemoteProtocolError` where there are none and the rule needs them, or what comes is no distribution.
+        Raises `RemoteProtocolError` for what is no distribution, `TransportError` where nothing comes.
         """
-        if not message.rows and message.tokens and self._executor.needs_rows(message.request):
-            raise RemoteProtocolError("draft sent tokens alone, and the rule takes the distribution of each")
         announced = [row for row in message.rows if row.form is Form.CHANNEL]
         if not announced:
             return
-        if self._channel is None:
+        channel = self._channel  # the loop may give it up meanwhile
+        if channel is None:
             raise RemoteProtocolError("draft announced rows on a channel that is not open")
-        rows = self._channel.receive(len(announced))
+        rows = channel.receive(len(announced))
         if not are_probabilities(rows):
             raise RemoteProtocolError("draft sent what is no distribution")
         for row, tensor in zip(announced, rows, strict=True):

@@ -6,42 +6,72 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from pearl.decoding.registry import Needs
+from pearl.decoding.registry import Needs, RuleSpec
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
-from pearl.drafting.proposer import Proposer
-from pearl.errors import OutOfMemory
-from pearl.models.runner import ModelRunner, feed_chain
+from pearl.drafting.datastore import Datastore
+from pearl.drafting.guesser import text_index
+from pearl.drafting.ngram import TextIndex, anchored, guess_tree
+from pearl.drafting.proposer import Launched, Proposer
+from pearl.errors import NumericalError, OutOfMemory
+from pearl.models.feeds import depths
+from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Draft,
     Drafted,
     Forward,
     Forwarded,
+    Guess,
+    Guessed,
     Judge,
     Judged,
+    Keep,
     Open,
+    Phase,
     Rollback,
     Sample,
     Sampled,
+    Spread,
 )
 from pearl.text import TextStream
 
-Event = Forwarded | Judged | Sampled | Drafted
+_MEMORY_WORDS = re.compile(
+    r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
+    r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
+)
+
+Event = Guessed | Forwarded | Judged | Sampled | Drafted
 
 
 def _of_memory(error: Exception) -> OutOfMemory | None:
-    """What to say of an error where it is one of memory; on a CPU torch has no class of its own for that."""
+    """What to say of an error where it is one of memory.
+
+    torch has a class for what its own allocator of GPU memory lacks. All else comes as a `RuntimeError`: the host's
+    memory, pinned memory, workspaces of cuBLAS and cuDNN, and what the driver needs to launch a recorded forward.
+    """
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if not known and not re.search(r"(?i)can't allocate memory|not enough memory", str(error)):
+    if not known and not _MEMORY_WORDS.search(str(error)):
         return None
     cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
     return OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.")
+
+
+@contextmanager
+def _memory_told() -> Iterator[None]:
+    """Raises `OutOfMemory` for an error that is one of memory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if (told := _of_memory(error)) is not None:
+            raise told from error
+        raise
 
 
 @dataclass(slots=True)
@@ -50,17 +80,44 @@ class _Request:
 
     Attributes:
         text: tells when a stop string is complete; None where there are none.
-        logits: [rows, vocab], of its last forward.
-        first: position that row 0 is for.
+        prompt: the text that it began with.
+        index: what guesses are made from; None where nobody has asked for guesses.
+        logits: [rows, vocab], of its last forward: of the last tokens that it was fed.
+        launched: of these rows what judging needs, begun with the forward; None where it was not.
+        fed: that forward.
     """
 
     slot: int
     rule: TargetHalf
     direct: DirectDraw
-    needs: Needs
+    spec: RuleSpec
     text: TextStream | None
-    logits: torch.Tensor
-    first: int = 0
+    prompt: tuple[int, ...]
+    index: TextIndex | None = None
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    launched: torch.Tensor | None = None
+    fed: Forward | None = None
+
+    def positions(self) -> list[int]:
+        """Of the tokens that the rows are for."""
+        assert self.fed is not None
+        tokens, parents = len(self.fed.tokens), self.fed.parents
+        depth = range(tokens) if parents is None else depths(parents)
+        return [self.fed.start + 1 + depth[node] for node in range(tokens - self.fed.rows, tokens)]
+
+    def row(self, node: int) -> int:
+        """Of the logits that of a token of the last forward."""
+        assert self.fed is not None
+        return node - len(self.fed.tokens) + self.fed.rows
+
+    def children(self) -> dict[int, dict[int, int]]:
+        """Of each token of the last forward: token id -> the child with that id."""
+        assert self.fed is not None
+        tokens, parents = self.fed.tokens, self.fed.parents
+        found: dict[int, dict[int, int]] = {}
+        for node, parent in enumerate(range(-1, len(tokens) - 1) if parents is None else parents):
+            found.setdefault(parent, {}).setdefault(tokens[node], node)
+        return found
 
 
 class TargetExecutor:
@@ -69,16 +126,25 @@ class TargetExecutor:
     Args:
         runner: the target model.
         text_stream: (prompt, stops) -> a TextStream that says when a stop string is complete.
+        datastore: where guesses come from, beside the text.
+        launches: whether judging begins before a forward has ended, so that a device goes from one to the other
+            without waiting for the host. None: where the logits are not the host's. There it would compute draws that
+            a rejection makes needless.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
+        datastore: Datastore | None = None,
+        spread: Callable[[bool], None] = lambda everywhere: None,
+        launches: bool | None = None,
     ) -> None:
         self.runner = runner
+        self._launches = runner.device.type != "cpu" if launches is None else launches
+        self._datastore = datastore
         self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
-        self._text_stream = text_stream
+        self._text_stream, self._spread = text_stream, spread
         self._requests: dict[int, _Request] = {}
 
     def bring(self, row: torch.Tensor) -> torch.Tensor:
@@ -89,6 +155,8 @@ class TargetExecutor:
         if self._uploads is None:
             return row
         try:
+            # Each thread has a current device of its own, GPU 0 at first, where pinning would open a second context.
+            torch.cuda.set_device(self.runner.device)
             with torch.cuda.stream(self._uploads):
                 return row.pin_memory().to(self.runner.device, non_blocking=True)
         except RuntimeError:  # no memory: judging will find none either, and that ends a request, not this worker
@@ -97,19 +165,20 @@ class TargetExecutor:
     def needs_rows(self, request: int) -> bool:
         """Whether judging the request takes more than the draft's tokens: rows must come with them."""
         found = self._requests.get(request)
-        return found is not None and found.needs is not Needs.NOTHING
+        return found is not None and found.spec.needs is not Needs.NOTHING
 
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer.
 
         Raises `ForwardError` where it gives nothing that can be used.
         """
-        try:
+        with _memory_told():
             return self._execute(command)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if (told := _of_memory(error)) is not None:
-                raise told from error
-            raise
+
+    def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
+        """One forward of the model for several requests; what answers each. Raises as `execute`."""
+        with _memory_told():
+            return self._forward(commands)
 
     def _execute(self, command: object) -> Event | None:
         match command:
@@ -117,8 +186,14 @@ class TargetExecutor:
                 self._open(command)
             case Rollback(length):
                 self.runner.rollback(length, self._requests[command.request].slot)
+            case Guess():
+                return self._guess(command)
+            case Spread(everywhere):
+                self._spread(everywhere)
+            case Keep(path):
+                self.runner.keep(path, self._requests[command.request].slot)
             case Forward():
-                return self._forward(command)
+                return self._forward([command])[0]
             case Judge():
                 return self._judge(command)
             case Sample():
@@ -130,40 +205,99 @@ class TargetExecutor:
     def _open(self, command: Open) -> None:
         self._requests = {number: each for number, each in self._requests.items() if each.slot != command.slot}
         rule = make_target_half(command.rule, command.sampling, command.parameters)
-        needs, text = rule_in_force(command.rule, command.sampling).needs, None
+        spec, text = rule_in_force(command.rule, command.sampling), None
         if command.stops:
             assert self._text_stream is not None
             text = self._text_stream(command.prompt, command.stops)
         direct = DirectDraw(command.sampling)
-        self._requests[command.request] = _Request(command.slot, rule, direct, needs, text, torch.empty(0))
+        self._requests[command.request] = _Request(command.slot, rule, direct, spec, text, command.prompt)
 
-    def _forward(self, command: Forward) -> Forwarded:
+    def _guess(self, command: Guess) -> Guessed:
+        """See `Guess`. A runner that takes no trees gets a chain behind the text."""
         request = self._requests[command.request]
-        assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
+        if request.index is None:
+            request.index = text_index(request.prompt, self._datastore)
+        index = request.index
+        index.cut(command.base)
+        index.extend(command.tokens)
+        index.learn(command.committed)
+        most, is_tree = command.most, self.runner.capabilities.tree_nodes > 0
+        if is_tree:  # the text's own unfed tokens are nodes too
+            most = min(most, self.runner.capabilities.tree_nodes - (len(index) - command.committed + 1))
+        anchors = anchored(index.tokens, command.committed, command.acceptance)
+        anchors = anchors if is_tree else anchors[-1:]
+        tokens, parents, chances, sources = guess_tree(index, anchors, most, command.limit, is_tree)
+        return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
+
+    def _forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
+        """One forward of all of them, each of another request."""
+        requests = [self._requests[command.request] for command in commands]
+        for command, request in zip(commands, requests, strict=True):
+            assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
         began = time.perf_counter()
-        request.logits = feed_chain(self.runner, command.tokens, command.rows, request.slot)
+        feeds = [
+            Feed(command.tokens, command.rows, request.slot, command.parents)
+            for command, request in zip(commands, requests, strict=True)
+        ]
+        logits = self.runner.forward(feeds)
+        for command, request, rows in zip(commands, requests, logits, strict=True):
+            request.logits, request.fed, request.launched = rows, command, None
+            if self._launches and command.rows:
+                request.launched = request.rule.launch(request.logits, request.positions())
         self.runner.synchronize()
-        request.first = command.start + len(command.tokens) - command.rows + 1
-        return Forwarded(time.perf_counter() - began, request=command.request)
+        now = time.perf_counter()
+        fed = sum(len(command.tokens) for command in commands)
+        has_prompts = any(command.phase is Phase.PREFILL for command in commands)
+        return [
+            Forwarded(now - began, now, None if has_prompts else fed - len(command.tokens), request=command.request)
+            for command in commands
+        ]
 
     def _judge(self, command: Judge) -> Judged:
         request = self._requests[command.request]
         if self._uploads is not None:
             torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
-        row = command.start - request.first
-        logits = request.logits[row : row + len(command.tokens)]
+        first, count = request.row(command.nodes[0]), len(command.nodes)
+        at: slice | list[int] = slice(first, first + count)  # no copy
+        if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):
+            at = [request.row(node) for node in command.nodes]
         rows = [row.tensor for row in command.rows if row is not None]
-        verdict = request.rule.judge(logits, command.tokens, rows, command.start)
+        launched = {} if request.launched is None else {"launched": request.launched[at]}
+        verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
         stop_after = self._stop_after(request, new)
-        return Judged(verdict.accepted, verdict.token, stop_after, request=command.request)
+        return Judged(verdict.accepted, verdict.token, stop_after, verdict.odds, request=command.request)
 
     def _sample(self, command: Sample) -> Sampled:
         request = self._requests[command.request]
-        token = read_draw(request.direct(request.logits[command.position - request.first], command.position))
-        return Sampled(token, self._stop_after(request, [token]) is not None, request=command.request)
+        children = request.children() if command.follow else {}
+        draws = self._draws(request, command, children)
+        tokens: list[int] = []
+        at: int | None = command.node
+        while at is not None:
+            tokens.append(read_draw(draws(at, command.position + len(tokens))))
+            at = children.get(at, {}).get(tokens[-1])
+        return Sampled(tuple(tokens), self._stop_after(request, tokens), request=command.request)
+
+    def _draws(
+        self, request: _Request, command: Sample, children: Mapping[int, Mapping[int, int]]
+    ) -> Callable[[int, int], torch.Tensor]:
+        """(node, position) -> its draw. On a device all that may be asked for are drawn at once, and copied once."""
+        if request.launched is not None and request.spec.is_proposal_invariant:
+            launched = request.launched
+            return lambda node, position: launched[request.row(node)]
+        if not self._launches:
+            return lambda node, position: request.direct(request.logits[request.row(node)], position)
+        waiting, positions = [(command.node, command.position)], {}
+        while waiting:
+            node, position = waiting.pop()
+            positions[node] = position
+            waiting += [(child, position + 1) for child in children.get(node, {}).values()]
+        logits = request.logits[[request.row(node) for node in positions]]
+        on_host = dict(zip(positions, request.direct.rows(logits, [*positions.values()]).cpu(), strict=True))
+        return lambda node, position: on_host[node]
 
     def _stop_after(self, request: _Request, tokens: Sequence[int]) -> int | None:
         if request.text is not None:
@@ -192,3 +326,16 @@ class DraftExecutor:
             case _:
                 raise AssertionError(command)
         return None
+
+    def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
+        """One forward of the model for several requests; what answers each."""
+        return [self._collected(launched) for launched in self.proposer.launch_together(commands)]
+
+    def _collected(self, launched: Launched | Drafted) -> Drafted:
+        """What one model chokes on in one request says nothing of the others."""
+        if isinstance(launched, Drafted):
+            return launched
+        try:
+            return self.proposer.collect(launched)
+        except NumericalError as error:
+            return Drafted(failure=str(error), request=launched.command.request)

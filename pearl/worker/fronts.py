@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import count
 
@@ -85,6 +85,13 @@ class Fronts:
     def owner(self, number: int) -> Peer:
         """The front that asked for a request; empty where it is gone."""
         return self._owners[number][0] if number in self._owners else b""
+
+    def ahead(self, peer: Peer, at_work: Container[int]) -> int:
+        """How many requests of others come before all of a front's; 0 where one of its own is `at_work`."""
+        own = [number for number, (owner, _) in self._owners.items() if owner == peer]
+        if not own or any(number in at_work for number in own):
+            return 0
+        return sum(number < min(own) for number in self._owners)
 
     @property
     def are_idle(self) -> bool:

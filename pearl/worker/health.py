@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pearl.errors import DraftLost
 from pearl.protocol.drafter import State as Working
 from pearl.protocol.window import Speeds
@@ -13,6 +15,8 @@ _SLOW_TOKENS = 8  # slow tokens in a row after which the draft is given up; or w
 _MOST_ALLOWED = 10  # times `timeout`: the longest silence that a draft may announce
 _STALLED_BEATS = 2  # heartbeats of an idle draft while the target waits for it: a message was lost, begin anew
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is given up
+_NEGLECTED = 512  # tokens drafted for others while a request waits, after which a message of it must have been lost:
+# more than the parts in which the draft reads the longest prefix
 _AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
 
 
@@ -28,6 +32,7 @@ class DraftHealth:
     def joined(self) -> None:
         """Begin anew: another draft has connected."""
         self._slow_tokens = self._stalled_beats = 0
+        self._passed: dict[int, int] = {}  # request that waits -> tokens drafted for others since
         self._slow_seconds = 0.0
         self._silence.heard()
 
@@ -46,9 +51,19 @@ class DraftHealth:
         """Seconds since the last sign of life, less those that were allowed."""
         return self._silence.seconds
 
-    def drafted(self) -> None:
-        """A token has come, so nothing is stalled."""
+    def drafted(self, request: int) -> None:
+        """A token of this request has come, so nothing is stalled."""
         self._stalled_beats = 0
+        self._passed.pop(request, None)
+        for waiting in self._passed:
+            self._passed[waiting] += 1
+
+    def neglected(self, waiting: Collection[int]) -> list[int]:
+        """Of the requests that wait those of which a message was lost: the draft has gone on with others only."""
+        self._passed = {request: self._passed.get(request, 0) for request in waiting}
+        found = [request for request, passed in self._passed.items() if passed >= _NEGLECTED]
+        self._passed |= dict.fromkeys(found, 0)
+        return found
 
     def took(self, seconds: float, speeds: Speeds) -> None:
         """Note the seconds that a token took. Raises `DraftLost` after several that took too long to be worth it."""

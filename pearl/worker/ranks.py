@@ -57,9 +57,10 @@ class LeadingRunner(WrappedRunner):
         self._group.tell([_KEEP, slot, *path])
         self._runner.keep(path, slot)
 
-    def fork(self, slot: int, into: int) -> None:
-        self._group.tell([_FORK, slot, into, self.length(slot)])
-        self._runner.fork(slot, into)
+    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
+        length = self.length(slot) if length is None else length
+        self._group.tell([_FORK, slot, into, self.length(slot), length, shared])
+        self._runner.fork(slot, into, length, shared)
 
 
 def _told(feed: Feed, start: int) -> list[int]:
@@ -88,9 +89,9 @@ def follow(runner: ModelRunner, group: Telling) -> None:
         match words:
             case [kind, slot, *path] if kind == _KEEP:
                 runner.keep(path, slot)
-            case [kind, slot, into, length] if kind == _FORK:
-                runner.rollback(length, slot)
-                runner.fork(slot, into)
+            case [kind, slot, into, held, length, shared] if kind == _FORK:
+                runner.rollback(held, slot)
+                runner.fork(slot, into, length, shared)
             case [_, *told]:
                 feeds = list(_feeds(told))
                 for feed, start in feeds:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pearl.errors import (
     DraftLost,
@@ -22,7 +22,19 @@ from pearl.errors import (
 from pearl.metrics import Stopwatch, fold
 from pearl.models.calibrate import calibrate_target
 from pearl.protocol.coordinator import Coordinator
-from pearl.protocol.events import Deliver, DraftGone, DraftJoined, End, Failed, Forward, Open, Send, Stalled, Wait
+from pearl.protocol.events import (
+    Deliver,
+    DraftGone,
+    DraftJoined,
+    End,
+    Failed,
+    Forward,
+    Open,
+    Send,
+    Spread,
+    Stalled,
+    Wait,
+)
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -41,6 +53,7 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
+from pearl.protocol.window import Profile, Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MOST_UNANNOUNCED
@@ -61,6 +74,7 @@ class TargetWorker:
 
     Args:
         channel: opens the tensor channel to the draft; None: dense distributions come as frames.
+        profile: what is known of the pair; None: nothing.
     """
 
     def __init__(
@@ -72,17 +86,22 @@ class TargetWorker:
         stopping: Callable[[], bool],
         tracer: Tracer,
         channel: Callable[[], TensorChannel] | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self._endpoint, self._executor, self._settings, self._tracer = endpoint, executor, settings, tracer
         self._ready, self._stopping = ready, stopping
-        self._coordinator = Coordinator()
+        self._slots = settings.slots
+        self._coordinator = Coordinator(Speeds.of(profile) if profile else None, settings.slots)
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
+        self._forward_together = tracer.computing(executor.forward)
         self._fronts = Fronts(self._post, settings.vocab_size, settings.context)
         self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, self._post, self._renew)
         self._notices = Notices(log)
         self._todo: deque[object] = deque()
+        self._forwards: list[Forward] = []  # asked for and not begun: one forward of the model is to do for all
+        self._submitted: dict[int, float] = {}  # when each request came
         self._watches: dict[int, Stopwatch] = {}  # of the requests that are worked on
         self._waiting: dict[int, tuple[str, float]] = {}  # request -> cause, since
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
@@ -106,6 +125,8 @@ class TargetWorker:
         while not self._stopping():
             if self._todo:
                 self._carry_out(self._todo.popleft())
+            elif self._forwards:
+                self._forward()
             else:
                 self._record_between_requests()
                 self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
@@ -147,7 +168,9 @@ class TargetWorker:
             case Pong() if is_draft:
                 self._tracer.pong(message)
             case Submit() if peer in self._fronts:
-                self._handle(self._fronts.submit(peer, message))
+                submit = self._fronts.submit(peer, message)
+                self._submitted[submit.request] = time.monotonic()
+                self._handle(submit)
             case Cancel(request) if peer in self._fronts:
                 for number in self._fronts.numbers(peer, request):
                     self._handle(Cancel(number))
@@ -212,13 +235,14 @@ class TargetWorker:
                 self._draft.post(Trace(self._tracer.number, True))
         else:
             self._draft.open_channel()
-            for fed, seconds in calibrate_target(self._executor.runner):
-                self._coordinator.speeds.observe_target(fed, seconds)
+            speeds = self._coordinator.speeds
+            for fed, seconds in calibrate_target(self._executor.runner, brief=bool(speeds.measured)):
+                speeds.observe_target(fed, seconds)
         self._draft.health.joined()
 
     def _on_draft_tokens(self, message: DraftTokens) -> None:
-        self._draft.health.drafted()
-        self._draft.receive_rows(message)
+        self._draft.health.drafted(message.request)
+        self._draft.check_rows(message)
         watch = self._watches.get(message.request)
         if watch is not None:
             watch.draft_waited = max(watch.draft_waited, message.waited)
@@ -230,10 +254,14 @@ class TargetWorker:
         if heartbeat.work == "prefill":
             self._draft.health.announced(heartbeat.seconds)
         waiting = self._coordinator.waiting
+        neglected = self._draft.health.neglected(waiting)
         if self._draft.health.stalled(heartbeat.work, bool(waiting)):
             log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
-            for number in waiting:
-                self._handle(Stalled(request=number))
+            neglected = waiting
+        elif neglected:
+            log.warning("the draft goes on without %d that wait for it: a message was lost; likewise", len(neglected))
+        for number in neglected:
+            self._handle(Stalled(request=number))
         if heartbeat.work == "calibrated":
             self._draft.health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft.context, heartbeat.seconds))
@@ -274,7 +302,8 @@ class TargetWorker:
             self._fronts_told = now
             recorder = {self._recordings.recorder} if self._recordings.recorder else set()
             for peer in self._fronts.to_reassure | recorder:
-                self._post(Heartbeat(self._work, self._coordinator.state.value, 0), peer)
+                ahead = self._fronts.ahead(peer, self._watches)
+                self._post(Heartbeat(self._work, "queued" if ahead else self._coordinator.state.value, ahead), peer)
 
     # ---- recording ----
 
@@ -291,9 +320,12 @@ class TargetWorker:
             self._compare_clocks()
 
     def _renew(self) -> None:
-        """Begins anew with an empty cache and a new state machine."""
-        self._executor.runner.rollback(0)
-        self._coordinator = Coordinator(self._coordinator.speeds)
+        """Begins anew with an empty cache and a new state machine, that knows of the pair what was known."""
+        for slot in range(self._slots):
+            self._executor.runner.rollback(0, slot)
+        if self._coordinator.speeds.choice.is_spread:
+            self._execute(Spread(False))
+        self._coordinator = Coordinator(Speeds.of(self._coordinator.speeds.profile), self._slots)
         self._decide = self._tracer.deciding(self._coordinator)
         if self._draft.peer is not None:
             self._handle(DraftJoined(self._draft.context))
@@ -323,6 +355,8 @@ class TargetWorker:
                 self._end(command)
             case Cancel():
                 self._handle(command)
+            case Forward():
+                self._forwards.append(command)
             case _:
                 self._compute(command, getattr(command, "request", -1), now)
 
@@ -335,25 +369,46 @@ class TargetWorker:
 
     def _compute(self, command: object, request: int, now: float) -> None:
         self._go_on(request, now)
-        fed = len(command.tokens) if isinstance(command, Forward) else 0
         if isinstance(command, Open):
             alone = self._settings.expects_draft and not self._coordinator.draft_context
-            self._watches[request] = Stopwatch(begun=now, draft_lost=alone)
-        if fed > MOST_UNANNOUNCED:
-            self._announce(fed)
+            self._watches[request] = Stopwatch(self._submitted.get(request, now), now, draft_lost=alone)
         event = self._computed(command, request)
-        seconds = time.monotonic() - now
         if request in self._watches:
-            self._watches[request].busy += seconds
-        if fed:
-            self._work += 1
-            if fed > MOST_UNANNOUNCED:
-                self._prefill_pace = seconds / fed
-            self._receive(0)  # what came meanwhile counts in the verdict
-            if now + seconds - self._looked > PROBE_SECONDS:
-                self._look_after_peers()
+            self._watches[request].busy += time.monotonic() - now
         if event is not None:
             self._handle(event)
+
+    def _forward(self) -> None:
+        """One forward for all requests that are ready for one."""
+        commands, self._forwards = self._forwards, []
+        now, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
+        for command in commands:
+            self._go_on(command.request, now)
+        is_long = max(len(command.tokens) for command in commands) > MOST_UNANNOUNCED
+        if is_long:
+            self._announce(fed)
+        events = self._forwarded(commands)
+        seconds = time.monotonic() - now
+        for command in commands:
+            if command.request in self._watches:
+                self._watches[command.request].busy += seconds
+        self._work += 1
+        if is_long:
+            self._prefill_pace = seconds / fed
+        self._receive(0)  # what came meanwhile counts in the verdict
+        if now + seconds - self._looked > PROBE_SECONDS:
+            self._look_after_peers()
+        for event in events:
+            self._handle(event)
+
+    def _forwarded(self, commands: Sequence[Forward]) -> Sequence[object]:
+        """What answers them. Where they cannot be computed together each is by itself: only what fails alone fails."""
+        if len(commands) > 1:
+            try:
+                return self._forward_together(commands)
+            except ForwardError as error:
+                log.info("%s; computing %d requests one by one", error, len(commands))
+        return [self._computed(command, command.request) for command in commands]
 
     def _computed(self, command: object, request: int) -> object | None:
         try:
@@ -372,6 +427,7 @@ class TargetWorker:
     def _end(self, end: End) -> None:
         watch = self._watches.pop(end.request, Stopwatch())
         self._waiting.pop(end.request, None)
+        self._submitted.pop(end.request, None)
         speeds = self._coordinator.speeds
         self._fronts.end(
             end,

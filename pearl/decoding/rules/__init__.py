@@ -15,6 +15,7 @@ import torch
 
 from pearl.decoding.registry import Parameters, RuleSpec, find
 from pearl.errors import RequestError
+from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
 _GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the target's likeliest token, and only that
@@ -22,10 +23,14 @@ _GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the targe
 
 @dataclass(frozen=True)
 class Judgement:
-    """The first `accepted` tokens are accepted; `token` is the correction for the next, None if all were accepted."""
+    """The first `accepted` tokens are accepted; `token` is the correction for the next, None if all were accepted.
+
+    `odds`: of the positions judged; None where the rule does not know the draft's distributions.
+    """
 
     accepted: int
     token: int | None
+    odds: Odds | None = None
 
 
 class DraftHalf(Protocol):
@@ -39,9 +44,24 @@ class DraftHalf(Protocol):
         """
         ...
 
+    def likeliest(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+        """The tokens that the target will most likely commit at `position`, as far as logits [vocab] tell.
+
+        The likeliest first, with the share of each among the likeliest.
+        """
+        ...
+
 
 class TargetHalf(Protocol):
     """How the target judges. Made as `factory(sampling, **parameters)`; positions are absolute."""
+
+    def launch(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        """Begin what `judge` needs of all rows of logits [n, vocab], for `positions` [n]; nothing waits for the device.
+
+        Returns a tensor [n, ...]: what each row comes to.  Of a rule whose text does not depend on what was proposed
+        it is the direct draw of each row, on its way to the host.
+        """
+        ...
 
     def judge(
         self,
@@ -49,10 +69,12 @@ class TargetHalf(Protocol):
         tokens: Sequence[int],
         rows: Sequence[torch.Tensor],
         start: int,
+        launched: torch.Tensor | None = None,
     ) -> Judgement:
         """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
         Args:
+            launched: what `launch` gave for these logits; None: it was not asked.
             rows: what the draft half gave with each token, [vocab], on the host or on the logits' device; empty for
                 a rule that needs nothing.
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from pearl.decoding.keys import DrawKeys, Purpose
+from pearl.decoding.keys import DrawKeys, Purpose, exponentials
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import greedy, probabilities, race, read_draw
+from pearl.decoding.sampling import greedy, probabilities, race, race_on_device, read_draw, shortlist
 from pearl.protocol.messages import Sampling
+
+SHORTLIST = 64  # tokens of a row that are ranked: one that is less likely seldom wins
 
 
 class DirectDraw:
@@ -30,6 +33,22 @@ class DirectDraw:
             return greedy(logits)
         return race(probabilities(logits, self.sampling), self._keys(position, Purpose.DIRECT))
 
+    def rows(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        """The draws [n, 2] from logits [n, vocab] on a device other than the host, launched together."""
+        if self.sampling.temperature == 0:
+            return greedy(logits)
+        keys = [self._keys(position, Purpose.DIRECT) for position in positions]
+        return race_on_device(probabilities(logits, self.sampling), keys)
+
+    def ranked(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+        """The first `count` of the draw for `position` among the likeliest tokens, and their shares of these."""
+        temperature = self.sampling.temperature
+        ids, weights = shortlist(logits, temperature, SHORTLIST)
+        if temperature:
+            weights /= exponentials(self._keys(position, Purpose.DIRECT), ids)
+        order = np.argsort(-weights)[:count]
+        return ids[order].tolist(), (weights[order] / weights.sum()).tolist()
+
 
 class DirectDraft:
     """Drafts the draft model's direct draw."""
@@ -40,6 +59,10 @@ class DirectDraft:
     def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._draw(logits, position), None
 
+    def likeliest(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+        """The first of the race: the target runs it with the same exponentials."""
+        return self._draw.ranked(logits, position, count)
+
 
 class DirectTarget:
     """Accepts a token that equals the target's direct draw, and corrects any other to it."""
@@ -47,16 +70,19 @@ class DirectTarget:
     def __init__(self, sampling: Sampling) -> None:
         self._draw = DirectDraw(sampling)
 
+    def launch(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        return self._draw.rows(logits, positions).to("cpu", non_blocking=True)
+
     def judge(
         self,
         logits: torch.Tensor,
         tokens: Sequence[int],
         rows: Sequence[torch.Tensor],
         start: int,
+        launched: torch.Tensor | None = None,
     ) -> Judgement:
-        draws = (self._draw(row, start + i) for i, row in enumerate(logits))
-        if not logits.is_cpu:  # one copy for all; on a CPU none is drawn after a rejection
-            draws = iter(torch.stack([*draws]).cpu())
+        # On a CPU none is drawn after a rejection.
+        draws = (self._draw(row, start + i) for i, row in enumerate(logits)) if launched is None else iter(launched)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
             if (own := read_draw(draw)) != token:
                 return Judgement(i, own)

@@ -12,7 +12,8 @@ import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose, uniform
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import pick, probabilities, read_draw
+from pearl.decoding.sampling import pick, probabilities, read_draw, shortlist
+from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
 
@@ -40,13 +41,26 @@ class RatioDraft:
         probs = probabilities(logits, self.sampling)
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
 
+    def likeliest(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+        """By the draft's own probabilities: what the target gives more is not known here."""
+        ids, probs = shortlist(logits, self.sampling.temperature, count)
+        return ids.tolist(), probs.tolist()
+
 
 class RatioTarget:
-    """Judges by `accepts`, corrects from `residual`."""
+    """Judges by `accepts`, corrects from `residual`.
 
-    def __init__(self, sampling: Sampling) -> None:
+    Args:
+        epsilon: is added to the target's probability of a draft token; above 0 the rule is not exact (see `biased`).
+    """
+
+    def __init__(self, sampling: Sampling, epsilon: float = 0.0) -> None:
         self.sampling = sampling
+        self._epsilon = epsilon
         self._keys = DrawKeys(sampling)
+
+    def launch(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        return probabilities(logits, self.sampling)
 
     def judge(
         self,
@@ -54,17 +68,48 @@ class RatioTarget:
         tokens: Sequence[int],
         rows: Sequence[torch.Tensor],
         start: int,
+        launched: torch.Tensor | None = None,
     ) -> Judgement:
-        target = probabilities(logits, self.sampling)
+        target = probabilities(logits, self.sampling) if launched is None else launched
         if not logits.is_cpu:
             rows = [row.to(logits.device) for row in rows]  # some come over the channel, sparse ones through the host
         chances = zip(_chosen(target, tokens), _chosen(rows, tokens), strict=True)
         for i, (target_prob, draft_prob) in enumerate(chances):
-            if not accepts(uniform(self._key(start + i, Purpose.ACCEPT)), target_prob, draft_prob):
-                rest = residual(target[i], rows[i])
+            u = uniform(self._key(start + i, Purpose.ACCEPT))
+            if not accepts(u, target_prob + self._epsilon, draft_prob):
+                rest = self._after_rejection(target[i], rows[i])
                 draw = pick(rest, self._key(start + i, Purpose.CORRECTION), otherwise=target[i])
-                return Judgement(i, read_draw(draw))
-        return Judgement(len(tokens), None)
+                return Judgement(i, read_draw(draw), self._odds(target, rows[: i + 1]))
+        return Judgement(len(tokens), None, self._odds(target, rows))
+
+    def _after_rejection(self, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+        """What the correction is drawn from [vocab], not normalised."""
+        return residual(target, draft)
+
+    def _odds(self, target: torch.Tensor, rows: Sequence[torch.Tensor]) -> Odds:
+        """Of the positions of `rows`."""
+        if target.is_cpu:  # row by row: large temporaries cost ten times as much
+            each = [one for pair in zip(target, rows, strict=False) for one in self._sums(*pair)]
+            sums = torch.stack(each).view(-1, 2)
+        else:
+            sums = torch.stack(self._sums(target[: len(rows)], torch.stack([*rows])), -1)
+        numbers = sums.tolist()
+        chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in numbers]
+        return Odds(sum(chances), sum(chance * (1 - chance) for chance in chances), sum(bias for _, bias in numbers))
+
+    def _sums(self, target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How likely what is drafted from each row is accepted, and the bias: [...]. target, draft: [..., vocab]."""
+        accepted = torch.minimum(draft, target + self._epsilon if self._epsilon else target)
+        mass = accepted.sum(-1)
+        return mass, self._bias(target, accepted, mass)
+
+    def _bias(self, target: torch.Tensor, accepted: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        """Total variation distance [...] between the distribution that is committed by and `target` [..., vocab].
+
+        Args:
+            accepted: [..., vocab], the chance of each token to be drafted and accepted; `mass` [...] its sum.
+        """
+        return torch.zeros_like(mass)
 
     def _key(self, position: int, purpose: Purpose) -> int:
         return self._keys(position, purpose)

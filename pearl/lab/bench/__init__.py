@@ -1,4 +1,4 @@
-"""Measuring real runs: methods side by side on prompts, the paper's pairs emulated, a pair calibrated.
+"""Measure real runs: compare methods on prompts, emulate the paper's pairs, calibrate a pair.
 
-Everything here starts engines and reads clocks.  What needs no clock is `pearl.lab.experiments`.
+These modules start engines and read clocks.  Experiments in virtual time are in `pearl.lab.experiments`.
 """

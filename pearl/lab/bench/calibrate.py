@@ -1,7 +1,7 @@
-"""A pair on this machine: its forward times alone and with both models at work, and what each method makes of them.
+"""Calibrate a pair on this machine: forward times, alone and with both models at work, and the speed of each method.
 
-Times are read from traces of real texts.  Under `sd` the two models take turns, so there each is alone; under `pearl`
-both work at once, and share whatever the two devices share: cache, memory, power.
+Times are read from traces of real texts.  Under `sd` the models take turns, so each is timed alone; under `pearl` both
+work at once and compete for what their devices share: cache, memory bandwidth, power.
 """
 
 from __future__ import annotations
@@ -9,23 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import log
 from pathlib import Path
 from statistics import mean, median, quantiles
 from tempfile import TemporaryDirectory
 
 from pearl.client.request import Prompt
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import (
+    AS_PUBLISHED,
+    BRANCHES,
+    DRAFT_LOOKUP,
+    DRAFTLESS,
+    LOOK_AHEAD,
+    DecodingConfig,
+    EngineConfig,
+    SamplingParams,
+)
 from pearl.engine import Engine
 from pearl.errors import RequestError
+from pearl.lab.bench.interval import Interval, bootstrapped
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.experiments.compare import AR, OVERLAPPED, sd_at_best
 from pearl.lab.experiments.recorded import interpolated, steps
 from pearl.lab.experiments.workload import independent, run
 from pearl.lab.simulate import Timing
 from pearl.lab.theory import MOST_GAMMA
+from pearl.metrics import Statistics
 from pearl.protocol.messages import Decoding
-from pearl.protocol.window import expected_rate
+from pearl.protocol.window import WINDOWS, Profile, expected_rate
 from pearl.trace.reading import FORWARDS, Slice, Trace, read
+from pearl.worker.build import shared_gpus
 
 PROMPTS = (
     "Explain gravity to a beginner.",
@@ -33,18 +46,28 @@ PROMPTS = (
     "Give three tips for staying healthy.",
     "What is the difference between a list and a tuple?",
 )
-ALL_DEVICES = "ar, all devices"
-_GAMMAS = (1, 3, 7)  # of sd: the target is fed 2, 4 and 8 tokens
+ALL = "all devices"
+_WITH_GUESSES = {
+    "ngram": Decoding("ngram", look_ahead=LOOK_AHEAD),
+    "pearl, ahead": Decoding("pearl", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
+    "auto": Decoding("auto", rule="coupled", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
+}
+_GAMMAS = (1, 3, 7)  # for sd: the target is fed 2, 4 and 8 tokens
 _TEXTS, _TOKENS = 20, 200  # simulated
-_PAYS = 1.02  # so many times as fast as ar at least: below lies what a busy machine does by itself
-_WARM_UP = 16
-_FEW = 3  # forwards, below which a size tells nothing of itself
+_MIN_SPEEDUP = 1.02  # over ar, for a method to pay: less may be noise of a busy machine
+_WARM_UP = 16  # tokens
+_MIN_FORWARDS = 3  # of one size, for its times to count
 
 
 @dataclass
 class Times:
-    """Seconds. `draft`, `target` (by tokens fed): of a forward, medians. The `_step`s: means, with all that its worker
-    does until the next but wait. `jitter`: of forwards fed alike, as a share of them: half of what two thirds lie in.
+    """Times in seconds; `target` and `target_step` by number of tokens fed.
+
+    Attributes:
+        draft, target: median seconds of a forward.
+        draft_step, target_step: mean seconds of a forward with all other work of its worker until the next, without
+            waits.
+        jitter: relative spread of forwards of one size: half the width of the range that holds their middle two thirds.
     """
 
     draft: float = 0.0
@@ -59,25 +82,37 @@ class Times:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One method: times as fast as `ar`, as predicted and as measured; None where it was not run."""
+    """One method's speedup over `ar`, predicted and measured; None if it was not simulated, or not run."""
 
     method: str
     predicted: float | None
-    measured: float | None
+    measured: Interval | None
+
+    @property
+    def speed(self) -> float:
+        """The speedup over `ar`: measured, otherwise predicted."""
+        return self.measured.value if self.measured else self.predicted or 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is faster than `ar` by more than noise."""
+        return (self.measured.low if self.measured else self.speed) > 1 and self.speed > _MIN_SPEEDUP
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """The result of `calibrate`.
 
     Attributes:
-        alone, both: with the other model idle; with both at work.
-        acceptance: of judged draft tokens; `given`: not measured, but asked about.
-        c: the window that `pearl` takes.
-        ar: tokens a second, measured.
-        verdicts: `ar` first.
-        pays_from: the acceptance rate from which on PEARL beats `ar`; None: none does.
-        advice: which to use, as words and as flags.
+        alone, both: times with the other model idle, and with both at work.
+        acceptance: accepted / judged draft tokens.
+        given: `acceptance` was given by the caller, not measured.
+        c: the window that `pearl` chooses, tokens.
+        ar: tokens per second of `ar`, measured.
+        verdicts: one per method, `ar` first.
+        pays_from: the lowest acceptance rate at which PEARL beats `ar`; None: it never does.
+        advice, flags: the method to use, as a sentence and as command-line flags.
+        profile: for the engines that come after.
     """
 
     alone: Times
@@ -90,10 +125,11 @@ class Calibration:
     pays_from: float | None
     advice: str
     flags: str
+    profile: Profile
 
     @property
     def ratio(self) -> float:
-        """t_target(1) / t_draft, both at work."""
+        """t_target(1) / t_draft, with both models at work."""
         return interpolated(self.both.target)(1) / self.both.draft
 
 
@@ -104,46 +140,92 @@ def calibrate(
     acceptance: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Starts the pair, decodes the prompts by several methods, and predicts.
+    """Start the pair, decode the prompts with several methods, and predict the speed of each.
 
     Args:
-        acceptance: predict for this rate, in place of the one measured on these prompts.
+        acceptance: predict for this acceptance rate; None: for the one measured on these prompts.
+        say: takes a line of progress.
+
+    Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises.
     """
-    with _started(config, say) as engine, TemporaryDirectory() as directory:
+    with _start_engine(config, say) as engine, TemporaryDirectory() as directory:
         texts = _Texts(engine, prompts, params, Path(directory), say)
-        plain, first = texts.run("ar", AR)
-        alone = [first, *(texts.run(f"sd, gamma {g}", Decoding("sd", "fixed", g))[1] for g in _GAMMAS)]
-        rates = {_name(decoding): texts.run(_name(decoding), decoding) for decoding in OVERLAPPED}
+        ar_texts, first = texts.run("ar", AR)
+        turns = {f"sd, gamma {g}": texts.run(f"sd, gamma {g}", Decoding("sd", "fixed", g)) for g in _GAMMAS}
+        rates = turns | {_row_name(decoding): texts.run(_row_name(decoding), decoding) for decoding in OVERLAPPED}
+        rates |= {name: texts.run(name, decoding) for name, decoding in _WITH_GUESSES.items()}
     judged, accepted = texts.judged, texts.accepted
-    if not judged or not plain:
+    if not judged or not _rate(ar_texts):
         raise RequestError("the texts ended too soon to measure by: raise max_tokens, or give other prompts")
     times = Times(), Times()
-    _fill(times[0], alone)
-    _fill(times[1], [rates["pearl, stream"][1], rates["pearl, fixed"][1]])
+    _fill_times(times[0], [first, *(trace for _, trace in turns.values())])
+    _fill_times(times[1], [rates["pearl, stream"][1], rates["pearl, fixed"][1]])
     rate = acceptance if acceptance is not None else accepted / judged
-    measured = {name: of / plain for name, (of, _) in rates.items()} | {"ar": 1.0}
-    wide = _all_devices(config, prompts, params, say)
+    measured = {name: _speedup(of, ar_texts) for name, (of, _) in rates.items()}
+    all_devices = _all_devices(config, prompts, params, say)
     verdicts = _verdicts(*times, rate, measured)
-    if wide is not None:
-        verdicts = (*verdicts, Verdict(ALL_DEVICES, None, wide / plain))
+    verdicts += tuple(Verdict(name, None, _speedup(of, ar_texts)) for name, of in all_devices.items())
     advice, flags = _advice(verdicts, config)
+    advice += f". {told}" if (told := shared_gpus(config)) else ""
     return Calibration(
-        *times, rate, acceptance is not None, texts.window, plain, verdicts, _pays_from(*times), advice, flags
+        *times,
+        rate,
+        acceptance is not None,
+        texts.window,
+        _rate(ar_texts),
+        verdicts,
+        _pays_from(*times),
+        advice,
+        flags,
+        _profile(texts.last, accepted / judged),
     )
 
 
-def _name(decoding: Decoding) -> str:
+def _profile(last: Statistics, acceptance: float) -> Profile:
+    """What the engine knew in the end. `last`: of its last text, by method auto."""
+    here, there = (tuple((int(n), t) for n, t in times.items()) for times in (last.t_target, last.t_target_spread))
+    gain = log(last.draft_speedup) if last.draft_speedup else 0.0
+    rates = tuple((name == "alone", rate) for name, rate in last.rates.items())
+    return Profile(last.t_draft, acceptance, here, there, gain, last.num_comparisons, rates=rates)
+
+
+_TextRates = list[tuple[float, float]]  # per text: tokens after the first commit, and their seconds
+
+
+def _rate(texts: _TextRates) -> float:
+    """Tokens per second over all texts."""
+    seconds = sum(took for _, took in texts)
+    return sum(tokens for tokens, _ in texts) / seconds if seconds else 0.0
+
+
+def _speedup(texts: _TextRates, ar_texts: _TextRates) -> Interval:
+    """Speedup over the texts of `ar` for the same prompts: the ratio of the rates over all texts."""
+    pairs = list(zip(texts, ar_texts, strict=True))
+
+    def ratio(some: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:
+        mine, theirs = (_rate([pair[i] for pair in some]) for i in (0, 1))
+        return mine / theirs if theirs else 0.0
+
+    return bootstrapped(pairs, ratio)
+
+
+def _row_name(decoding: Decoding) -> str:
     return f"pearl, {decoding.window}" if decoding.method == "pearl" else decoding.method
 
 
 @contextmanager
-def _started(config: EngineConfig, say: Callable[[str], None]) -> Iterator[Engine]:
-    with Engine(config=config.model_copy(update={"trace": None}), progress=say) as engine:
+def _start_engine(config: EngineConfig, say: Callable[[str], None]) -> Iterator[Engine]:
+    with Engine(config=config.model_copy(update={"trace": None, "profile": "none"}), progress=say) as engine:
         yield engine
 
 
 class _Texts:
-    """Decodes the same prompts again and again, and reads how long the forwards took."""
+    """Decodes the same prompts with one method after another, traced.
+
+    Attributes:
+        judged, accepted: draft tokens, summed over the runs of `pearl` without guesses.
+        window: the last window c of `pearl` with stream windows.
+    """
 
     def __init__(
         self,
@@ -156,36 +238,37 @@ class _Texts:
         self._engine, self._params, self._directory, self._say = engine, params, directory, say
         self._prompts = [engine.encode(prompt, raw=False) for prompt in prompts]
         self.judged = self.accepted = self.window = 0
+        self.last = Statistics()
         method = "pearl" if engine.config.has_draft else "ar"
         engine.generate(self._prompts[0], params.model_copy(update={"max_tokens": _WARM_UP}), method=method)
 
-    def run(self, name: str, decoding: Decoding) -> tuple[float, Trace]:
-        """Tokens a second after the first, of all texts together; and what both workers did."""
+    def run(self, name: str, decoding: Decoding) -> tuple[_TextRates, Trace]:
+        """Decode all prompts: the tokens and seconds of each text, and the trace of both workers."""
         self._say(f"measuring {name}")
         self._engine.start_trace(self._directory / "trace.json")
-        chosen = DecodingConfig.model_validate(
-            {"method": decoding.method, "window": decoding.window, "gamma": decoding.gamma}
-        )
+        names = ("method", "window", "gamma", "rule", *AS_PUBLISHED)
+        chosen = DecodingConfig.model_validate({name: getattr(decoding, name) for name in names})
         results = [self._engine.generate(p, self._params, decoding=chosen)[0].statistics for p in self._prompts]
-        path = self._engine.stop_trace()
-        if decoding.method == "pearl":
+        path, self.last = self._engine.stop_trace(), results[-1]
+        if decoding.method == "pearl" and not decoding.look_ahead:
             self.judged += sum(s.num_judged_draft_tokens for s in results)
             self.accepted += sum(s.num_accepted_draft_tokens for s in results)
             if decoding.window == "stream":
                 self.window = results[-1].window
         late = [s.seconds - s.seconds_to_first_token for s in results]
-        tokens = sum((s.tokens_per_second or 0.0) * seconds for s, seconds in zip(results, late, strict=True))
-        return tokens / sum(late) if sum(late) else 0.0, read(path)
+        texts = [((s.tokens_per_second or 0.0) * seconds, seconds) for s, seconds in zip(results, late, strict=True)]
+        return texts, read(path)
 
 
-def _fill(times: Times, traces: Sequence[Trace]) -> None:
+def _fill_times(times: Times, traces: Sequence[Trace]) -> None:
+    """Set `times` from the forwards in the traces, prefills left out."""
     drafts = [pair for trace in traces for pair in steps(trace.draft) if pair[0].name == "draft"]
     target: dict[int, list[tuple[Slice, float]]] = {}
     for trace in traces:
         for one, seconds in steps(trace.target):
             if one.name in FORWARDS and one.name != "prefill":
                 target.setdefault(one.args["n"], []).append((one, seconds))
-    target = {n: found for n, found in target.items() if len(found) >= _FEW} or target
+    target = {n: found for n, found in target.items() if len(found) >= _MIN_FORWARDS} or target
     times.draft = median(one.ran for one, _ in drafts)
     times.draft_step = mean(seconds for _, seconds in drafts)
     times.target = {n: median(one.seconds for one, _ in found) for n, found in sorted(target.items())}
@@ -193,63 +276,81 @@ def _fill(times: Times, traces: Sequence[Trace]) -> None:
     alike = [drafts, *target.values()]
     spread = [one.ran / median(o.ran for o, _ in group) - 1 for group in alike for one, _ in group]
     sixths = quantiles(spread, n=6)
-    times.jitter = (sixths[4] - sixths[0]) / 2  # blind to the few that a busy machine holds up
+    times.jitter = (sixths[4] - sixths[0]) / 2  # sixths ignore outliers of a busy machine
 
 
-def _verdicts(alone: Times, both: Times, acceptance: float, measured: Mapping[str, float]) -> tuple[Verdict, ...]:
-    """Predicted by the simulator: the methods in turn with times alone, the others with times of both at work."""
+def _verdicts(alone: Times, both: Times, acceptance: float, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
+    """All methods: predicted by the simulator, where it can, and measured.
+
+    `sd` is simulated with the times of each model alone, `pearl` with those of both at work. The simulator's texts
+    repeat nothing, so methods with guesses are only measured.
+    """
     turns = independent(alone.timing(), acceptance, _TEXTS, _TOKENS)
     overlapped = independent(both.timing(), acceptance, _TEXTS, _TOKENS)
-    plain = run(turns, AR).tokens_per_second
+    ar_rate = run(turns, AR).tokens_per_second
     sd = sd_at_best(turns)
-    found = [Verdict("ar", 1.0, 1.0), Verdict(f"sd, gamma {sd.gamma}", run(turns, sd).tokens_per_second / plain, None)]
+    best = f"sd, gamma {sd.gamma}"
+    found = [Verdict("ar", 1.0, Interval(1.0, 1.0, 1.0))]
+    found.append(Verdict(best, run(turns, sd).tokens_per_second / ar_rate, measured.get(best)))
     for decoding in OVERLAPPED:
-        name = _name(decoding)
-        found.append(Verdict(name, run(overlapped, decoding).tokens_per_second / plain, measured.get(name)))
-    return tuple(found)
+        name = _row_name(decoding)
+        found.append(Verdict(name, run(overlapped, decoding).tokens_per_second / ar_rate, measured.get(name)))
+    named = {verdict.method for verdict in found}
+    return (*found, *(Verdict(name, None, of) for name, of in measured.items() if name not in named))
 
 
 def _all_devices(
     config: EngineConfig, prompts: Sequence[Prompt], params: SamplingParams, say: Callable[[str], None]
-) -> float | None:
-    """Tokens a second of `ar` with every core that the pair has; None on GPUs, where a spread model is no faster."""
+) -> dict[str, _TextRates]:
+    """Measure methods without a draft on all cores of the pair. Empty on GPUs, where spreading adds no speed."""
     target, draft = devices_of(config)
     if (target | draft) == target or target.gpus or draft.gpus or config.target_pace:
-        return None
-    one = {"draft": "none", "target_tp": 1, "draft_tp": 1, "trace": None}
-    wide = config.model_copy(update=one | {"target_device": (target | draft).name})
-    with _started(wide, say) as engine, TemporaryDirectory() as directory:
-        return _Texts(engine, prompts, params, Path(directory), say).run(ALL_DEVICES, AR)[0]
+        return {}
+    changes = {"draft": "none", "target_tp": 1, "draft_tp": 1, "trace": None}
+    wide_config = config.model_copy(update=changes | {"target_device": (target | draft).name})
+    with _start_engine(wide_config, say) as engine, TemporaryDirectory() as directory:
+        texts = _Texts(engine, prompts, params, Path(directory), say)
+        alone = {"ar": AR, "ngram": _WITH_GUESSES["ngram"]}
+        return {f"{name}, {ALL}": texts.run(f"{name}, {ALL}", decoding)[0] for name, decoding in alone.items()}
 
 
 def _pays_from(alone: Times, both: Times) -> float | None:
-    """By the closed form of a fixed window, the best for each rate, in hundredths."""
+    """The lowest acceptance rate, in hundredths, at which PEARL with the best fixed window beats `ar`; None: none.
+
+    Source: the closed form `expected_rate`.
+    """
     target = interpolated(both.target_step)
 
     def best(rate: float) -> float:
         windows = range(1, MOST_GAMMA + 1)
         return max(expected_rate(c, rate, both.draft_step, target(1), target(c)) for c in windows)
 
-    return next((a / 100 for a in range(101) if best(a / 100) * alone.target_step[1] > _PAYS), None)
+    return next((a / 100 for a in range(101) if best(a / 100) * alone.target_step[1] > _MIN_SPEEDUP), None)
 
 
 def _advice(verdicts: Sequence[Verdict], config: EngineConfig) -> tuple[str, str]:
-    wide = next((v.measured for v in verdicts if v.method == ALL_DEVICES), None) or 0.0
-    best = max((v for v in verdicts if v.predicted is not None), key=lambda v: v.predicted or 0.0)
-    fastest = best.predicted or 0.0
-    pays = fastest > _PAYS
-    if wide > max(fastest, _PAYS):
-        target, draft = devices_of(config)
-        return (
-            f"speculation does not pay here: give the target all devices ({wide:.2f} times as fast)",
-            f"--draft none --method ar --target-device {(target | draft).name}",
-        )
-    if not pays:
-        return "speculation does not pay here: the target alone is as fast, and leaves the other device free", (
+    """The fastest method, measured or else predicted, as a sentence and as flags.
+
+    The sentence names the methods whose intervals overlap with the fastest one's.
+    """
+    best = max(verdicts, key=lambda v: v.speed)
+    name, _, how = best.method.partition(", ")
+    if not best.pays:
+        return "nothing is faster than the target alone here, which leaves the other device free", (
             "--draft none --method ar"
         )
-    name, _, window = best.method.partition(", ")
+    low = best.measured.low if best.measured else float("inf")
+    ties = [v.method for v in verdicts if v is not best and v.pays and v.measured and v.measured.high > low]
+    words = f"{best.method}: {best.speed:.2f} times as fast as the target alone"
+    words += f", {'as measured' if best.measured else 'as predicted'}"
+    words += f"; on these texts not told apart from {', '.join(ties)}" if ties else ""
     flags = f"--method {name}"
-    if window:
-        flags += f" --gamma {window.removeprefix('gamma ')}" if name == "sd" else f" --window {window}"
-    return f"{best.method}: {fastest:.2f} times as fast as the target alone", flags
+    if name in DRAFTLESS:
+        target, draft = devices_of(config)
+        flags = f"--draft none {flags}" + (f" --target-device {(target | draft).name}" if how == ALL else "")
+        words = f"no draft pays here; {words}"
+    elif name == "sd":
+        flags += f" --gamma {how.removeprefix('gamma ')}"
+    elif how in WINDOWS:
+        flags += f" --window {how} " + " ".join(f"--{name.replace('_', '-')} 0" for name in AS_PUBLISHED)
+    return words, flags

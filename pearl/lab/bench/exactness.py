@@ -1,8 +1,8 @@
-"""Whether a pair's rows and texts are equal bit for bit on this machine: what `pearl check` runs.
+"""Check that a pair's logits and texts are equal bit for bit on this machine: what `pearl check` runs.
 
-Rows: the logits of one token sequence, cut into forwards at random, against one cut in equal pieces.  Texts: every
-method and window against `ar` where the target's own draw is committed (greedy, coupled), and against one another
-where it is not (ratio).
+Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
+Texts: every method and window, compared with `ar` under rules that commit the target's own draw (greedy, coupled), and
+with each other under the ratio rule.
 """
 
 from __future__ import annotations
@@ -17,29 +17,36 @@ from dataclasses import dataclass
 import torch
 
 from pearl.client.request import Prompt
-from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
+from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner, place
 
-_PIECE = 512
-_CUTS = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
-_ALONE = ("ar", "stream", None)
-_DIRECT = (  # method, window, gamma
+_REFERENCE_PIECE = 512  # tokens per forward of the reference
+_CUT_SIZES = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
+_AR = ("ar", "stream", None)
+_DRAFTLESS = (("ngram", "stream", None),)
+_DIRECT = (  # method, window, gamma[, whether guesses are off]
     ("sd", "stream", None),
     ("sd", "stream", 3),
+    ("pearl", "stream", None, True),
     ("pearl", "stream", None),
     ("pearl", "fixed", 3),
     ("pearl-no-pre-verify", "stream", None),
     ("pearl-no-post-verify", "stream", None),
 )
-_RATIO = (("pearl", "fixed", 1), ("pearl", "fixed", 3), ("pearl-no-pre-verify", "stream", None))
+_RATIO = (
+    ("pearl", "stream", None, True),
+    ("pearl", "fixed", 1),
+    ("pearl", "fixed", 3),
+    ("pearl-no-pre-verify", "stream", None),
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`equal` of `count` rows or texts are as they should be. `first`: where the first difference is, in words."""
+    """One comparison: `equal` of `count` rows or texts equal the reference. `first`: the first difference, in words."""
 
     what: str
     reference: str
@@ -53,19 +60,21 @@ class Finding:
 
 
 def check_rows(config: EngineConfig, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
-    """Feed one random sequence in random cuts, with rollbacks between them, and compare all logits."""
+    """Load a model and compare its logits over a random sequence of `tokens` tokens. See `compare_cuts`."""
     runner = make_runner(config.model(role), place(config, role))
-    piece = FED if runner.device.type == "cuda" else _PIECE
+    piece = FED if runner.device.type == "cuda" else _REFERENCE_PIECE
     return compare_cuts(runner, role, min(tokens, runner.context), seed, piece)
 
 
-def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _PIECE) -> Finding:
-    """As `check_rows`, of a runner; leaves its cache empty.
+def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _REFERENCE_PIECE) -> Finding:
+    """Feed a random sequence in forwards of random sizes, with rollbacks, and compare all logits with the reference.
+
+    Leaves the runner's cache empty.
 
     Args:
-        tokens: at most the runner's context.
-        piece: tokens of the forwards that are compared with, and the most of a cut. On a GPU at most `FED`: a prompt's
-            forwards take other kernels there.
+        tokens: length of the sequence, at most the runner's context.
+        piece: tokens per forward of the reference, and the largest random size. On a GPU at most `FED`, because longer
+            forwards use other kernels there.
     """
     rng = random.Random(seed)
     ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
@@ -77,13 +86,13 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     differing: list[str] = []
     position = fed = 0
     while position < tokens:
-        count = min(rng.choice([cut for cut in _CUTS if cut <= piece]), tokens - position)
+        count = min(rng.choice([cut for cut in _CUT_SIZES if cut <= piece]), tokens - position)
         rows = feed_chain(runner, ids[position : position + count], count)
         for i in torch.nonzero((rows != whole[position : position + count]).any(-1)).flatten().tolist():
             off = float((rows[i] - whole[position + i]).abs().max())
             differing.append(f"position {position + i} in a forward of {count} tokens, by up to {off:.2g}")
         position, fed = position + count, fed + count
-        if rng.random() < 0.2:  # a rejection: what was fed is forgotten, and fed again
+        if rng.random() < 0.2:  # as after a rejection: roll back, and feed again
             position -= rng.randint(0, count)
             runner.rollback(position)
     runner.rollback(0)
@@ -92,29 +101,30 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
 
 
 def check_texts(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, *, kill: bool) -> Iterator[Finding]:
-    """Compare the texts of all methods.
+    """Compare the texts of all methods, one finding each.
 
-    Under a direct rule they are compared with those of `ar`, under the ratio rule with those of `pearl` by stream.
+    The reference is `ar` under the greedy and coupled rules, and `pearl` with stream windows under the ratio rule.
 
     Args:
-        params: with a temperature, for the sampled ones.
-        kill: whether to decode texts in the middle of which the draft is killed, too.
+        params: for sampled texts: needs a temperature above 0.
+        kill: also decode texts during which the draft process is killed.
     """
     greedy = params.model_copy(update={"temperature": 0.0})
     for rule, sampling in (("greedy", greedy), ("coupled", params)):
-        wanted = [_text(engine, prompt, sampling, rule, *_ALONE) for prompt in prompts]
-        for case in _DIRECT if engine.config.has_draft else ():
+        wanted = [_text(engine, prompt, sampling, rule, *_AR) for prompt in prompts]
+        for case in _DRAFTLESS + _DIRECT if engine.config.has_draft else _DRAFTLESS:
             texts = [_text(engine, prompt, sampling, rule, *case) for prompt in prompts]
-            yield _compared(f"{rule}: {_named(*case)}", "ar", texts, wanted)
+            yield _compare(f"{rule}: {_case_name(*case)}", "ar", texts, wanted)
         if kill and engine.config.has_draft:
-            texts = [_text(engine, prompt, sampling, rule, "pearl", "stream", None, kill=True) for prompt in prompts]
-            yield _compared(f"{rule}: pearl stream, draft killed", "ar", texts, wanted)
+            case = "pearl", "stream", None
+            texts = [_text(engine, prompt, sampling, rule, *case, kill=True) for prompt in prompts]
+            yield _compare(f"{rule}: pearl stream, draft killed", "ar", texts, wanted)
     if engine.config.has_draft:
-        _with_a_draft(engine)
+        _wait_for_draft(engine)
         wanted = [_text(engine, prompt, params, "ratio", "pearl", "stream", None) for prompt in prompts]
         for case in _RATIO:
             texts = [_text(engine, prompt, params, "ratio", *case) for prompt in prompts]
-            yield _compared(f"ratio: {_named(*case)}", "pearl stream", texts, wanted)
+            yield _compare(f"ratio: {_case_name(*case)}", "pearl stream", texts, wanted)
 
 
 def _text(
@@ -125,6 +135,7 @@ def _text(
     method: str,
     window: str,
     gamma: int | None,
+    no_guesses: bool = False,
     kill: bool = False,
 ) -> list[int]:
     decoding = DecodingConfig(
@@ -132,6 +143,7 @@ def _text(
         window=window,
         gamma=gamma,
         rule="ratio" if rule == "ratio" else "coupled",
+        **(AS_PUBLISHED if no_guesses else {}),
     )
     with engine.stream(prompt, params, decoding=decoding) as stream:
         for done, _ in enumerate(stream, 1):
@@ -141,19 +153,19 @@ def _text(
     return stream.result.tokens
 
 
-def _with_a_draft(engine: Engine) -> None:
-    """Decode short texts until the draft takes part again."""
+def _wait_for_draft(engine: Engine) -> None:
+    """Decode short texts until a restarted draft takes part, at most 200."""
     few = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for _ in range(200):
         if engine.generate([[1, 2, 3]], few, method="sd")[0].statistics.num_draft_tokens:
             return
 
 
-def _named(method: str, window: str, gamma: int | None) -> str:
-    return f"{method} {window}" + (f"({gamma})" if gamma else "")
+def _case_name(method: str, window: str, gamma: int | None, no_guesses: bool = False) -> str:
+    return f"{method} {window}" + (f"({gamma})" if gamma else "") + (", no guesses" if no_guesses else "")
 
 
-def _compared(what: str, reference: str, texts: list[list[int]], wanted: list[list[int]]) -> Finding:
+def _compare(what: str, reference: str, texts: list[list[int]], wanted: list[list[int]]) -> Finding:
     wrong = [(i, *pair) for i, pair in enumerate(zip(texts, wanted, strict=True)) if pair[0] != pair[1]]
     first = ""
     if wrong:

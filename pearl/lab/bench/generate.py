@@ -1,7 +1,7 @@
-"""`transformers`' own `generate` in a process of its own, as an outside baseline; assisted where a draft is named.
+"""A process that runs `transformers`' own `generate` as an outside baseline, assisted if a draft is named.
 
-Reads its settings as JSON from the first line of standard input, says "ready", then answers each line with one.  The
-process is pinned to its cores before torch starts, so that torch sizes its threads by them.
+Reads settings as JSON from the first line of standard input, prints {"ready": true} or {"error": message}, then answers
+each request line with one line.  Pins itself to its cores before importing torch, which sizes its thread pools by them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import sys
 import time
 from typing import Any
 
+from pearl.worker.startup import allow_expandable_segments
+
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
     if settings["cores"]:
         os.sched_setaffinity(0, settings["cores"])
+    allow_expandable_segments(os.environ)  # as our own workers
 
     import torch
     import transformers
@@ -24,7 +27,7 @@ def main() -> None:
     from pearl.errors import PearlError
     from pearl.models.loading import load_model
 
-    transformers.logging.set_verbosity_error()  # of what its own assisted generation passes to itself
+    transformers.logging.set_verbosity_error()  # assisted generation warns about its own arguments
     if settings["cores"]:
         torch.set_num_threads(len(settings["cores"]))
 
@@ -43,8 +46,8 @@ def main() -> None:
         print(json.dumps(_generate(model, assistant, json.loads(line))), flush=True)
 
 
-class _Clock:
-    """A streamer that notes when how many tokens came."""
+class _ArrivalTimes:
+    """A streamer that records (seconds, number of tokens) of each arrival."""
 
     def __init__(self) -> None:
         self.came: list[tuple[float, int]] = []
@@ -59,8 +62,10 @@ class _Clock:
 def _generate(model: Any, assistant: Any, asked: dict[str, Any]) -> dict[str, Any]:
     import torch
 
+    from pearl.metrics import Stopwatch
+
     prompt = torch.tensor([asked["prompt"]], device=model.device)
-    clock = _Clock()
+    clock = _ArrivalTimes()
     began = time.perf_counter()
     if asked["sampling"]["do_sample"]:
         torch.manual_seed(asked["seed"])
@@ -72,13 +77,17 @@ def _generate(model: Any, assistant: Any, asked: dict[str, Any]) -> dict[str, An
         streamer=clock,
         **asked["sampling"],
     )
-    (_, _), (first, _), *rest = clock.came  # the first put is the prompt
-    last = rest[-1][0] if rest else first
+    watch = Stopwatch()
+    for now, count in clock.came[1:]:  # the first entry is the prompt
+        watch.committed(count, now)
+    assert watch.first is not None
     return {
         "tokens": output[0, prompt.shape[1] :].tolist(),
-        "first_seconds": first - began,
-        "late_seconds": last - first,
-        "late_tokens": sum(count for _, count in rest),
+        "first_seconds": watch.first - began,
+        "late_seconds": watch.last - watch.first,
+        "late_tokens": watch.generated - watch.in_first,
+        "itl_p50": watch.token_latency(0.5),
+        "itl_p99": watch.token_latency(0.99),
     }
 
 

@@ -1,4 +1,4 @@
-"""A median, and how sure it is."""
+"""Bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
-DRAWS = 2000
+DRAWS = 2000  # resamples
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Interval:
 
 
 def median_of(values: Sequence[float], draws: int = DRAWS) -> Interval:
+    """The median with its interval."""
     return bootstrapped(values, median, draws)
 
 
 def bootstrapped(items: Sequence[_Item], statistic: Callable[[Sequence[_Item]], float], draws: int = DRAWS) -> Interval:
-    """Of what is measured again and again: `items` are drawn anew, with replacement, as many as there are.
+    """The statistic of `items`, with its 95% interval over `draws` resamples with replacement.
 
-    Source: Efron 1979, "Bootstrap methods: another look at the jackknife". The draws are the same every time.
+    Deterministic: the resamples depend only on the number of items. Source: Efron 1979, "Bootstrap methods: another
+    look at the jackknife".
     """
     noise = random.Random(0)
     drawn = sorted(statistic(noise.choices(items, k=len(items))) for _ in range(draws))

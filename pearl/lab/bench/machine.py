@@ -1,10 +1,12 @@
-"""Where a figure was measured, and how much of the time the machine was somebody else's."""
+"""The hardware and versions of a measurement, and the CPU time that others took meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import torch
 
 from pearl.trace.recorder import where_and_what
 
+_MAX_FOREIGN_SHARE = 0.05  # of the cores' time; above it small differences between methods are noise
+
 
 def hardware() -> dict[str, Any]:
-    """Host, versions, processor, cores this process may use, threads a core, GPUs."""
+    """Host, versions, processor, cores this process may use, OMP_NUM_THREADS, GPUs, operating system."""
     cores = sorted(os.sched_getaffinity(0))
     return where_and_what() | {
-        "processor": _processor(),
         "cores": cores,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -26,39 +29,73 @@ def hardware() -> dict[str, Any]:
 
 
 def in_words(where: dict[str, Any]) -> str:
-    """`hardware()` in a line."""
+    """`hardware()` as one line."""
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items() if name != "pyzmq")
     return f"{where['processor']}, {len(where['cores'])} cores{gpus}; {versions}"
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+@dataclass(frozen=True)
+class Taken:
+    """Shares of all cores' time, in [0, 1], that others took, and how many wanted it.
+
+    Attributes:
+        stolen: taken by the host for other virtual machines; 0 on a physical machine.
+        others: taken by processes that are not descendants of this one.
+        load: processes that ran or waited for a core, ours included: the load average of the last minute.
+    """
+
+    stolen: float
+    others: float
+    load: float = 0.0
+
+    def __str__(self) -> str:
+        words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"
+        words += f", load {self.load:.1f} on {os.cpu_count()} cores" if self.load else ""
+        return words + (": too much for fine differences" if self.stolen + self.others > _MAX_FOREIGN_SHARE else "")
 
 
 class Stolen:
-    """The share of the cores' time that the host took away for other machines since this was made.
-
-    On a virtual machine only, and where Linux tells it; 0 elsewhere.
-    """
+    """Measures the share of the cores' time that others took since construction. Linux only; elsewhere always 0."""
 
     def __init__(self) -> None:
-        self._seconds, self._began = _stolen_seconds(), time.monotonic()
+        self._host, self._others, self._began = *_foreign_seconds(), time.monotonic()
 
-    @property
-    def share(self) -> float:
-        passed = time.monotonic() - self._began
-        return (_stolen_seconds() - self._seconds) / (os.cpu_count() or 1) / passed if passed else 0.0
+    def taken(self) -> Taken:
+        passed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        host, others = _foreign_seconds()
+        if not passed:
+            return Taken(0.0, 0.0)
+        stolen, taken = (max(0.0, seconds) / passed for seconds in (host - self._host, others - self._others))
+        return Taken(stolen, taken, os.getloadavg()[0])
 
 
-def _stolen_seconds() -> float:
-    """Of all cores together, since the start of the machine."""
+def _foreign_seconds() -> tuple[float, float]:
+    """Seconds of all cores since boot: (taken by the host, taken by processes that are not ours)."""
     try:
-        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return 0.0
+        user, nice, system, _, _, interrupts, soft, stolen = map(
+            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        )
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    tick = os.sysconf("SC_CLK_TCK")
+    return stolen / tick, (user + nice + system + interrupts + soft - _our_ticks()) / tick
+
+
+def _our_ticks() -> int:
+    """CPU clock ticks of this process and its descendants, including children that have ended and were waited for."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # the process has just ended
+                # Field 2, the name in brackets, may contain spaces and brackets.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+                ticks[int(entry.name)] = sum(map(int, fields[11:15]))
+    total, waiting = 0, [os.getpid()]
+    while waiting:
+        process = waiting.pop()
+        total += ticks.get(process, 0)
+        waiting += [child for child, parent in parents.items() if parent == process]
+    return total

@@ -1,108 +1,141 @@
-"""The paper's tables, from this runtime: its pairs emulated by toys of their speeds, in two real processes.
+"""The paper's pairs and figures, and what a closed form makes of them.
 
-The models do not fit on small machines, but what they do to the runtime does: how long a forward takes, and how often a
-draft token is accepted.  Each cell stands beside what theory and the simulator have for it, and what the paper says.
+The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  What it then
+measured of every method (Tables 1 to 3, 5 and 6) is predicted from these: see `tables`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import AS_PUBLISHED, DecodingConfig
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.lab import theory
-from pearl.lab.bench.run import AR, FIXED, PEARL, SD, Measured, Plan, Row, Sample, Watcher, devices_of, measure
-from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.compare import sd_at_best
-from pearl.lab.experiments.workload import Totals, independent, run
-from pearl.lab.simulate import Timing
-from pearl.protocol.messages import Decoding
+from pearl.lab.bench.run import AR, SD
 
 NO_PRE, NO_POST = "pearl-no-pre-verify", "pearl-no-post-verify"
-TABLES = {
-    "1": "methods: times as fast as ar",
-    "3": "ablations: times as fast as ar",
-    "5": "mean accepted tokens",
-    "6": "windows: times as fast as ar, PEARL with fixed windows",
+OTHERS = ("ouroboros", "lookahead", "distillspec")  # baselines of the paper that we cannot run: its figures only
+HUMANEVAL, VOCABULARY, GREEDY = "HumanEval", "vocabulary", "greedy"
+MODES: dict[str, dict[str, Any]] = {
+    GREEDY: {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
 }
-_AROUND = 2  # windows tried on either side of c
-_VOCABULARY = 32
-_SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
+Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
+TABLES = {
+    "1": "methods on HumanEval: times as fast as the target alone",
+    "2": "methods on GSM8K and MT-bench: times as fast as the target alone",
+    "3": "ablations: times as fast as the target alone",
+    "4": "mean accepted tokens",
+    "5": "windows by pair: tokens/s",
+    "6": "windows by benchmark: tokens/s",
+    "7": "the target alone: tokens/s",
+    "figure 2a": "idle time of a step of sd: seconds",
+    VOCABULARY: "not the paper's: at temperature 1 and with a larger vocabulary, times as fast as the target alone",
+}
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Idle(_Strict):
+    """Seconds of a step of sd: how long the draft idles while the target verifies, and the other way round."""
+
+    draft: float = Field(gt=0)
+    target: float = Field(gt=0)
+
+
 class Published(_Strict):
-    """Figures of the paper, as far as they are known.
+    """The paper's figures of one pair on one benchmark, where it has them.
 
     Attributes:
-        speedup: method -> times as fast as ar. Methods: sd, pearl, and the two ablations.
-        mean_accepted: method (sd, pearl) -> M.
-        windows: c -> times as fast as ar.
+        speedup: method -> speedup over the target alone. Methods: sd, pearl, the two ablations, and `OTHERS`.
+        mean_accepted: method (sd, pearl) -> mean accepted tokens.
+        windows: window -> tokens per second of PEARL.
     """
 
     speedup: dict[str, float] = {}
     mean_accepted: dict[str, float] = {}
     windows: dict[int, float] = {}
+    idle: Idle | None = None
 
 
 class Pair(_Strict):
-    """`c`: t_target / t_draft; `t_target`: seconds; `gamma`: of the paper's sd; `config`: of the real pair."""
+    """One pair of the paper on one benchmark.
+
+    Attributes:
+        set: the benchmark.
+        tables: names of the tables that it is in; one that is in none of the paper's shows another vocabulary.
+        config: name of the real pair's file in configs/.
+        vocabulary: number of token ids.
+        draft_speed, target_speed: of each model alone, tokens per second.
+        window: PEARL's, tokens: the paper's c, a whole number.
+        gamma: the authors' window for sd, tokens.
+    """
 
     name: str
+    set: str = HUMANEVAL
+    tables: list[str] = []
     config: str
-    t_target: float = Field(gt=0)
-    c: float = Field(ge=1)
+    vocabulary: int = Field(default=32000, ge=2)
+    draft_speed: float = Field(gt=0)
+    target_speed: float = Field(gt=0)
+    window: int = Field(ge=1)
     gamma: int = Field(ge=1)
     published: Published = Published()
 
     @property
-    def t_draft(self) -> float:
-        return self.t_target / self.c
+    def title(self) -> str:
+        """Its name, and the benchmark where that is not HumanEval."""
+        return self.name if self.set == HUMANEVAL else f"{self.name}, {self.set}"
 
     @property
-    def window(self) -> int:
-        return round(self.c)
+    def t_draft(self) -> float:
+        """Seconds per forward."""
+        return 1 / self.draft_speed
+
+    @property
+    def t_target(self) -> float:
+        return 1 / self.target_speed
+
+    @property
+    def c(self) -> float:
+        """t_target / t_draft, as measured by the paper."""
+        return self.draft_speed / self.target_speed
 
     def acceptance(self) -> tuple[float, str]:
-        """The rate, and where it is from."""
+        """(acceptance rate, how it was derived, in words). Raises `ConfigError` if no published figure gives it."""
         known = self.published
         if "pearl" in known.mean_accepted:
-            return theory.acceptance_of(known.mean_accepted["pearl"]), "from the mean accepted tokens"
+            return theory.acceptance_of(known.mean_accepted["pearl"]), "from Table 4"
         if "sd" in known.speedup:
             gamma, cost = self.gamma, 1 / self.c
-            return _fitted(lambda a: theory.sd_improvement(a, gamma, cost), known.speedup["sd"]), "fitted to sd's speed"
-        if "pearl" in known.speedup:
-            c = self.window
-            return _fitted(lambda a: theory.pearl_tokens_per_step(a, c), known.speedup["pearl"]), (
-                "fitted to PEARL's speed"
-            )
+            rate = _fit_rate(lambda a: theory.sd_improvement(a, gamma, cost), known.speedup["sd"])
+            return rate, "fitted to the row of sd"
         raise ConfigError(f"{self.name}: no published figure says how often its draft tokens are accepted")
 
 
-def _fitted(rises: Callable[[float], float], value: float) -> float:
-    """The acceptance rate at which a rising function of it has the value; raises `ConfigError` where none has."""
+def _fit_rate(curve: Callable[[float], float], value: float) -> float:
+    """Solve curve(acceptance rate) = value, curve rising, by bisection. Raises `ConfigError` without a solution."""
     low, high = 0.0, 1.0
-    if not rises(low) <= value <= rises(high):
-        raise ConfigError(f"no acceptance rate makes it {value} times as fast: {rises(low):.2f} to {rises(high):.2f}")
+    if not curve(low) <= value <= curve(high):
+        raise ConfigError(f"no acceptance rate makes it {value} times as fast: {curve(low):.2f} to {curve(high):.2f}")
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) < value else (low, middle)
+        low, high = (middle, high) if curve(middle) < value else (low, middle)
     return low
 
 
 def pairs(path: Path | None = None) -> list[Pair]:
-    """Those of the paper, or of a file like it. Raises `ConfigError`."""
+    """The pairs of the paper, or of a file of the same format. Raises `ConfigError`."""
     source = path if path is not None else files("pearl.lab.bench") / "paper.yaml"
     try:
         return TypeAdapter(list[Pair]).validate_python(parse_yaml(source.read_text(encoding="utf-8")))
@@ -112,249 +145,122 @@ def pairs(path: Path | None = None) -> list[Pair]:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"]) or "file"
         raise ConfigError(f"{source}: {where}: {problem['msg']}") from None
-    except ValueError as error:  # after the one above, which is a ValueError too
+    except ValueError as error:  # after ValidationError, its subclass
         raise ConfigError(f"{source} is not YAML that PEARL reads: {error}") from None
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A row of a table; None: not published, no closed form, or not asked of the runtime.
+class Run:
+    """What runtime and simulator decode: a method with a window, sampled in one way.
 
     Attributes:
-        runtime: median over the repeats.
-        of_simulated: the runtime's speed over the simulator's on the same seed, median, least and most.
+        window: tokens: gamma of sd, or PEARL's; None: `ar`, or PEARL by stream.
+        mode: one of `MODES`.
     """
 
-    pair: str
     method: str
-    paper: float | None
-    theory: float | None
-    simulator: float
-    runtime: float | None
-    of_simulated: tuple[float, float, float] | None = None
+    window: int | None = None
+    mode: str = GREEDY
+
+    @property
+    def label(self) -> str:
+        if self.method == "pearl":
+            return "pearl, stream" if self.window is None else f"pearl, fixed({self.window})"
+        return f"{self.method}, gamma {self.window}" if self.method == SD else self.method
+
+    def decoding(self) -> DecodingConfig:
+        window: Literal["stream", "fixed"] = "stream" if self.window is None else "fixed"
+        published = AS_PUBLISHED if self.method == "pearl" else {}
+        return DecodingConfig(method=self.method, window=window, gamma=self.window, **published)
+
+    def closed(self, pair: Pair) -> float | None:
+        """How many times as fast as the target alone it is in closed form; None for stream, which has none."""
+        a, window = pair.acceptance()[0], self.window or 0
+        match self.method if window else AR:
+            case "sd":
+                return theory.sd_improvement(a, window, 1 / pair.c)
+            case "pearl-no-pre-verify":
+                return theory.no_pre_verify_improvement(a, window, pair.c)
+            case "pearl-no-post-verify":
+                return theory.no_post_verify_improvement(a, window, pair.c)
+            case "pearl":
+                return theory.pearl_improvement(a, window, pair.c)
+        return 1.0 if self.method == AR else None
 
 
 @dataclass(frozen=True)
-class Emulated:
-    """One pair, done."""
+class Wanted:
+    """A cell to be filled. `run`: None where there are the paper's figures only. `label`: of its row."""
 
-    pair: Pair
-    acceptance: float
-    acceptance_from: str
-    gamma: int
-    measured: Measured | None
-    tables: dict[str, list[Cell]]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.pair.name,
-            "config": self.pair.config,
-            "t_draft": self.pair.t_draft,
-            "t_target": self.pair.t_target,
-            "acceptance": self.acceptance,
-            "acceptance_from": self.acceptance_from,
-            "gamma": self.gamma,
-            "texts": [asdict(sample) for sample in self.measured.samples] if self.measured else [],
-        }
+    run: Run | None
+    label: str
+    unit: Unit
+    paper: float | None = None
 
 
-def emulate(
-    pair: Pair,
-    tables: Iterable[str],
-    watcher: Watcher,
-    *,
-    tokens: int,
-    repeats: int,
-    other_repeats: int,
-    seed: int,
-    runtime: bool = True,
-) -> Emulated:
-    """Runs and simulates one pair for the given tables.
-
-    Args:
-        tokens: of a text; a repeat is a text of its own seed.
-        repeats: of pearl with either window and of sd; `other_repeats`: of the rest.
-        runtime: False to simulate only.
-    """
-    acceptance, origin = pair.acceptance()
-    virtual = _Virtual(pair, acceptance, seed)
-    gamma = sd_at_best(virtual.workload).gamma
-    assert gamma is not None
-    wanted = [name for name in TABLES if name in set(tables)]
-    decodings = _decodings(pair, gamma, wanted)
-    measured = (
-        _measured(pair, acceptance, decodings, watcher, tokens, repeats, other_repeats, seed) if runtime else None
-    )
-    filled = {name: _FILL[name](_Columns(pair, acceptance, gamma, virtual, measured)) for name in wanted}
-    return Emulated(pair, acceptance, origin, gamma, measured, filled)
+def wanted(pair: Pair, table: str) -> list[Wanted]:
+    """The cells that a pair has in a table; none where it is not in it."""
+    is_in = pair.tables or [VOCABULARY]
+    if table not in (*is_in, *(("7", VOCABULARY) if pair.tables else ())):
+        return []
+    return _CELLS[table](pair)
 
 
-def _decodings(pair: Pair, gamma: int, tables: Sequence[str]) -> dict[str, DecodingConfig]:
-    """Rows of the runtime, by name."""
-    c = pair.window
-    known = {
-        AR: DecodingConfig(method="ar"),
-        SD: DecodingConfig(method="sd", gamma=gamma),
-        NO_PRE: DecodingConfig(method=NO_PRE, window="fixed", gamma=c),
-        NO_POST: DecodingConfig(method=NO_POST, window="fixed", gamma=c),
-        FIXED: DecodingConfig(method="pearl", window="fixed", gamma=c),
-        PEARL: DecodingConfig(method="pearl"),
-    }
-    if "3" not in tables:
-        del known[NO_PRE], known[NO_POST]
-    if "6" in tables:
-        known |= {_fixed(w): DecodingConfig(method="pearl", window="fixed", gamma=w) for w in _windows(pair) if w != c}
-    return known
+def _speed(run: Run, paper: float | None = None, unit: Unit = "speed-up") -> Wanted:
+    return Wanted(run, run.label if run.mode == GREEDY else f"{run.label}, {run.mode}", unit, paper)
 
 
-def _fixed(window: int) -> str:
-    return f"{FIXED}({window})"
-
-
-def _windows(pair: Pair) -> list[int]:
-    return list(range(max(1, pair.window - _AROUND), pair.window + _AROUND + 1))
-
-
-def _measured(
-    pair: Pair,
-    acceptance: float,
-    decodings: dict[str, DecodingConfig],
-    watcher: Watcher,
-    tokens: int,
-    repeats: int,
-    other_repeats: int,
-    seed: int,
-) -> Measured:
-    spec = f"toy:vocab={_VOCABULARY},alpha={acceptance:.6f},seed=1"
-    config = EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft)
-    target, draft = devices_of(config)
-    rows = [Row(name, "pair", target | draft, decoding) for name, decoding in decodings.items()]
-    often = {SD, FIXED, PEARL}
-    plan = Plan(
-        config,
-        rows,
-        [Task(pair.name, 1, ("hello",))],
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens),
-        repeats={row.name: repeats if row.name in often else other_repeats for row in rows},
-        attempts=3,
-        gamma=decodings[SD].gamma,
-    )
-    return measure(plan, watcher)
-
-
-class _Virtual:
-    """The simulator's side: many texts with i.i.d. acceptance."""
-
-    def __init__(self, pair: Pair, acceptance: float, seed: int) -> None:
-        timing = Timing(pair.t_draft, lambda fed: pair.t_target)
-        self.workload = independent(timing, acceptance, _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
-        self._done: dict[Decoding, Totals] = {}
-
-    def totals(self, decoding: Decoding) -> Totals:
-        if decoding not in self._done:
-            self._done[decoding] = run(self.workload, decoding)
-        return self._done[decoding]
-
-    def speedup(self, decoding: Decoding) -> float:
-        return self.totals(decoding).tokens_per_second * self.workload.timing.t_target(1)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """What the tables are filled from."""
-
-    pair: Pair
-    acceptance: float
-    gamma: int
-    virtual: _Virtual
-    measured: Measured | None
-
-    def speed(self, label: str, row: str, decoding: Decoding, paper: float | None, closed: float | None) -> Cell:
-        samples, plain = self._samples(row), self._rates(AR)
-        rates = self._rates(row)
-        runtime = median(rates) / median(plain) if rates and plain else None
-        shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
-        of_simulated = (median(shares), shares[0], shares[-1]) if shares else None
-        return Cell(self.pair.name, label, paper, closed, self.virtual.speedup(decoding), runtime, of_simulated)
-
-    def length(self, label: str, row: str, decoding: Decoding, paper: float | None, closed: float) -> Cell:
-        """Of a run up to a correction or bonus, it included."""
-        samples = self._samples(row)
-        runs = sum(s.runs for s in samples)
-        runtime = 1 + sum(s.accepted for s in samples) / runs if runs else None
-        return Cell(
-            self.pair.name, label, paper, closed, self.virtual.totals(decoding).mean_acceptance_length or 0.0, runtime
-        )
-
-    def _samples(self, row: str) -> list[Sample]:
-        return [s for s in self.measured.samples if s.row == row] if self.measured else []
-
-    def _rates(self, row: str) -> list[float]:
-        return [s.rate for s in self._samples(row) if s.rate]
-
-
-def _methods(of: _Columns) -> list[Cell]:
-    pair, a, c = of.pair, of.acceptance, of.pair.window
+def _methods(pair: Pair) -> list[Wanted]:
     known = pair.published.speedup
-    return [
-        of.speed(f"sd, gamma {of.gamma}", SD, Decoding("sd", "fixed", of.gamma), known.get("sd"), _sd(of)),
-        of.speed(f"pearl, fixed({c})", FIXED, Decoding("pearl", "fixed", c), known.get("pearl"), _pearl(pair, a, c)),
-        of.speed("pearl, stream", PEARL, Decoding("pearl"), known.get("pearl"), None),
-    ]
+    ours = [(Run(SD, pair.gamma), SD), (Run("pearl", pair.window), "pearl"), (Run("pearl"), "pearl")]
+    cells = [_speed(run, known.get(name)) for run, name in ours]
+    return [*cells, *(Wanted(None, name, "speed-up", known[name]) for name in OTHERS if name in known)]
 
 
-def _sd(of: _Columns) -> float:
-    return theory.sd_improvement(of.acceptance, of.gamma, 1 / of.pair.c)
-
-
-def _pearl(pair: Pair, a: float, c: int) -> float:
-    return theory.pearl_improvement(a, c, pair.c)
-
-
-def _ablations(of: _Columns) -> list[Cell]:
-    pair, a, c = of.pair, of.acceptance, of.pair.window
+def _ablations(pair: Pair) -> list[Wanted]:
     known = pair.published.speedup
-    closed = {
-        NO_PRE: theory.no_pre_verify_improvement(a, c, pair.c),
-        NO_POST: theory.no_post_verify_improvement(a, c, pair.c),
-    }
-    cells = [of.speed(n, n, Decoding(n, "fixed", c), known.get(n), value) for n, value in closed.items()]
-    full = of.speed(f"pearl, fixed({c})", FIXED, Decoding("pearl", "fixed", c), known.get("pearl"), _pearl(pair, a, c))
-    return [*cells, full]
+    runs = [Run(NO_PRE, pair.window), Run(NO_POST, pair.window), Run("pearl", pair.window)]
+    return [_speed(run, known.get(run.method)) for run in runs]
 
 
-def _lengths(of: _Columns) -> list[Cell]:
-    a, c, known = of.acceptance, of.pair.window, of.pair.published.mean_accepted
-    sd = Decoding("sd", "fixed", of.gamma)
+def _lengths(pair: Pair) -> list[Wanted]:
+    """As the authors count, without the correction or bonus, and as their theorem 2 does, with it."""
+    known, runs = pair.published.mean_accepted, [Run(SD, pair.gamma), Run("pearl", pair.window)]
+    units: list[tuple[Unit, str]] = [("accepted", "accepted"), ("run", "with what follows them")]
+    return [Wanted(run, f"{run.label}, {words}", unit, known.get(run.method)) for run in runs for unit, words in units]
+
+
+def _windows(pair: Pair) -> list[Wanted]:
+    return [_speed(Run("pearl", window), paper, "tokens/s") for window, paper in pair.published.windows.items()]
+
+
+def _alone(pair: Pair) -> list[Wanted]:
+    return [_speed(Run(AR), pair.target_speed, "tokens/s")]
+
+
+def _idle(pair: Pair) -> list[Wanted]:
+    known = pair.published.idle
+    run = Run(SD, pair.gamma)
     return [
-        of.length(f"sd, gamma {of.gamma}", SD, sd, known.get("sd"), theory.sd_tokens_per_step(a, of.gamma)),
-        of.length(
-            f"pearl, fixed({c})", FIXED, Decoding("pearl", "fixed", c), known.get("pearl"), theory.run_committed(a)
-        ),
+        Wanted(run, "the draft idles", "draft idle", known.draft if known else None),
+        Wanted(run, "the target idles", "target idle", known.target if known else None),
     ]
 
 
-def _sweep(of: _Columns) -> list[Cell]:
-    pair, c = of.pair, of.pair.window
-    return [
-        of.speed(
-            f"fixed({w})",
-            FIXED if w == c else _fixed(w),
-            Decoding("pearl", "fixed", w),
-            pair.published.windows.get(w),
-            _pearl(pair, of.acceptance, w),
-        )
-        for w in _windows(pair)
-    ]
+def _vocabulary(pair: Pair) -> list[Wanted]:
+    runs = [Run(SD, pair.gamma), Run("pearl", pair.window), Run("pearl")]
+    modes = [name for name in MODES if name != GREEDY or not pair.tables]
+    return [_speed(replace(run, mode=mode)) for mode in modes for run in runs]
 
 
-_FILL: dict[str, Callable[[_Columns], list[Cell]]] = {"1": _methods, "3": _ablations, "5": _lengths, "6": _sweep}
-
-
-def document(done: Sequence[Emulated]) -> dict[str, Any]:
-    """Tables as lists of rows, and the settings of the pairs with all texts."""
-    names = [name for name in TABLES if any(name in one.tables for one in done)]
-    return {
-        "tables": {name: [asdict(cell) for one in done for cell in one.tables[name]] for name in names},
-        "pairs": [one.as_dict() for one in done],
-    }
+_CELLS: dict[str, Callable[[Pair], list[Wanted]]] = {
+    "1": _methods,
+    "2": _methods,
+    "3": _ablations,
+    "4": _lengths,
+    "5": _windows,
+    "6": _windows,
+    "7": _alone,
+    "figure 2a": _idle,
+    VOCABULARY: _vocabulary,
+}

@@ -1,4 +1,4 @@
-"""Results of `pearl bench` and `pearl bench paper` as pictures (PNG), from their JSON."""
+"""Draw the JSON of `pearl bench`, `pearl bench paper` and `pearl bench slots` as PNG pictures."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from pearl.errors import ConfigError
-from pearl.lab.bench.paper import TABLES
+from pearl.lab.bench import results
 from pearl.lab.experiments.plots import figure, save
-
-_COLUMNS = {"paper": "#9a9a9a", "theory": "#e9c46a", "simulator": "#5aa9e6", "runtime": "#1f6fb2"}
 
 
 def draw(result: Any, path: Path) -> None:
-    """Raises `ConfigError` where `result` is neither of the two, or the picture cannot be written."""
+    """Draw a parsed result into `path`. Raises `ConfigError` for any other JSON, or if it cannot write the picture."""
     kind = result.get("kind") if isinstance(result, dict) else None
     try:
         if kind == "bench":
             _bench(result, path)
         elif kind == "paper":
             _paper(result, path)
+        elif kind == "slots":
+            _slots(result, path)
         else:
-            raise ConfigError("that is no result of pearl bench or pearl bench paper")
+            raise ConfigError("that is no result of pearl bench, pearl bench paper or pearl bench slots")
     except (KeyError, TypeError, IndexError):
         raise ConfigError("that result of pearl bench is incomplete, or of another version") from None
 
 
 def _bench(result: Mapping[str, Any], path: Path) -> None:
-    """Speed-ups over `ar` with their intervals: over all texts, and a panel for each set."""
+    """Speedups over `ar` with their intervals: a panel for all texts, and one for each set."""
     rows = result["rows"]
     sets = list(result["settings"]["sets"])
     panels = [("all texts", [row["speedup"] for row in rows])]
@@ -56,26 +56,60 @@ def _bench(result: Mapping[str, Any], path: Path) -> None:
     save(picture, path)
 
 
-def _paper(result: Mapping[str, Any], path: Path) -> None:
-    """A panel for each table, all pairs in it; the window sweep as lines."""
-    tables = result["tables"]
-    picture = figure(15, 4.5 * len(tables))
-    for axes, (name, cells) in zip(picture.subplots(len(tables), 1, squeeze=False)[:, 0], tables.items(), strict=True):
-        _table(axes, cells)
-        axes.set_title(f"Table {name}, emulated: {TABLES[name]}", loc="left", fontsize=10)
+def _slots(result: Mapping[str, Any], path: Path) -> None:
+    """By the number of slots: tokens a second of all texts, each round a dot, and of one text."""
+    rows = result["slots"]
+    picture, places = figure(8, 3), range(len(rows))
+    together, alone = picture.subplots(1, 2)
+    together.bar(places, [row["rate"] for row in rows], color="#1f6fb2")
+    for place, row in zip(places, rows, strict=True):
+        together.plot([place] * len(row["rates"]), row["rates"], "k.", markersize=4)
+        label = f"{row['over_one']:.2f}x"
+        if row["of_simulated"] is not None:
+            together.plot(place, row["rate"] / row["of_simulated"], "_", color="black", markersize=24)
+            label += f", {row['of_simulated']:.3f}\nof simulated"
+        together.text(place, 0, f"{label}\n", ha="center", va="bottom", fontsize=8, color="white")
+    together.set_title("all texts together: tokens/s", loc="left", fontsize=10)
+    alone.bar(places, [row["each"] or 0.0 for row in rows], color="#9a9a9a")
+    alone.set_title("one text, while it is written: tokens/s", loc="left", fontsize=10)
+    for axes in (together, alone):
+        axes.set_xticks(places, [str(row["slots"]) for row in rows])
+        axes.set_xlabel("slots")
+    target, draft = result["pair"]
+    about = f"{target} with {draft}, method {result['method']}, {result['texts']} texts at once"
+    picture.suptitle(f"{about}; {result['hardware']['processor']}", fontsize=8)
     save(picture, path)
 
 
-def _table(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:
-    width = 0.8 / len(_COLUMNS)
-    for i, (column, colour) in enumerate(_COLUMNS.items()):
-        known = [(place, cell[column]) for place, cell in enumerate(cells) if cell[column] is not None]
-        at = [place + (i - (len(_COLUMNS) - 1) / 2) * width for place, _ in known]
-        if not known:  # nothing of it is published
-            continue
-        axes.bar(at, [value for _, value in known], width, color=colour, label=column)
-    axes.set_xticks(
-        range(len(cells)), [f"{c['pair']}\n{c['method']}" for c in cells], fontsize=6, rotation=60, ha="right"
-    )
-    axes.legend(fontsize=8, frameon=False, ncols=len(_COLUMNS))
-    axes.grid(axis="y", alpha=0.3)
+def _paper(result: Mapping[str, Any], path: Path) -> None:
+    """Paper against runtime (the simulator where nothing ran), a panel for each table that has figures of the paper."""
+    source = "runtime" if result["settings"]["runtime"] else "simulator"
+    tables = {name: _pairs_of_bars(cells, source) for name, cells in result["tables"].items()}
+    tables = {name: bars for name, bars in tables.items() if bars}
+    heights = [1.2 + 0.16 * len(bars) for bars in tables.values()]
+    picture = figure(9, sum(heights))
+    every = picture.subplots(len(tables), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (name, bars) in zip(every, tables.items(), strict=True):
+        _panel(axes, bars, source)
+        axes.set_title(results.title(name), loc="left", fontsize=9)
+    save(picture, path)
+
+
+_Bars = list[tuple[str, float, float]]  # label, the paper's, ours
+
+
+def _pairs_of_bars(cells: Sequence[Mapping[str, Any]], source: str) -> _Bars:
+    known = [cell for cell in cells if cell["paper"] is not None and cell[source] is not None]
+    return [(f"{cell['pair']}: {cell['label']}", cell["paper"], cell[source]) for cell in known]
+
+
+def _panel(axes: Any, bars: _Bars, source: str) -> None:
+    places = range(len(bars))
+    for shift, column, colour in ((-0.2, "paper", "#9a9a9a"), (0.2, source, "#1f6fb2")):
+        values = [each[1 if column == "paper" else 2] for each in bars]
+        axes.barh([place + shift for place in places], values, 0.4, color=colour, label=column)
+    axes.set_yticks(places, [label for label, _, _ in bars], fontsize=5)
+    axes.tick_params(axis="x", labelsize=6)
+    axes.invert_yaxis()
+    axes.legend(fontsize=6, frameon=False)
+    axes.grid(axis="x", alpha=0.3)

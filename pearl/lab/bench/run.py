@@ -1,16 +1,17 @@
-"""A benchmark: rows (a method on devices) decode the same tasks in turn, so that a slow minute hits all of them."""
+"""A benchmark: rows (a method on devices) decode each task in turn, so that a slow phase of the machine hits all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from statistics import median
+from typing import Any, Protocol
 
 from pearl.client.conversation import Conversation
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ModelError, RequestError
-from pearl.lab.bench.emulation import paced, simulated
+from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.machine import Stolen
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, System, devices_of
 from pearl.lab.bench.tasks import Task
@@ -19,31 +20,46 @@ from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
 from pearl.models.checkpoint import is_toy
 from pearl.models.tokenizer import load_tokenizer
+from pearl.protocol.events import Phase
 
-AR, SD, PEARL, FIXED = "ar", "sd", "pearl", "pearl, fixed"
+AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
+NGRAM, AHEAD, AUTO = "ngram", "pearl, ahead", "auto"
+PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
 _PAIR, _ALL = "pair", "all devices"
 _WARM_UP = 16  # tokens
-_TUNING_TASKS = 3
+_GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
 
 @dataclass(frozen=True)
 class Row:
-    """`system`: which of the systems decodes it. `decoding` means nothing to `generate`."""
+    """One row. `system`: name of the system that decodes it. `generate` ignores `decoding`.
+
+    `params`: how this row samples; None: as the plan says. Of it the seed is the plan's.
+    """
 
     name: str
     system: str
     devices: Devices
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    params: SamplingParams | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One task, decoded once by one row: the sums over its turns, but `first_seconds`, which is the first turn's.
+    """One task, decoded once by one row. Counts and times are sums over its turns, except `first_seconds`.
 
     Attributes:
+        task: number within the set, from 1.
+        first_seconds: from the start of the first turn's prefill to its first commit.
         late_tokens, late_seconds: after each turn's first commit.
         stolen: share of the cores' time that the host took meanwhile.
-        of_simulated: times as fast as the same text under the virtual clock, prefill and all; of emulated pairs.
+        judged, accepted: draft tokens.
+        runs: number of sequences committed up to a correction or bonus.
+        steps: target forwards after the prefill.
+        window: the window c at the end.
+        itl_p50, itl_p99: inter-token latency, seconds; of several turns the median, and the largest.
+        of_simulated: speed / speed of the same text in virtual time, both with the prefill; emulated pairs only.
+        lost: what the time is spent on that the simulator does without -> share of the time; see `emulation.lost`.
     """
 
     row: str
@@ -59,8 +75,12 @@ class Sample:
     judged: int = 0
     accepted: int = 0
     runs: int = 0
+    steps: int = 0
     window: int = 0
+    itl_p50: float | None = None
+    itl_p99: float | None = None
     of_simulated: float | None = None
+    lost: dict[str, float] | None = None
 
     @property
     def rate(self) -> float | None:
@@ -69,7 +89,7 @@ class Sample:
 
 
 class Watcher(Protocol):
-    """Who is told how far it is."""
+    """Receives progress reports. `total` and `count`: samples."""
 
     def begin(self, what: str, total: int) -> None: ...
 
@@ -83,10 +103,12 @@ class Plan:
     """What to measure.
 
     Attributes:
-        repeats: of all rows, or of each by its name.
-        together: all systems loaded at once, taking turns; otherwise one system after the other, for want of memory.
-        most_stolen: an emulated run that lost more of the cores' time is repeated; of up to `attempts` the least
-            disturbed counts.
+        repeats: of all rows, or row name -> repeats.
+        together: load all systems at once and let them take turns; otherwise run one system after the other, which
+            needs less memory.
+        gamma: for sd; None: the fastest.
+        most_stolen: measure a sample again if the host took a larger share of the cores' time.
+        attempts: measurements of one sample at most; the least disturbed one counts.
     """
 
     config: EngineConfig
@@ -106,7 +128,13 @@ class Plan:
 
 @dataclass
 class Measured:
-    """`gammas`: of sd, tried: gamma -> tokens a second. `skipped`: tasks whose prompt did not fit the context."""
+    """The measurements.
+
+    Attributes:
+        gammas: gamma tried for sd -> tokens per second.
+        gamma: the one that sd ran with.
+        skipped: turns that did not fit the context.
+    """
 
     samples: list[Sample] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
@@ -117,42 +145,54 @@ class Measured:
 def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list[Row]:
     """All rows that this pair can have.
 
-    `ar` has the target's devices; a second row has all that PEARL uses, where that is more. So have the outside
-    baselines (`baselines`), which know no toy.
+    `ar`, `ngram` and `generate` run on the target's devices; second rows run on all devices of the pair, if those are
+    more.
+
+    Args:
+        baselines: whether to add rows of `generate`, which cannot load toys.
     """
     target, draft = devices_of(config)
     both = target | draft
     methods = {
         AR: {"method": "ar"},
         SD: {"method": "sd"},
+        SSD: {"method": "ssd"},
         "pearl-no-pre-verify": {"method": "pearl-no-pre-verify"},
         "pearl-no-post-verify": {"method": "pearl-no-post-verify"},
-        FIXED: {"method": "pearl", "window": "fixed"},
-        PEARL: {"method": "pearl"},
+        FIXED: PUBLISHED | {"window": "fixed"},
+        PEARL: PUBLISHED,
+        NGRAM: {"method": "ngram"},
+        AHEAD: {"method": "pearl"},
+        AUTO: {"method": "auto"},
     }
-    alone = {AR}
+    alone = {AR, NGRAM}
+
+    def by_rule(name: str) -> dict[str, str]:
+        return {} if name == AUTO else {"rule": rule}  # auto picks the rule under which its choices change no text
+
     rows = [
-        Row(name, _PAIR, target if name in alone else both, DecodingConfig(**settings, rule=rule))
+        Row(name, _PAIR, target if name in alone else both, DecodingConfig(**settings | by_rule(name)))
         for name, settings in methods.items()
     ]
     if both != target and not emulated(config):
-        rows.append(Row("ar, all devices", _ALL, both, DecodingConfig(method="ar")))
+        rows += [Row(f"{name}, all devices", _ALL, both, DecodingConfig(method=name)) for name in ("ar", "ngram")]
     if baselines:
         rows.append(Row("generate", "generate", target))
         if both != target:
             rows.append(Row("generate, all devices", "generate, all", both))
         rows.append(Row("generate, assisted", "assisted", both))
+        rows.append(Row("generate, prompt lookup", "lookup", both))
     return rows
 
 
 def emulated(config: EngineConfig) -> bool:
-    """Whether the pair is toys of given speed, which the virtual clock can run too."""
+    """Whether the pair is toys with given forward times, which can be simulated too."""
     toys = is_toy(config.target) and is_toy(config.draft)
     return bool(toys and config.target_pace and config.draft_pace)
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
-    """Raises what starting an engine or decoding may raise."""
+    """Run the benchmark. Raises whatever starting an engine or decoding raises."""
     return _Run(plan, watcher).run()
 
 
@@ -164,13 +204,13 @@ class _Run:
         self._raw = plan.raw or self._tokenizer.apply_chat(probe) is None
         self._rows = list(plan.rows)
         self._measured = Measured()
-        self._context: int | None = None  # of our engines; the same for all
+        self._context: int | None = None  # tokens; of our engines, the same for all
 
     def run(self) -> Measured:
         names = list(dict.fromkeys(row.system for row in self._rows))
         for group in [names] if self._plan.together else [[name] for name in names]:
             with ExitStack() as stack:
-                opened = {name: self._opened(name, stack) for name in group}
+                opened = {name: self._open_system(name, stack) for name in group}
                 systems = {name: system for name, system in opened.items() if system is not None}
                 if not systems:
                     continue
@@ -180,7 +220,7 @@ class _Run:
                 self._take_turns(systems)
         return self._measured
 
-    def _opened(self, name: str, stack: ExitStack) -> System | None:
+    def _open_system(self, name: str, stack: ExitStack) -> System | None:
         self._watcher.say(f"starting {'the pair' if name == _PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
         devices = next(row.devices for row in self._rows if row.system == name)
@@ -192,58 +232,61 @@ class _Run:
             wide = ranks | {"draft": "none", "target_device": devices.name}
             try:
                 system = OurSystem(config.model_copy(update=wide))
-            except ModelError as error:  # so many GPUs cannot share it
+            except ModelError as error:  # the model cannot be split over that many GPUs
                 self._watcher.say(f"{name} is left out: {error}")
                 return None
         else:
-            system = Generate(config, devices, self._defaults, assisted=name == "assisted")
+            system = Generate(config, devices, self._defaults, name == "assisted", name == "lookup")
         stack.callback(system.close)
         if isinstance(system, OurSystem):
             self._context = system.engine.context
         return system
 
     def _warm_up(self, systems: Mapping[str, System]) -> None:
-        short = self._plan.params.model_copy(update={"max_tokens": _WARM_UP})
-        for row in self._of(systems):
-            list(self._turns(systems[row.system], row.decoding, self._plan.tasks[0], 0, short))
+        for row in self._rows_on(systems):
+            short = self._params_of(row).model_copy(update={"max_tokens": _WARM_UP})
+            list(self._decode_turns(systems[row.system], row.decoding, self._plan.tasks[0], 0, short))
 
-    def _of(self, systems: Mapping[str, System]) -> list[Row]:
+    def _rows_on(self, systems: Mapping[str, System]) -> list[Row]:
         return [row for row in self._rows if row.system in systems]
 
     # ---- sd at its best ----
 
     def _choose_gamma(self, pair: System) -> None:
-        """By trying: from the best that theory has for the measured speeds, uphill until both neighbours are slower."""
-        at = next((i for i, row in enumerate(self._rows) if row.decoding.method == "sd"), None)
-        if at is None:
+        """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others."""
+        rows = [i for i, row in enumerate(self._rows) if row.decoding.method in (SD, SSD)]
+        if not rows:
             return
         if self._plan.gamma is None and emulated(self._plan.config):
-            best = self._best_in_theory(pair)  # there it is exact, and the runtime's own work does not move it
+            best = self._theoretical_gamma(pair)  # exact for an emulated pair
         else:
-            best = self._plan.gamma or self._climb(pair, self._best_in_theory(pair))
+            best = self._plan.gamma or self._fastest_gamma(pair, self._theoretical_gamma(pair))
         self._measured.gamma = best
-        decoding = self._rows[at].decoding.model_copy(update={"gamma": best})
-        self._rows[at] = replace(self._rows[at], decoding=decoding)
+        for i in rows:
+            decoding = self._rows[i].decoding.model_copy(update={"gamma": best})
+            self._rows[i] = replace(self._rows[i], decoding=decoding)
 
-    def _best_in_theory(self, pair: System) -> int:
-        """For the speeds and the acceptance rate of one text."""
-        s = self._a_text_of(pair)
-        acceptance = s.draft_acceptance_rate or 0.0
+    def _theoretical_gamma(self, pair: System) -> int:
+        """The gamma that is best in theory for the speeds and the acceptance rate of one text."""
+        s = self._decode_one_turn(pair)
+        acceptance = s.acceptance_rate or 0.0
         if emulated(self._plan.config):
             timing = paced(self._plan.config)
             return sd_best_gamma(acceptance, timing.t_draft, timing.t_target)
         times = interpolated({int(fed): seconds for fed, seconds in s.t_target.items()})
         return sd_best_gamma(acceptance, s.t_draft, times)
 
-    def _a_text_of(self, pair: System) -> Statistics:
+    def _decode_one_turn(self, pair: System) -> Statistics:
+        """The statistics of the first turn that fits the context. Raises `RequestError` if none does."""
         for task in self._plan.tasks:
-            for decoded in self._turns(pair, DecodingConfig(method="pearl"), task, 0, self._plan.params):
+            for decoded in self._decode_turns(pair, DecodingConfig(**PUBLISHED), task, 0, self._plan.params):
                 assert decoded.statistics is not None
                 return decoded.statistics
         raise RequestError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
 
-    def _climb(self, pair: System, start: int) -> int:
-        some = _spread(self._plan.tasks, _TUNING_TASKS)
+    def _fastest_gamma(self, pair: System, start: int) -> int:
+        """The gamma found by hill climbing from `start` over measured tokens per second."""
+        some = _pick_tasks(self._plan.tasks, _GAMMA_TASKS)
         rates, top, before = self._measured.gammas, start, 0
         while top != before:
             before = top
@@ -252,7 +295,7 @@ class _Run:
             for task in some:  # the candidates take turns too
                 for g in new:
                     decoding = DecodingConfig(method="sd", gamma=g)
-                    for decoded in self._turns(pair, decoding, task, 0, self._plan.params):
+                    for decoded in self._decode_turns(pair, decoding, task, 0, self._plan.params):
                         totals[g][0] += decoded.late_tokens
                         totals[g][1] += decoded.late_seconds
             rates |= {g: tokens / seconds if seconds else 0.0 for g, (tokens, seconds) in totals.items()}
@@ -264,52 +307,60 @@ class _Run:
 
     def _take_turns(self, systems: Mapping[str, System]) -> None:
         plan = self._plan
-        repeats = {row: plan.repeats_of(row) for row in self._of(systems)}
+        repeats = {row: plan.repeats_of(row) for row in self._rows_on(systems)}
         self._watcher.begin("measuring", sum(repeats.values()) * len(plan.tasks))
         for repeat in range(max(repeats.values())):
             rows = [row for row in repeats if repeats[row] > repeat]
             for i, task in enumerate(plan.tasks):
-                start = (i + repeat) % len(rows)  # who comes first changes, so that nobody gains by its place
+                start = (i + repeat) % len(rows)  # rotate the order, so that no row gains by its place
                 for row in rows[start:] + rows[:start]:
-                    sample = self._sample(systems[row.system], row, task, repeat)
+                    sample = self._measure_task(systems[row.system], row, task, repeat)
                     if sample is not None:
                         self._measured.samples.append(sample)
                     note = f"{row.name}, {task.set} {task.number}"
                     self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
 
-    def _sample(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
-        attempts: list[Sample] = []
+    def _params_of(self, row: Row) -> SamplingParams:
+        return row.params or self._plan.params
+
+    def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
+        params, attempts = self._params_of(row), list[tuple[Sample, list[Decoded]]]()
         while len(attempts) < self._plan.attempts:
             stolen = Stolen()
-            turns = list(self._turns(system, row.decoding, task, repeat, self._plan.params))
+            turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
             if not turns:
                 return None
-            sample = _sample(row, task, repeat, turns, stolen.share)
-            attempts.append(sample)
+            sample = _sample(row, task, repeat, turns, stolen.taken().stolen)
+            attempts.append((sample, turns))
             if sample.stolen <= self._plan.most_stolen:
                 break
-        best = min(attempts, key=lambda sample: sample.stolen)  # the least disturbed, not the fastest
+        best, turns = min(attempts, key=lambda attempt: attempt[0].stolen)  # the least disturbed, not the fastest
         if emulated(self._plan.config):
-            params = self._seeded(self._plan.params, task, repeat)
-            virtual = simulated(self._plan.config, row.decoding, self._first_prompt(task), params)
+            prompt, seeded = self._first_prompt(task), self._seeded(params, task, repeat)
+            virtual = simulated(self._plan.config, row.decoding, prompt, seeded)
             rate = len(virtual.tokens) / virtual.seconds
-            best = replace(best, of_simulated=best.tokens / best.seconds / rate)
+            known = turns[0].statistics
+            best = replace(
+                best,
+                of_simulated=best.tokens / best.seconds / rate,
+                lost=lost(known, virtual) if known is not None else None,
+            )
         return best
 
     def _first_prompt(self, task: Task) -> list[int]:
         return Conversation(self._tokenizer, self._raw).prompt(task.turns[0])
 
-    def _turns(
+    def _decode_turns(
         self, system: System, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
     ) -> Iterator[Decoded]:
-        """The replies, one after the other; each row answers its own. Ends early where the context is full."""
+        """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
         conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task, repeat)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
             if not self._fits(len(prompt), params):
                 self._skip(f"{task.set} {task.number}, turn {number}")
                 return
-            if number == 1:  # the rows decode the same prompts, one after the other
+            if number == 1:  # an earlier row has decoded the same prompt
                 system.forget(decoding, prompt)
             decoded = system.decode(decoding, prompt, params)
             ended = bool(decoded.tokens) and decoded.tokens[-1] in self._defaults.eos
@@ -318,8 +369,8 @@ class _Run:
             yield decoded
 
     def _seeded(self, params: SamplingParams, task: Task, repeat: int) -> SamplingParams:
-        """One seed a task and repeat, the same for all rows."""
-        return params.model_copy(update={"seed": (params.seed or 0) + 1000 * repeat + task.number})
+        """One seed per task and repeat, the same for all rows."""
+        return params.model_copy(update={"seed": (self._plan.params.seed or 0) + 1000 * repeat + task.number})
 
     def _fits(self, prompt: int, params: SamplingParams) -> bool:
         return self._context is None or prompt + (params.max_tokens or 1) <= self._context
@@ -330,8 +381,8 @@ class _Run:
             self._watcher.say(f"{what} does not fit the context: left out")
 
 
-def _spread(tasks: Sequence[Task], count: int) -> list[Task]:
-    """Some of them, of as many sets as there are."""
+def _pick_tasks(tasks: Sequence[Task], count: int) -> list[Task]:
+    """The first task of each set, and further tasks up to `count` in all."""
     first = {task.set: task for task in reversed(tasks)}
     rest = [task for task in tasks if task not in first.values()]
     return [*reversed(first.values()), *rest][: max(count, len(first))]
@@ -352,6 +403,9 @@ def _sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], stolen:
         stolen=stolen,
         judged=sum(s.num_judged_draft_tokens for s in known),
         accepted=sum(s.num_accepted_draft_tokens for s in known),
-        runs=sum(sum(s.acceptance_histogram.values()) for s in known),
+        runs=sum(sum(s.run_histogram.values()) for s in known),
+        steps=sum(n for s in known for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value),
         window=known[-1].window if known else 0,
+        itl_p50=median(latencies) if (latencies := [t.itl_p50 for t in turns if t.itl_p50 is not None]) else None,
+        itl_p99=max((t.itl_p99 for t in turns if t.itl_p99 is not None), default=None),
     )

@@ -1,4 +1,4 @@
-"""What the samples come to, row by row: medians over texts with bootstrap intervals, and what goes into the JSON."""
+"""Summarise samples per row, as medians over texts with bootstrap intervals, and as the JSON document."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from statistics import median
 from typing import Any
 
 from pearl.lab.bench.interval import Interval, median_of
-from pearl.lab.bench.machine import hardware
+from pearl.lab.bench.machine import Taken, hardware
 from pearl.lab.bench.run import AR, Measured, Plan, Sample
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One row. Rates are tokens a second after the first commit.
+    """The figures of one row.
 
     Attributes:
-        rate: the median over texts.
-        speedup: the median over texts of the ratio to `ar` on the same text; None where `ar` was not measured.
-        by_set: set -> such a speed-up.
-        first_seconds: median time to the first token, of first turns.
-        acceptance: accepted / judged.
-        tokens_per_run: committed up to a correction or bonus, it included.
-        of_simulated: of emulated pairs.
+        rate: tokens per second after the first commit, median over texts.
+        speedup: rate / rate of `ar` on the same text, median over texts; None if `ar` was not measured.
+        by_set: set -> the speedup over its texts.
+        first_seconds: median seconds to the first token of the first turn.
+        itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
+        acceptance: accepted / judged draft tokens.
+        tokens_per_run: mean tokens committed up to and including a correction or bonus.
+        tokens_per_step: tokens per target forward, prefills left out.
+        of_simulated: speed / simulated speed; emulated pairs only.
     """
 
     name: str
@@ -34,48 +36,59 @@ class Figures:
     speedup: Interval | None
     by_set: dict[str, Interval]
     first_seconds: float
+    itl_p50: float | None
+    itl_p99: float | None
     acceptance: float | None
     tokens_per_run: float | None
+    tokens_per_step: float | None
     window: int
     of_simulated: Interval | None
 
 
 def figures(plan: Plan, measured: Measured, base: str = AR) -> list[Figures]:
-    """In the order of the plan's rows; a row of which nothing was measured is left out."""
+    """The figures of each row, in the plan's order; rows without a sample are left out."""
     rows = ((row, [s for s in measured.samples if s.row == row.name]) for row in plan.rows)
-    plain = {_text(s): s.rate for s in measured.samples if s.row == base and s.rate}
-    return [_figures(row.name, row.devices.in_words(), samples, plain) for row, samples in rows if samples]
+    ar_rates = {_text_key(s): s.rate for s in measured.samples if s.row == base and s.rate}
+    return [_figures(row.name, row.devices.in_words(), samples, ar_rates) for row, samples in rows if samples]
 
 
-def _text(sample: Sample) -> tuple[str, int, int]:
+def _text_key(sample: Sample) -> tuple[str, int, int]:
     return sample.set, sample.task, sample.repeat
 
 
 def _figures(
-    name: str, devices: str, samples: Sequence[Sample], plain: Mapping[tuple[str, int, int], float]
+    name: str, devices: str, samples: Sequence[Sample], ar_rates: Mapping[tuple[str, int, int], float]
 ) -> Figures:
-    judged, runs = sum(s.judged for s in samples), sum(s.runs for s in samples)
+    judged, runs, steps = (sum(getattr(s, name) for s in samples) for name in ("judged", "runs", "steps"))
     accepted = sum(s.accepted for s in samples)
     sets = dict.fromkeys(s.set for s in samples)
-    by_set = {name: _speedup([s for s in samples if s.set == name], plain) for name in sets}
+    by_set = {name: _speedup([s for s in samples if s.set == name], ar_rates) for name in sets}
     return Figures(
         name=name,
         devices=devices,
         texts=len(samples),
         tokens=sum(s.tokens for s in samples),
         rate=_interval(s.rate for s in samples),
-        speedup=_speedup(samples, plain),
+        speedup=_speedup(samples, ar_rates),
         by_set={name: speedup for name, speedup in by_set.items() if speedup},
         first_seconds=median(s.first_seconds for s in samples),
+        itl_p50=_median(s.itl_p50 for s in samples),
+        itl_p99=_median(s.itl_p99 for s in samples),
         acceptance=accepted / judged if judged else None,
         tokens_per_run=1 + accepted / runs if runs else None,
+        tokens_per_step=sum(s.tokens for s in samples) / steps if steps else None,
         window=samples[-1].window,
         of_simulated=_interval(s.of_simulated for s in samples),
     )
 
 
-def _speedup(samples: Iterable[Sample], plain: Mapping[tuple[str, int, int], float]) -> Interval | None:
-    return _interval(s.rate / other for s in samples if s.rate and (other := plain.get(_text(s))))
+def _speedup(samples: Iterable[Sample], ar_rates: Mapping[tuple[str, int, int], float]) -> Interval | None:
+    return _interval(s.rate / other for s in samples if s.rate and (other := ar_rates.get(_text_key(s))))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _interval(values: Iterable[float | None]) -> Interval | None:
@@ -83,8 +96,8 @@ def _interval(values: Iterable[float | None]) -> Interval | None:
     return median_of(known) if known else None
 
 
-def document(plan: Plan, measured: Measured, seconds: float, stolen: float) -> dict[str, Any]:
-    """All of it, for machines: what was asked, where, the figures, and every text."""
+def document(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> dict[str, Any]:
+    """For JSON: settings, hardware, figures, and every sample."""
     return {
         "kind": "bench",
         "settings": {
@@ -97,7 +110,7 @@ def document(plan: Plan, measured: Measured, seconds: float, stolen: float) -> d
         },
         "hardware": hardware(),
         "seconds": seconds,
-        "stolen": stolen,
+        **asdict(taken),
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
         "rows": [asdict(row) for row in figures(plan, measured)],

@@ -1,4 +1,4 @@
-"""What decodes in a benchmark: an engine of ours, or `transformers`' `generate` in a process beside it."""
+"""The systems of a benchmark: our engine, and `transformers`' `generate` in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from pearl.worker.build import settled
 
 @dataclass(frozen=True)
 class Decoded:
-    """One text. Only what was committed counts, up to and with an EOS.
+    """One decoded text.
 
     Attributes:
+        tokens: committed tokens, up to and including EOS.
         first_seconds: from the start of the prefill to the first commit.
-        late_tokens, late_seconds: after the first commit, up to the last. Of ours by the target worker's clock.
-        statistics: ours alone.
+        late_tokens, late_seconds: from the first commit to the last; for our engine by the target worker's clock.
+        itl_p50, itl_p99: inter-token latency, seconds, as `Statistics` defines it; None where one commit was all.
+        statistics: None for `generate`.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +36,8 @@ class Decoded:
     late_tokens: int
     late_seconds: float
     statistics: Statistics | None = None
+    itl_p50: float | None = None
+    itl_p99: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -41,10 +45,10 @@ class Decoded:
 
 
 class System(Protocol):
-    """`decoding` is for ours; `generate` has one way only."""
+    """Decodes prompts. `generate` ignores `decoding`."""
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """Leaves nothing of an earlier text in the KV caches that `prompt` could begin with."""
+        """Make sure that no KV cache holds a prefix of `prompt`."""
         ...
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded: ...
@@ -53,11 +57,13 @@ class System(Protocol):
 
 
 class OurSystem:
+    """Our engine."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.engine = Engine(config=config)
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """By a short text that begins otherwise: both models then keep that one."""
+        """Decode a short text that begins with another token, which replaces the caches of both models."""
         other = [int(prompt[0] == 0)]
         self.engine.generate(other, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), decoding=decoding)
 
@@ -66,17 +72,34 @@ class OurSystem:
         s = result.statistics
         late = max(0.0, s.seconds - s.seconds_to_first_token)
         late_tokens = round((s.tokens_per_second or 0.0) * late)
-        return Decoded(tuple(result.tokens), s.seconds_to_first_token, late_tokens, late, s)
+        first = s.seconds_to_first_token - s.queue_seconds
+        return Decoded(tuple(result.tokens), first, late_tokens, late, s, s.itl_p50, s.itl_p99)
 
     def close(self) -> None:
         self.engine.close()
 
 
-class Generate:
-    """Raises `StartError` where the process cannot load its models, or has ended."""
+LOOKUP_TOKENS = 10  # candidates a step of `generate`'s prompt lookup: what its documentation shows
 
-    def __init__(self, config: EngineConfig, devices: Devices, defaults: GenerationDefaults, assisted: bool) -> None:
+
+class Generate:
+    """`generate` in a process. Raises `StartError` if the process cannot load its models, or has ended.
+
+    Args:
+        assisted: whether the draft is its assistant.
+        lookup: whether it looks for candidates in the text so far (`prompt_lookup_num_tokens`).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        devices: Devices,
+        defaults: GenerationDefaults,
+        assisted: bool = False,
+        lookup: bool = False,
+    ) -> None:
         self._defaults = defaults
+        self._options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
         environment = dict(os.environ)
         if devices.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices.gpus))
@@ -90,8 +113,8 @@ class Generate:
         settings = {
             "target": config.target,
             "assistant": config.draft if assisted else None,
-            "target_dtype": _stored(config.target_dtype),
-            "assistant_dtype": _stored(config.draft_dtype),
+            "target_dtype": _loadable_dtype(config.target_dtype),
+            "assistant_dtype": _loadable_dtype(config.draft_dtype),
             "device": "cuda:0" if devices.gpus else "cpu",
             "spread": len(devices.gpus) > 1,
             "cores": devices.cores,
@@ -99,14 +122,14 @@ class Generate:
         self._ask(settings)
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """It never remembers."""
+        """Nothing to do: `generate` keeps no cache between texts."""
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
         asked = {
             "prompt": list(prompt),
             "max_tokens": params.max_tokens,
             "seed": params.seed,
-            "sampling": _as_generate_has_it(params, self._defaults),
+            "sampling": _generate_options(params, self._defaults) | self._options,
         }
         answer = self._ask(asked)
         return Decoded(tuple(answer.pop("tokens")), **answer)
@@ -126,12 +149,13 @@ class Generate:
         return answer
 
     def close(self) -> None:
-        """It ends with its standard input."""
+        """Close the process's standard input, which ends it, and wait for it."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.communicate()
 
 
-def _as_generate_has_it(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
+def _generate_options(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
+    """The sampling settings as keyword arguments of `generate`."""
     sampling = resolve_sampling(params, defaults)
     if sampling.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
@@ -141,7 +165,7 @@ def _as_generate_has_it(params: SamplingParams, defaults: GenerationDefaults) ->
 
 @dataclass(frozen=True)
 class Devices:
-    """Cores or GPUs. Both empty: all cores, unpinned."""
+    """Numbers of cores, or of GPUs. Both empty: all cores, unpinned."""
 
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
@@ -152,7 +176,7 @@ class Devices:
 
     @property
     def name(self) -> str:
-        """As `EngineConfig.target_device` has it."""
+        """In the notation of `EngineConfig.target_device`."""
         kind, numbers = ("cuda", self.gpus) if self.gpus else ("cpu", self.cores)
         return f"{kind}:{','.join(map(str, numbers))}" if numbers else kind
 
@@ -162,17 +186,19 @@ class Devices:
 
 
 def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
-    """Of the target and of the draft, all their ranks, as the workers settle them."""
-    target, draft = (_settled(config, role) if role in config.roles else Devices() for role in ("target", "draft"))
+    """(devices of the target, devices of the draft), over all ranks, as the workers resolve them."""
+    target, draft = (
+        _resolve_devices(config, role) if role in config.roles else Devices() for role in ("target", "draft")
+    )
     return target, draft
 
 
-def _settled(config: EngineConfig, role: ModelRole) -> Devices:
+def _resolve_devices(config: EngineConfig, role: ModelRole) -> Devices:
     devices = [settled(config, role, rank) for rank in range(config.model(role).tp)]
     cores = [core for device in devices for core in device.cores or ()]
     return Devices(tuple(sorted({*cores})), tuple(sorted({gpu for device in devices for gpu in device.gpus})))
 
 
-def _stored(dtype: str) -> str:
-    """What `generate` can load: rounded weights are our own."""
+def _loadable_dtype(dtype: str) -> str:
+    """A dtype that `generate` can load: int8 and int4 are formats of ours."""
     return "bfloat16" if dtype in ("int8", "int4") else dtype

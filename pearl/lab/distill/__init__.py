@@ -1,16 +1,16 @@
-"""Making and judging a draft: distillation of a target on its own answers, and how often the target would accept.
+"""Train and evaluate a draft: distillation on the target's own answers, and the acceptance rate to expect.
 
     config       every setting of a run
-    teacher      the target as a teacher: its model, tokenizer, and prompts as it reads them
-    benchmarks   what must not be trained on
+    teacher      the loaded target: its model, tokenizer, and how it encodes prompts
+    benchmarks   recognises benchmark prompts, which are never trained on
     prompts      from files, and invented by the target
-    answers      batched generation that records the likeliest tokens of every step
+    answers      batched generation, with the likeliest tokens of every step
     shards       answers on disk
-    draft        which model is trained, and the directory that comes out
-    loss, plan   what a step minimises, and on which answers
-    checkpoints  what a run is continued from
-    run          the rounds
-    evaluate     a draft against the target's own answers; plot draws it
+    draft        builds the model to train, and exports it
+    loss, plan   the training loss; batches, seeds and the learning rate
+    checkpoints  training state, to resume a run
+    run          the rounds of answering and learning
+    evaluate     compares a draft with the target on the target's answers; plot draws the result
 
-It must not know processes, windows or the protocol: a draft that comes out is an ordinary checkpoint.
+It must not know processes, windows or the protocol: the draft is an ordinary checkpoint.
 """

@@ -1,7 +1,7 @@
-"""Batched generation: the target's own text, and in the same pass the likeliest tokens of every step.
+"""Batched generation of answers, which records the likeliest tokens of every step in the same pass.
 
-Rows that are done leave the batch.  Every draw follows from the generator that is handed in, one uniform number a row
-and step, made on the host: the same on every device.
+Finished rows leave the batch.  Sampling uses one uniform number per row and step from the caller's host generator, so
+the random numbers are the same on every device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from pearl.models.hf import FixedLayer
 
 T = TypeVar("T")
 
-CIRCLE = 16  # an answer that repeats as many tokens of its own goes in circles, and teaches nothing more
-_SPARSE = 0.75  # of the batch's rows alive: below, the dead ones are cut out
+LOOP_TOKENS = 16  # end an answer that repeats a run of this length: loops teach nothing
+_MIN_ALIVE = 0.75  # remove finished rows from the batch once a smaller share is unfinished
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and what followed. Row i of `top_ids` and `top_probs` [tokens, top] is about tokens[i]: likeliest first.
+    """A prompt and its answer.
 
-    The probabilities are the target's own, at temperature 1, whatever the answer was drawn at.
+    Attributes:
+        prompt, tokens: ids; `tokens` ends with EOS if the answer did.
+        top_ids, top_probs: [tokens, top]; row i has the target's likeliest tokens at the place of tokens[i], likeliest
+            first. Probabilities at temperature 1, whatever temperature the answer was sampled at.
     """
 
     prompt: list[int]
@@ -37,26 +40,27 @@ class Answer:
 
 @dataclass
 class _Row:
-    """One answer in the making. `seen`: the runs of `CIRCLE` tokens that it has had."""
+    """One answer being generated. `seen`: its runs of `LOOP_TOKENS` tokens so far."""
 
     index: int
     temperature: float
     tokens: list[int] = field(default_factory=list)
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
-    def add(self, token: int, eos: Collection[int], limit: int, circles: bool) -> bool:
-        """Whether this was the last."""
+    def add(self, token: int, eos: Collection[int], limit: int, allow_loops: bool) -> bool:
+        """Append a token; return whether the answer is finished."""
         self.tokens.append(token)
-        run = tuple(self.tokens[-CIRCLE:])
-        again = not circles and len(run) == CIRCLE and run in self.seen
+        run = tuple(self.tokens[-LOOP_TOKENS:])
+        again = not allow_loops and len(run) == LOOP_TOKENS and run in self.seen
         self.seen.add(run)
         return token in eos or len(self.tokens) == limit or again
 
 
 class BatchLayer(FixedLayer):
-    """A `FixedLayer` of many rows, of which some can be dropped."""
+    """A `FixedLayer` with a batch of rows, from which rows can be dropped."""
 
     def keep(self, rows: torch.Tensor) -> None:
+        """Keep only these rows, in this order."""
         assert self.keys is not None
         assert self.values is not None
         self.keys, self.values = self.keys[rows], self.values[rows]
@@ -71,50 +75,56 @@ def answer(
     eos: Collection[int],
     temperatures: Sequence[float] = (0.0,),
     top: int = 1,
-    circles: bool = False,
+    allow_loops: bool = False,
     generator: torch.Generator | None = None,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> list[Answer]:
-    """Answers all prompts at once, each up to EOS (which is kept), `limit` tokens, or its first circle.
+    """Answer all prompts in one batch, each up to and including EOS, to `limit` tokens, or to its first loop.
 
     Args:
-        temperatures: taken in turn; above 0 a token is drawn from the `top` likeliest.
-        circles: go on where the text repeats itself.
-        generator: a host generator; needed where a temperature is above 0.
-        tick: told how many tokens each step has made.
+        temperatures: prompt i gets temperatures[i % n]; 0 is greedy, above 0 samples among the `top` likeliest tokens.
+        top: tokens recorded per step.
+        allow_loops: do not end an answer that repeats itself.
+        generator: a host generator; required if a temperature is above 0.
+        tick: called after each step with the number of tokens generated in it.
     """
     batch = _Batch(model, prompts, limit, top)
     rows = [_Row(i, temperatures[i % len(temperatures)]) for i in range(len(prompts))]
     every, records = list(rows), []
     while rows:
         ids, probs = batch.step()  # [rows, top]
-        chosen = _choose(ids, probs, [row.temperature for row in rows], generator)
+        chosen = _sample(ids, probs, [row.temperature for row in rows], generator)
         records.append(([row.index for row in rows], ids.int(), probs.half()))
-        over = [row.add(token, eos, limit, circles) for row, token in zip(rows, chosen.tolist(), strict=True)]
+        finished = [row.add(token, eos, limit, allow_loops) for row, token in zip(rows, chosen.tolist(), strict=True)]
         tick(len(rows))
-        rows = [row for row, done in zip(rows, over, strict=True) if not done]
-        batch.feed(chosen, torch.tensor([not done for done in over]))
-    return _gathered(prompts, every, records)
+        rows = [row for row, done in zip(rows, finished, strict=True) if not done]
+        batch.feed(chosen, torch.tensor([not done for done in finished]))
+    return _gather(prompts, every, records)
 
 
-def _choose(
+def _sample(
     ids: torch.Tensor, probs: torch.Tensor, temperatures: Sequence[float], generator: torch.Generator | None
 ) -> torch.Tensor:
-    """One of each row's ids: the first at temperature 0, otherwise drawn. All on the host."""
+    """Pick one id per row: the first at temperature 0, otherwise sampled. Returns [rows], on the host.
+
+    Args:
+        ids, probs: [rows, top], likeliest first.
+        temperatures: one per row.
+    """
     ids, probs = ids.cpu(), probs.cpu()
     if not any(temperatures):
         return ids[:, 0]
-    heat = torch.tensor(temperatures)[:, None]
-    weights = probs.clamp_min(1e-30).pow(1 / heat.clamp_min(1e-2)).cumsum(-1)
+    temperature = torch.tensor(temperatures)[:, None]
+    weights = probs.clamp_min(1e-30).pow(1 / temperature.clamp_min(1e-2)).cumsum(-1)
     draws = torch.rand(len(ids), 1, generator=generator) * weights[:, -1:]
     drawn = torch.searchsorted(weights, draws, right=True).clamp_max(ids.shape[1] - 1)
-    return ids.gather(1, torch.where(heat > 0, drawn, 0))[:, 0]
+    return ids.gather(1, torch.where(temperature > 0, drawn, 0))[:, 0]
 
 
 class _Batch:
-    """The model's side: left-padded prompts, a cache, and what is fed next.
+    """Left-padded prompts, their KV cache, and the tokens to feed next.
 
-    A row that is done stays in the batch, fed with anything, until enough of them are to be worth a copy.
+    Finished rows stay in the batch as padding until they are enough to be worth copying the cache without them.
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int, top: int) -> None:
@@ -132,14 +142,14 @@ class _Batch:
             mask[row, longest - len(prompt) :] = 1
         self._fed, self._mask = fed.to(model.device), mask.to(model.device)
         self._length = 0
-        self._alive = torch.arange(len(prompts))  # rows of the batch that are still being written
+        self._alive = torch.arange(len(prompts))  # indices of the unfinished rows
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feeds what waits; the likeliest ids and their probabilities [alive, top]."""
+        """Run a forward; return the likeliest ids of the unfinished rows and their probabilities [alive, top]."""
         end = self._length + self._fed.shape[1]
         mask = self._mask[:, :end]
         positions = (mask.cumsum(-1) - 1).clamp_min_(0)[:, self._length :]
-        # The head apart: given states of which only the last count, torch would copy it for every row.
+        # The head is applied below: on a slice of all states torch would copy its weights for every row.
         states = self._model.base_model(
             input_ids=self._fed,
             attention_mask=mask,
@@ -152,12 +162,17 @@ class _Batch:
         best = logits.topk(self._top)
         return best.indices, torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
 
-    def feed(self, tokens: torch.Tensor, going_on: torch.Tensor) -> None:
-        """Next are `tokens` [alive]; rows that do not go on are dead."""
+    def feed(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> None:
+        """Set the tokens of the next forward.
+
+        Args:
+            tokens: [alive], one per row that was unfinished.
+            unfinished: [alive], bool: rows that go on.
+        """
         fed = self._fed.new_zeros(len(self._fed), 1)
         fed[self._alive.to(fed.device), 0] = tokens.to(fed.device)
-        self._fed, self._alive = fed, self._alive[going_on]
-        if 0 < len(self._alive) < _SPARSE * len(fed):
+        self._fed, self._alive = fed, self._alive[unfinished]
+        if 0 < len(self._alive) < _MIN_ALIVE * len(fed):
             rows = self._alive.to(fed.device)
             self._fed, self._mask = self._fed[rows], self._mask[rows]
             for layer in self._layers:
@@ -165,10 +180,10 @@ class _Batch:
             self._alive = torch.arange(len(rows))
 
 
-def _gathered(
+def _gather(
     prompts: Sequence[Sequence[int]], rows: Sequence[_Row], records: list[tuple[list[int], torch.Tensor, torch.Tensor]]
 ) -> list[Answer]:
-    """The records of each step, sorted by answer."""
+    """Regroup the records of each step (row indices, ids, probabilities) by answer."""
     order = torch.tensor([index for indices, _, _ in records for index in indices]).argsort(stable=True)
     sizes = [len(row.tokens) for row in rows]
     ids = torch.cat([ids for _, ids, _ in records]).cpu()[order].split(sizes)
@@ -177,12 +192,12 @@ def _gathered(
 
 
 def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """`size` at a time, the last perhaps fewer."""
+    """Split into batches of `size`; the last may be smaller."""
     return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def fitting_batch(model: PreTrainedModel, length: int) -> int:
-    """How many rows of `length` tokens to generate at once: on a GPU what half its free memory holds, at most 1024."""
+    """Rows of `length` tokens to generate at once: 128; on a GPU as many as fit half its free memory, at most 1024."""
     if model.device.type != "cuda":
         return 128
     config = model.config.get_text_config(decoder=True)

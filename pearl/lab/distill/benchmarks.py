@@ -1,7 +1,7 @@
-"""Prompts that are for testing only: HumanEval, GSM8K and MT-bench, and near copies of theirs, are never trained on.
+"""Recognise prompts of HumanEval, GSM8K and MT-bench and near copies of them, which must not be trained on.
 
-`benchmarks.npy` holds a 32-bit hash of every run of five words in them, and of every whole prompt; the prompts
-themselves cannot be had from it.  `scripts/fingerprint_benchmarks.py` makes it.
+`benchmarks.npy` holds a 32-bit hash of every run of five words in these prompts, and of every whole prompt; the prompts
+cannot be recovered from it.  `scripts/fingerprint_benchmarks.py` makes it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 FINGERPRINTS = Path(__file__).parent / "benchmarks.npy"
-RUN = 5
-MOST_SHARE = 0.25  # of a prompt's runs that a benchmark may have too
-MOST_RUNS = 7  # and their number: so many in a row are eleven words
+RUN = 5  # words
+MOST_SHARE = 0.25  # of a prompt's runs that may also be in a benchmark
+MOST_RUNS = 7  # of them that may also be in a benchmark: 7 successive runs are eleven words
 
 
 def words(text: str) -> list[str]:
-    """Lower case, without punctuation; every number is 0, for changing one makes no new question."""
+    """The words in lower case, without punctuation; every number becomes 0: a changed number is no new question."""
     return [re.sub(r"\d+", "0", word) for word in re.findall(r"\w+", text.lower())]
 
 
 def fingerprints(text: str) -> set[int]:
-    """Hashes of the text's runs of `RUN` words; a text shorter than that has the one of its whole."""
+    """Hashes of every run of `RUN` words in the text (of all its words if it is shorter), and of the whole text."""
     found = words(text)
     runs = [found[i : i + RUN] for i in range(max(1, len(found) - RUN + 1))] if found else []
     return {_hash(run) for run in runs} | {_hash(["whole", *found])}
@@ -37,7 +37,7 @@ def _hash(run: list[str]) -> int:
 
 
 def is_benchmark(text: str) -> bool:
-    """Whether `text` is one of the prompts, close to one, or has one in it."""
+    """Whether `text` is a benchmark's prompt, is close to one, or contains one."""
     own = fingerprints(text)
     shared = len(own & _known())
     return _hash(["whole", *words(text)]) in _known() or shared > min(MOST_RUNS, MOST_SHARE * len(own))

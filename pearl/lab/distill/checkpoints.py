@@ -1,6 +1,6 @@
-"""What a run is continued from: weights that learn, the optimizer's state, and how far it has come.
+"""Checkpoints of a run: trainable weights, the optimizer's state, and the position in the run.
 
-No generator's state: every draw is keyed by seed and place.  The newest two are kept, and a damaged one is named.
+They hold no generator state: every random number is keyed by seed and position.  The newest two checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.shards import written_whole
 
-_KEPT = 2
+_MAX_KEPT = 2
 
 
 @dataclass(frozen=True)
 class Place:
-    """How far a run has come: `batch` steps of round `round`, `step` in all, on `tokens` answer tokens."""
+    """A position in a run.
+
+    Attributes:
+        round, batch: the current round, and the steps done in it.
+        step, tokens: steps done in all, and answer tokens learnt from.
+    """
 
     round: int = 0
     batch: int = 0
@@ -31,27 +36,31 @@ class Place:
     tokens: int = 0
 
 
-def learning(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """By name."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def save(directory: Path, place: Place, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `DistillError`; the checkpoints before are then as they were."""
+    """Write a checkpoint and delete old ones. Raises `DistillError`, and then leaves earlier checkpoints unchanged."""
     tensors = _tensors(model, optimizer)
     about = {"place": json.dumps(asdict(place)), "digest": _digest(tensors)}
     with written_whole(directory / f"step-{place.step:08d}.safetensors") as building:
         save_file(tensors, building, metadata=about)
-    for old in _found(directory)[:-_KEPT]:
+    for old in _checkpoints(directory)[:-_MAX_KEPT]:
         old.unlink(missing_ok=True)
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Place:
-    """Puts the newest checkpoint into both; the start where there is none. Raises `DistillError` for a damaged one."""
-    found = _found(directory)
+    """Load the newest checkpoint into model and optimizer; return its position, or the start if there is none.
+
+    Raises `DistillError` if it is damaged, or belongs to another draft.
+    """
+    found = _checkpoints(directory)
     if not found:
         return Place()
     tensors, place = _read(found[-1], earlier=found[-2].name if len(found) > 1 else "the start")
-    parameters = learning(model)
+    parameters = trainable_parameters(model)
     if {name.partition("/")[2] for name in tensors} != set(parameters):
         raise DistillError(f"{found[-1]} belongs to another draft than these settings describe")
     with torch.no_grad():
@@ -64,7 +73,7 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
 
 def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     tensors = {}
-    for name, weight in learning(model).items():
+    for name, weight in trainable_parameters(model).items():
         tensors[f"weight/{name}"] = weight.detach()
         tensors |= {f"{kind}/{name}": value for kind, value in optimizer.state.get(weight, {}).items()}
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
@@ -81,7 +90,7 @@ def _restore_optimizer(
         }
 
 
-def _found(directory: Path) -> list[Path]:
+def _checkpoints(directory: Path) -> list[Path]:
     return sorted(directory.glob("step-*.safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a distillation, in the manner of `pearl.config`: a flat YAML mapping, and a flag for each field."""
+"""All settings of a distillation: like `pearl.config`, a flat YAML mapping, and a flag for each field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pearl.errors import ConfigError
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
-# How people open a request: stories, questions, code, sums. The target writes the rest.
+# Beginnings of user requests: stories, questions, code, arithmetic. The target writes the rest.
 OPENINGS = (
     "Write a", "Write a Python function", "Write a short story about", "Write an email to", "Write a poem about",
     "Write a program that", "Explain", "Explain the difference between", "Describe", "What is", "What are the",
@@ -33,16 +33,16 @@ class DistillConfig(Section):
 
     target: str = Field("embedded", description="Model to imitate: directory, .gguf file, hub id or embedded.")
     out: str = Field(description="Directory of the run: answers, checkpoints, log, and the draft itself.")
-    init_from: str | None = Field(None, description="Draft to go on from; default: made of the target's own layers.")
+    init_from: str | None = Field(None, description="Draft to train further; default: made of the target's own layers.")
     layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
     width: int | None = Field(None, ge=8, description="Hidden size of a narrower, tied draft; default: the target's.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Everything drawn follows from it.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of forwards; weights learn in float32.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of forwards; trained weights are float32.")
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
 
     prompts: tuple[str, ...] = Field((), description="Files of prompts, .jsonl or a line each (may be given again).")
-    openings: tuple[str, ...] = Field(OPENINGS, description="Starts of user turns that the target goes on from.")
+    openings: tuple[str, ...] = Field(OPENINGS, description="Starts of user turns, which the target continues.")
     plain: Share = Field(0.3, description="Share of invented prompts with no opening at all.")
     held_out: Count = Field(64, description="Invented prompts kept for measuring, never trained on.")
     rounds: Count = Field(8, description="Rounds of answering, then learning.")
@@ -51,20 +51,20 @@ class DistillConfig(Section):
         None, ge=1, description="Answers generated at once; default: what fits, 128 on CPU."
     )
     max_prompt_tokens: Count = Field(96, description="Longest user turn.")
-    max_answer_tokens: Count = Field(256, description="Longest answer; it ends at EOS, or when it goes in circles.")
+    max_answer_tokens: Count = Field(256, description="Longest answer; it ends at EOS, or when it repeats itself.")
     temperatures: tuple[float, ...] = Field((0.0, 0.6, 1.0), description="Answers take these in turn; 0 is greedy.")
     top: int = Field(
         32, ge=1, le=1024, description="Likeliest tokens recorded for each position; samples are of these."
     )
 
-    passes: Count = Field(4, description="Tokens learnt from in a round, as a multiple of those it added.")
+    passes: Count = Field(4, description="Tokens learnt from in a round, as a multiple of the tokens it added.")
     batch_tokens: Count = Field(2048, description="Tokens of a training batch, padding included.")
     negatives: int = Field(
         0, ge=0, description="Other tokens that the loss looks at, drawn anew for each batch; 0: the whole vocabulary."
     )
-    learning_rate: float = Field(1e-3, gt=0, description="Its highest value.")
-    warmup: Share = Field(0.02, description="Share of the run in which it rises.")
-    decay: Share = Field(0.4, description="Share of the run, at its end, in which it falls to a hundredth.")
+    learning_rate: float = Field(1e-3, gt=0, description="Highest learning rate.")
+    warmup: Share = Field(0.02, description="Share of the run, at its start, in which the learning rate rises.")
+    decay: Share = Field(0.4, description="Share of the run, at its end, in which the rate falls to a hundredth.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
     clip: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
     checkpoint_steps: Count = Field(200, description="Steps between two checkpoints; the end of a round has its own.")
@@ -91,7 +91,7 @@ class DistillConfig(Section):
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> DistillConfig:
-    """A configuration file, if any, with flags on top. Raises `ConfigError`."""
+    """Read a configuration file, if any; `overrides` (flags) win over it. Raises `ConfigError`."""
     values = {**(read_file(path) if path else {}), **overrides}
     if not values.get("out"):
         raise ConfigError("where is the run to live? Give --out DIRECTORY")

@@ -1,7 +1,8 @@
-"""The model that is trained, how it begins, and the ordinary Hugging Face directory that comes out.
+"""Build the draft to train, and export it as an ordinary Hugging Face directory.
 
-Three ways to begin: an existing draft; some of the target's own layers on its own embeddings, which stay as they are;
-or a narrower model of the target's class, whose tied embeddings are the target's, projected, and learn too.
+A draft starts from one of three: an existing draft; some of the target's layers with its embeddings, which are not
+trained; or a narrower model of the target's class, whose tied embeddings start as the target's, projected, and are
+trained.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
 
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
-    """The draft in float32 on the target's device, as it is before the first step. Raises `ModelError`."""
+    """The draft before training, in float32 on the target's device. Raises `ModelError`."""
     torch.manual_seed(config.seed)
     if config.init_from is not None:
         draft = _existing(config, teacher)
     elif config.width is not None:
         draft = _narrow(teacher.model, len(config.layers), config.width)
     else:
-        draft = _first_layers(teacher.model, config.layers)
-    if head(draft).shape == head(teacher.model).shape:  # the target's own table, or as wide: it is good as it is
+        draft = _from_layers(teacher.model, config.layers)
+    if head(draft).shape == head(teacher.model).shape:  # the target's own table, or one as wide: not trained
         for table in (embeddings(draft), head(draft)):
             table.requires_grad_(False)
     check_head(teacher.model)
@@ -57,12 +58,13 @@ def _existing(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
     return draft
 
 
-def _first_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
-    config = _shrunk(target.config, len(layers))
-    prefix, count = _stack(target)
+def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
+    """A draft of these layers of the target, numbered from 0, with all its other weights."""
+    config = _with_layers(target.config, len(layers))
+    prefix, count = _layer_list(target)
     if max(layers) >= count:
         raise ModelError(f"the target has layers 0 to {count - 1}; there is no layer {max(layers)}")
-    draft = _made(target, config)
+    draft = _instantiate(target, config)
     ours, theirs = draft.state_dict(), target.state_dict()
     own = re.compile(re.escape(prefix) + r"\.(\d+)\.")
     taken = {name: theirs[own.sub(lambda m: f"{prefix}.{layers[int(m[1])]}.", name)] for name in ours}
@@ -70,8 +72,8 @@ def _first_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTraine
     return draft
 
 
-def _stack(model: PreTrainedModel) -> tuple[str, int]:
-    """The name of the model's list of layers, and their number."""
+def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
+    """(module name of the decoder layers, their number). Raises `ModelError` if they are not in a `ModuleList`."""
     count = model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -80,7 +82,8 @@ def _stack(model: PreTrainedModel) -> tuple[str, int]:
 
 
 def _narrow(target: PreTrainedModel, layers: int, width: int) -> PreTrainedModel:
-    config = _shrunk(target.config, layers)
+    """A draft of hidden size `width` with random layers and the target's embeddings, projected to `width`."""
+    config = _with_layers(target.config, layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width % head_dim or width >= config.hidden_size:
         raise ModelError(f"width {width}: a multiple of the target's head size {head_dim} below {config.hidden_size}")
@@ -89,15 +92,16 @@ def _narrow(target: PreTrainedModel, layers: int, width: int) -> PreTrainedModel
     kv = getattr(target.config, "num_key_value_heads", None)
     if kv:
         config.num_key_value_heads = max(n for n in range(1, kv + 1) if config.num_attention_heads % n == 0)
-    draft = _made(target, config)
+    draft = _instantiate(target, config)
     table = embeddings(target).detach().float()
-    with torch.no_grad():  # the directions in which the target's embeddings differ most
+    with torch.no_grad():  # project to the principal directions of the target's embeddings
         _, directions = torch.linalg.eigh(table.T @ table)
         embeddings(draft).copy_(table @ directions[:, -width:])
     return draft
 
 
-def _shrunk(config: Any, layers: int) -> Any:
+def _with_layers(config: Any, layers: int) -> Any:
+    """A copy of the configuration with `layers` layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
@@ -105,7 +109,8 @@ def _shrunk(config: Any, layers: int) -> Any:
     return config
 
 
-def _made(target: PreTrainedModel, config: Any) -> PreTrainedModel:
+def _instantiate(target: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """A model of the target's class with random weights."""
     config.dtype = torch.float32
     kind: Any = type(target)
     draft: PreTrainedModel = kind(config).to(target.device, torch.float32)
@@ -126,7 +131,7 @@ def head(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raises `ModelError` where logits are more than states times head: scaled, capped or with a bias."""
+    """Raise `ModelError` unless logits are states times head: `head_loss` knows no scale, cap or bias."""
     ids = torch.arange(4, device=model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits.float()
     ours = (hidden_states(model, ids) @ head(model).T).float()
@@ -135,15 +140,21 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The last states [batch, length, width] of right-padded ids: what stands right of a token never reaches it."""
+    """The last states [batch, length, width] of right-padded ids [batch, length].
+
+    Needs no mask: a causal model's states do not depend on tokens to their right.
+    """
     states: torch.Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return states
 
 
 def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str, Any]) -> None:
-    """Writes the draft in bfloat16, with the target's tokenizer, as an ordinary directory; whole or not at all.
+    """Write the draft in bfloat16, with the target's tokenizer. A failed write leaves no partial directory.
 
-    `about` goes into distillation.json beside it. Raises `DistillError`.
+    Args:
+        about: written to distillation.json in the directory.
+
+    Raises `DistillError`.
     """
     building, old = (directory.with_name(f".{directory.name}.{state}") for state in ("building", "old"))
     try:
@@ -157,7 +168,7 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
             os.replace(directory, old)
         os.replace(building, directory)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # safetensors and tokenizers have errors of their own for a full disk
+    except Exception as error:  # safetensors and tokenizers raise errors of their own on a full disk
         shutil.rmtree(building, ignore_errors=True)
         raise DistillError(
             f"cannot write the draft to {directory}: {error}. The last checkpoint is whole: make room, and --resume"
@@ -167,8 +178,7 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
 def _save_tokenizer(target: str, directory: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
-    checkpoint = resolve_checkpoint(target)
-    gguf = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
-    AutoTokenizer.from_pretrained(checkpoint.path, **gguf).save_pretrained(directory)
-    if (Path(checkpoint.path) / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(checkpoint.path).save_pretrained(directory)
+    path = resolve_checkpoint(target)
+    AutoTokenizer.from_pretrained(path).save_pretrained(directory)
+    if (Path(path) / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(path).save_pretrained(directory)

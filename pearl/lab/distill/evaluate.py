@@ -1,6 +1,6 @@
-"""A draft against the target's own answers: how often PEARL's target would accept what this draft guesses.
+"""Evaluate a draft on the target's own answers: how often the target would accept its tokens.
 
-The target answers greedily, once for each prompt (kept in a file, for the next draft); then both models read the
+The target answers each prompt greedily, once (a file keeps the answers, for other drafts).  Then both models read the
 answers, teacher-forced, and every answer token is an observation.
 """
 
@@ -22,11 +22,11 @@ from pearl.lab.distill.draft import check_head, head, hidden_states
 from pearl.lab.distill.shards import read_json, write_json
 from pearl.lab.distill.teacher import Teacher
 
-REPEATED = 8  # a token that ends a run of so many which the answer has had already: a greedy loop
-BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # positions in the answer, by which acceptance is told
-TOPS = (2, 4, 8)
-_ROWS = 4096  # tokens of a batch, padding included
-_LOGITS = 256  # rows whose logits of both models exist at one time
+REPEATED = 8  # a token is repeated if it ends a run of this length that the answer has had before: a greedy loop
+BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # positions in the answer: bounds of the bins of `by_position`
+TOPS = (2, 4, 8)  # values of k in `correction_in_top`
+_BATCH_TOKENS = 4096  # tokens of a batch, padding included
+_LOGIT_ROWS = 256  # rows of logits of both models in memory at a time
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Observations:
     """One entry for each answer token.
 
     Attributes:
-        rank: how many tokens the draft holds likelier than the target's choice; 0: it guesses right.
-        overlap: 1 - TV of the two distributions at temperature 1: the rate at which sampled tokens are accepted.
-        repeated: whether it ends a run of `REPEATED` tokens that the answer has had already.
+        rank: number of tokens that the draft finds likelier than the target's choice; 0: they agree.
+        overlap: 1 - TV of the two distributions at temperature 1: the acceptance rate under sampling.
+        repeated: whether the token ends a run of `REPEATED` tokens that the answer has had before.
         position: in the answer, from 0.
     """
 
@@ -54,12 +54,17 @@ class Observations:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the observations come to. None where there is nothing to take a mean of.
+    """Means over observations; None for a mean of nothing.
 
     Attributes:
+        tokens: number of observations.
+        agreement: share where the draft's likeliest token is the target's.
+        overlap: mean 1 - TV.
+        repeated: share of repeated tokens.
+        agreement_unrepeated, overlap_unrepeated: over the tokens that are not repeated.
         by_position: first position of a bin -> (agreement, tokens).
-        correction_in_top: k -> of the positions that the draft guessed wrong, the share where the target's token was
-            among the draft's k likeliest.
+        correction_in_top: k -> share of the positions without agreement at which the target's token is among the
+            draft's k likeliest.
     """
 
     tokens: int
@@ -73,7 +78,7 @@ class Figures:
 
 
 def figures(seen: Observations) -> Figures:
-    """See `Figures`."""
+    """Summarise observations."""
     new, wrong = seen.only(~seen.repeated), seen.rank[seen.rank > 0]
     bins = {a: seen.rank[(seen.position >= a) & (seen.position < b)] for a, b in pairwise(BINS)}
     return Figures(
@@ -93,7 +98,7 @@ def _mean(values: torch.Tensor) -> float | None:
 
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
-    """For each token, whether it ends a run of `REPEATED` that has been there before."""
+    """For each token, whether it ends a run of `REPEATED` tokens that occurred before."""
     seen: set[tuple[int, ...]] = set()
     again = []
     for end in range(1, len(tokens) + 1):
@@ -104,7 +109,7 @@ def repeated(tokens: Sequence[int]) -> list[bool]:
 
 
 class GreedyAnswers:
-    """The target's greedy answers, up to `limit` tokens; kept in `directory` for every target and prompt."""
+    """The target's greedy answers of up to `limit` tokens, cached in a file of `directory` per target and limit."""
 
     def __init__(self, teacher: Teacher, directory: Path, limit: int) -> None:
         self._teacher, self._limit = teacher, limit
@@ -114,10 +119,12 @@ class GreedyAnswers:
     def of(
         self, prompts: Sequence[list[int]], batch: int, tick: Callable[[int], object] = lambda tokens: None
     ) -> list[list[int]]:
+        """The answers to some prompts; generates the missing ones, `batch` at a time. Raises `DistillError`."""
         missing = sorted((p for p in prompts if _digest(p) not in self._known), key=len)
         for start in range(0, len(missing), batch):
             some = missing[start : start + batch]
-            made = answer(self._teacher.model, some, limit=self._limit, eos=self._teacher.eos, circles=True, tick=tick)
+            model, eos = self._teacher.model, self._teacher.eos
+            made = answer(model, some, limit=self._limit, eos=eos, allow_loops=True, tick=tick)
             self._known |= {_digest(one.prompt): one.tokens for one in made}
             write_json(self._path, self._known)
         return [self._known[_digest(prompt)] for prompt in prompts]
@@ -131,14 +138,14 @@ def _digest(prompt: Sequence[int]) -> str:
 def observe(
     target: PreTrainedModel, draft: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> Observations:
-    """What both models make of every token of the answers to the prompts."""
+    """Let both models read each prompt with its answer; one observation per answer token."""
     parts = []
     for some in _batches([(p, a) for p, a in zip(prompts, answers, strict=True) if a]):
         longest = max(len(p) + len(a) for p, a in some)
         ids = torch.tensor([[*p, *a, *[0] * (longest - len(p) - len(a))] for p, a in some])
         rows = torch.cat([i * longest + torch.arange(len(p) - 1, len(p) + len(a) - 1) for i, (p, a) in enumerate(some)])
         tokens = torch.tensor([token for _, a in some for token in a])
-        ranks, overlaps = _compared(target, draft, ids, rows, tokens)
+        ranks, overlaps = _compare(target, draft, ids, rows, tokens)
         again = torch.tensor([flag for _, a in some for flag in repeated(a)])
         position = torch.cat([torch.arange(len(a)) for _, a in some])
         parts.append(Observations(ranks, overlaps, again, position))
@@ -148,15 +155,22 @@ def observe(
     return sum(parts[1:], parts[0])
 
 
-def _compared(
+def _compare(
     target: PreTrainedModel, draft: PreTrainedModel, ids: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ranks and overlaps at the rows of the flattened ids, where the states stand that predict `tokens`."""
+    """Ranks and overlaps, each [rows].
+
+    Args:
+        ids: [batch, length], right-padded.
+        rows: indices into the flattened ids, of the states that predict `tokens`.
+        tokens: [rows], the target's.
+    """
     theirs, ours = (
         hidden_states(model, ids.to(model.device)).flatten(0, 1)[rows.to(model.device)] for model in (target, draft)
     )
     ranks, overlaps = [], []
-    for states, guesses, wanted in zip(theirs.split(_LOGITS), ours.split(_LOGITS), tokens.split(_LOGITS), strict=True):
+    chunks = (each.split(_LOGIT_ROWS) for each in (theirs, ours, tokens))
+    for states, guesses, wanted in zip(*chunks, strict=True):
         logits = (guesses @ head(draft).T).float()
         target_probs = (states @ head(target).T).float().softmax(-1)[:, : logits.shape[1]]
         draft_probs = logits.softmax(-1)[:, : target_probs.shape[1]]
@@ -167,10 +181,10 @@ def _compared(
 
 
 def _batches(pairs: list[tuple[list[int], list[int]]]) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """By length, so that little of a batch is padding."""
+    """Batches of pairs (prompt, answer) of similar length, at most `_BATCH_TOKENS` tokens each with padding."""
     some: list[tuple[list[int], list[int]]] = []
     for pair in sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1])):
-        if some and (len(some) + 1) * (len(pair[0]) + len(pair[1])) > _ROWS:
+        if some and (len(some) + 1) * (len(pair[0]) + len(pair[1])) > _BATCH_TOKENS:
             yield some
             some = []
         some.append(pair)
@@ -187,7 +201,15 @@ def evaluate(
     batch: int,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> dict[str, Figures]:
-    """The figures of each set of prompts, and of "all" of them. Raises `ModelError` for a draft of other tokens."""
+    """The figures of each set of prompts, and of "all" if there are several.
+
+    Args:
+        sets: name -> prompts.
+        batch: answers generated at once.
+        tick: called after each step of answering with the number of tokens generated in it.
+
+    Raises `ModelError` if the draft's vocabulary is smaller than the target's.
+    """
     if len(head(draft)) < len(head(teacher.model)):
         raise ModelError("the draft's vocabulary is smaller than the target's: it cannot read the target's answers")
     check_head(teacher.model)

@@ -1,8 +1,8 @@
-"""What a step minimises: the cross-entropy of the draft against the target's likeliest tokens and the rest of them.
+"""The training loss: cross-entropy of the draft against the target's recorded tokens and the rest of the vocabulary.
 
-The rest, the probability that the recorded tokens leave over, is one more outcome: the draft is told how much is there,
-not of what.  The output head is part of the loss, so that the logits of a few hundred rows are all there ever is of
-them: forward and backward of a chunk happen at once.
+The recorded tokens are the target's likeliest.  All other tokens together are one more outcome, with the probability
+that the recorded ones leave.  The output head is part of the loss, which computes forward and gradient chunk by chunk:
+logits exist for `_CHUNK_ROWS` rows at a time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-_ROWS = 512  # whose logits exist at one time
-_LEAST = 1e-9
+_CHUNK_ROWS = 512  # rows of logits in memory at a time
+_MIN_PROB = 1e-9
 
 
 class HeadLoss(torch.autograd.Function):
-    """`head_loss` as autograd wants it; gradients for hidden states and, if it learns, the head."""
+    """`head_loss` as an autograd function; gradients for the hidden states and, if it is trained, the head."""
 
     @staticmethod
     def forward(
@@ -31,8 +31,8 @@ class HeadLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for start in range(0, len(hidden), _ROWS):
-            rows = slice(start, start + _ROWS)
+        for start in range(0, len(hidden), _CHUNK_ROWS):
+            rows = slice(start, start + _CHUNK_ROWS)
             loss, grad = _rows_loss(hidden[rows] @ head.T, ids[rows], probs[rows], offsets)
             total += loss.double()
             grad = grad.to(hidden.dtype)
@@ -52,13 +52,19 @@ class HeadLoss(torch.autograd.Function):
 def _rows_loss(
     logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, offsets: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' summed loss, and its gradient by their logits [rows, tokens]."""
+    """(sum of the rows' losses, its gradient with respect to the logits [rows, tokens]).
+
+    Args:
+        logits: [rows, tokens], of the draft, for all tokens that the loss considers.
+        ids, probs: [rows, top], as in `head_loss`; `ids` are columns of `logits`.
+        offsets: [tokens], added to the logits.
+    """
     logits = logits.float() if offsets is None else logits.float() + offsets
     draft = logits.softmax(-1)
     known = draft.gather(1, ids)
     rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(0)
-    draft_rest = (1 - known.sum(-1, keepdim=True)).clamp_min(_LEAST)
-    loss = -(probs * known.clamp_min(_LEAST).log()).sum() - (rest * draft_rest.log()).sum()
+    draft_rest = (1 - known.sum(-1, keepdim=True)).clamp_min(_MIN_PROB)
+    loss = -(probs * known.clamp_min(_MIN_PROB).log()).sum() - (rest * draft_rest.log()).sum()
     return loss, draft.mul_(1 - rest / draft_rest).scatter_(1, ids, known - probs)
 
 
@@ -71,13 +77,15 @@ def head_loss(
     negatives: int = 0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Mean cross-entropy in nats.
+    """Mean cross-entropy per row, in nats.
 
     Args:
         hidden: [rows, width], the draft's last states.
         weight: [vocab, width], its head.
         ids, probs: [rows, top], the target's likeliest tokens and their probabilities.
-        negatives: look only at the batch's `ids` and so many others, which stand for all that are not drawn; 0: at all.
+        negatives: restrict the softmax to the batch's `ids` and this many random others, which are weighted to stand
+            for all others; 0: use the whole vocabulary.
+        generator: a host generator, for the negatives.
     """
     if not negatives or negatives >= len(weight):
         return HeadLoss.apply(hidden, weight, ids, probs, None)

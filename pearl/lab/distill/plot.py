@@ -1,4 +1,4 @@
-"""A picture of an evaluation: agreement by set, by position, and where the corrections were."""
+"""Draw an evaluation: agreement by set and by position, and the rank of the right token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pearl.lab.distill.evaluate import BINS, TOPS, Figures
 
 
 def plot(found: Mapping[str, Figures], title: str, path: Path) -> None:
-    """Draws with matplotlib. Raises `ConfigError` where that is missing, or the file cannot be written."""
+    """Draw a PNG picture. Raises `ConfigError` if matplotlib is missing, or the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

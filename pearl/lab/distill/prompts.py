@@ -1,4 +1,4 @@
-"""What the target is asked: prompts from files, and prompts that it invents when given the start of a user's turn."""
+"""Prompts: from files, and invented by the target, which continues the start of a user's turn."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from pearl.lab.distill.answers import Answer, answer, batched
 from pearl.lab.distill.benchmarks import is_benchmark
 from pearl.lab.distill.teacher import Teacher
 
-_HEAT, _TOP = 1.0, 64  # invented prompts are drawn at this temperature, from so many tokens
-_EXTRA = 1.15  # so many are invented for each that is wanted: some are empty, some come twice, some are refused
+_TEMPERATURE, _TOP = 1.0, 64  # of sampling invented prompts, among the _TOP likeliest tokens
+_TURNS_PER_PROMPT = 1.15  # invented: some are empty, duplicates or benchmark prompts
 
 
 def read_prompts(path: Path, count: int | None = None) -> list[str]:
-    """The first `count` prompts of a file, as `read_turns` has them; of several turns the first."""
+    """The first turns of the first `count` prompts of a file. Raises `ConfigError`. See `read_turns`."""
     return [turns[0] for turns in read_turns(path, count)]
 
 
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
-    """A user's turns of the first `count` prompts of a file: .jsonl ("prompt", "question" or "turns"), or a line each.
+    """The user's turns of the first `count` prompts of a file.
 
+    A .jsonl file has an object with "prompt", "question" or "turns" on each line; any other file a prompt on each line.
     Raises `ConfigError`.
     """
     try:
@@ -55,7 +56,7 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
 
 
 def training_prompts(paths: Sequence[Path]) -> list[str]:
-    """All prompts of some files. Raises `ConfigError` where one belongs to a benchmark: it would spoil every figure."""
+    """All prompts of some files. Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid."""
     found = [(text, path) for path in paths for text in read_prompts(path)]
     for text, path in found:
         if is_benchmark(text):
@@ -67,8 +68,8 @@ def training_prompts(paths: Sequence[Path]) -> list[str]:
 
 
 def attempts(count: int) -> int:
-    """How many turns are begun for `count` prompts."""
-    return int(count * _EXTRA) + 1
+    """Number of turns to invent to get `count` usable prompts."""
+    return int(count * _TURNS_PER_PROMPT) + 1
 
 
 def invent(
@@ -82,13 +83,16 @@ def invent(
     generator: torch.Generator,
     tick: Callable[[int], object] = lambda tokens: None,
 ) -> list[str]:
-    """`count` prompts, or a few less, of the target's own making, each of at most `limit` tokens and its opening.
+    """Let the target invent `count` prompts, or a few fewer, each an opening and at most `limit` tokens after it.
 
-    Benchmarks' prompts, should it know one by heart, are left out.
+    Leaves out benchmark prompts, which the target may have memorised.
 
     Args:
-        plain: share that begins with no opening.
-        batch: turns written at once.
+        plain: share of prompts without an opening, in [0, 1].
+        batch: prompts generated at once.
+        tick: called after each step with the number of tokens generated in it.
+
+    Raises `ConfigError` without openings for a target without a chat template.
     """
     if not openings and not teacher.encode_start(""):
         raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
@@ -105,7 +109,7 @@ def invent(
             some,
             limit=limit,
             eos=teacher.eos,
-            temperatures=(_HEAT,),
+            temperatures=(_TEMPERATURE,),
             top=_TOP,
             generator=generator,
             tick=tick,

@@ -1,7 +1,7 @@
-"""A run: rounds of answering and learning, each of which can be taken up again where a kill left it.
+"""A run: rounds of answering and learning, which can be resumed after a kill.
 
-Everything drawn is keyed by the seed and its place, so a run that was killed and resumed ends in the same bytes as one
-that was not, on one machine and with as many threads.
+Every random number is keyed by the seed and its place in the run, so a run that was killed and resumed gives the same
+bytes as one that was not, on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pearl.lab.distill.shards import Shards, read_json, write_json
 from pearl.lab.distill.teacher import choose_device, load_teacher
 
 DRAFT, HELD_OUT = "draft", "held-out"  # names within a run's directory
-_AGREEMENT_ROWS = 2048
+_AGREEMENT_ROWS = 2048  # tokens of a batch when measuring
 
 
 class Watcher(Protocol):
-    """Whom a run tells how it goes; `total` and `count` are steps."""
+    """Receives progress reports. `total` and `count`: steps."""
 
     def begin(self, what: str, total: int) -> None: ...
 
@@ -45,7 +45,7 @@ class Watcher(Protocol):
 
 @dataclass
 class Batch:
-    """Right-padded answers. `rows`: where in the flattened ids the states stand that the loss is about."""
+    """Right-padded answers. `rows`: indices into the flattened ids, of the states that predict answer tokens."""
 
     ids: torch.Tensor  # [answers, length]
     rows: torch.Tensor  # [tokens]
@@ -54,7 +54,7 @@ class Batch:
 
 
 def batch_of(answers: list[Answer], device: torch.device) -> Batch:
-    length = max(len(a.prompt) + len(a.tokens) for a in answers) - 1  # the last token is only ever predicted
+    length = max(len(a.prompt) + len(a.tokens) for a in answers) - 1  # the last token is predicted, never fed
     ids, rows = torch.zeros(len(answers), length, dtype=torch.long), []
     for i, a in enumerate(answers):
         fed = [*a.prompt, *a.tokens][:-1]
@@ -67,7 +67,7 @@ def batch_of(answers: list[Answer], device: torch.device) -> Batch:
 
 
 class Distillation:
-    """One run in `config.out`. Raises `PearlError` from wherever it cannot go on; what it has saved is then whole."""
+    """One run in the directory `config.out`. Raises `PearlError`, and then leaves all saved files whole."""
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
         self._directory = Path(config.out).expanduser()
@@ -77,13 +77,13 @@ class Distillation:
         self._teacher = load_teacher(
             config.target, device, config.dtype, trust_remote_code=config.trust_remote_code, progress=watcher.say
         )
-        self._config, settings = self._settled(config, resume)
+        self._config, settings = self._settle(config, resume)
         self._given = given
         self._shards = Shards(self._directory / "answers")
         self._draft = new_draft(self._config, self._teacher)
         self._check_space()
         write_json(self._directory / "run.json", settings)
-        weights = checkpoints.learning(self._draft).values()
+        weights = checkpoints.trainable_parameters(self._draft).values()
         self._optimizer = torch.optim.AdamW(
             weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
@@ -100,8 +100,11 @@ class Distillation:
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self._config.dtype == "bfloat16" else torch.float32
 
-    def _settled(self, config: DistillConfig, resume: bool) -> tuple[DistillConfig, dict[str, Any]]:
-        """The settings with nothing left to the machine, as they are written down, compared with what is there."""
+    def _settle(self, config: DistillConfig, resume: bool) -> tuple[DistillConfig, dict[str, Any]]:
+        """(settings with `answer_batch` resolved, what run.json records of them).
+
+        Raises `ConfigError` if the directory holds a run and `resume` is False, or a run with other settings.
+        """
         path = self._directory / "run.json"
         before = read_json(path)
         if before is not None and not resume:
@@ -120,11 +123,11 @@ class Distillation:
         return config, own
 
     def _check_space(self) -> None:
-        """Raises `DistillError` where the disk could not hold the longest answers, three checkpoints and two drafts."""
+        """Raise `DistillError` unless the disk can hold the longest answers, three checkpoints and two drafts."""
         config, answers = self._config, self._config.rounds * self._config.answers_per_round
         weights = sum(weight.numel() for weight in self._draft.parameters())
-        learning = sum(weight.numel() for weight in checkpoints.learning(self._draft).values())
-        needed = answers * config.max_answer_tokens * config.top * 6 + 3 * 12 * learning + 2 * 2 * weights
+        trainable = sum(weight.numel() for weight in checkpoints.trainable_parameters(self._draft).values())
+        needed = answers * config.max_answer_tokens * config.top * 6 + 3 * 12 * trainable + 2 * 2 * weights
         self._directory.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._directory).free
         if free < needed:
@@ -134,22 +137,26 @@ class Distillation:
             )
 
     def run(self) -> Path:
-        """Goes through all rounds; the draft's directory."""
-        self._held_out = self._grow(HELD_OUT, self._config.held_out)
+        """Run all rounds, or those that are left; return the draft's directory."""
+        self._held_out = self._load_or_generate(HELD_OUT, self._config.held_out)
         if not self._log_path.exists():
             self._measure()
         for round in range(self._config.rounds):
-            fresh = self._grow(f"round-{round:03d}", self._config.answers_per_round)
+            fresh = self._load_or_generate(f"round-{round:03d}", self._config.answers_per_round)
             self._pool += fresh
             if round >= self._place.round:
                 self._learn(round, len(fresh))
-        export(self._draft, self._config.target, self._directory / DRAFT, self._about())
+        export(self._draft, self._config.target, self._directory / DRAFT, self._metadata())
         return self._directory / DRAFT
 
     # Answering
 
-    def _grow(self, name: str, count: int) -> list[Answer]:
-        """The answers called `name`, generated as far as they are not there yet, a shard a batch."""
+    def _load_or_generate(self, name: str, count: int) -> list[Answer]:
+        """The answers to `count` prompts; generates those that are not on disk yet, one shard per batch.
+
+        Args:
+            name: of the prompts' file and the shards: `HELD_OUT` or round-NNN.
+        """
         config = self._config
         assert config.answer_batch is not None
         prompts = self._prompts(name, count)
@@ -163,7 +170,7 @@ class Distillation:
 
     def _answers(self, shard: str, prompts: Sequence[str]) -> list[Answer]:
         config, held_out = self._config, shard.startswith(HELD_OUT)
-        with self._ticking(config.max_answer_tokens) as tick:
+        with self._report_steps(config.max_answer_tokens) as tick:
             return answer(
                 self._teacher.model,
                 [self._teacher.encode_prompt(prompt) for prompt in prompts],
@@ -171,30 +178,30 @@ class Distillation:
                 eos=self._teacher.eos,
                 temperatures=(0.0,) if held_out else config.temperatures,
                 top=min(config.top, len(head(self._teacher.model))),
-                circles=held_out,
+                allow_loops=held_out,
                 generator=generator(config.seed, shard, "answers"),
                 tick=tick,
             )
 
     def _prompts(self, name: str, count: int) -> list[str]:
-        """Those that were given, spread over the rounds, and invented ones for the rest; kept in a file."""
+        """`count` prompts: a share of the given ones, and invented ones for the rest; kept in a file."""
         path = self._directory / "prompts" / f"{name}.json"
         if (before := read_json(path)) is not None:
             return list(before)
         own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
         if len(own) < count:
-            own = own + self._invented(name, count - len(own))
+            own = own + self._invent(name, count - len(own))
         if not own:
             raise DistillError("the target has invented no usable prompt: give some with --prompts")
         write_json(path, own)
         return own
 
-    def _invented(self, name: str, count: int) -> list[str]:
+    def _invent(self, name: str, count: int) -> list[str]:
         config = self._config
         assert config.answer_batch is not None
         steps = -(-attempts(count) // config.answer_batch) * config.max_prompt_tokens
         self._watcher.begin(f"{name}: inventing prompts", steps)
-        with self._ticking(steps) as tick:
+        with self._report_steps(steps) as tick:
             return invent(
                 self._teacher,
                 count,
@@ -207,8 +214,12 @@ class Distillation:
             )
 
     @contextmanager
-    def _ticking(self, steps: int) -> Iterator[Callable[[int], None]]:
-        """Tells the watcher of each step of a batch, and at its end of those that were not needed."""
+    def _report_steps(self, steps: int) -> Iterator[Callable[[int], None]]:
+        """Yield a `tick` that reports steps of a batch to the watcher; at the end report the steps not needed.
+
+        Args:
+            steps: most steps that the batch may take.
+        """
         began, made, done = time.monotonic(), 0, 0
 
         def tick(tokens: int) -> None:
@@ -222,6 +233,7 @@ class Distillation:
     # Learning
 
     def _learn(self, round: int, fresh: int) -> None:
+        """Train on one round, from the current position on. `fresh`: number of answers that the round added."""
         lengths = [len(a.prompt) + len(a.tokens) for a in self._pool]
         batches = plan(self._config, round, lengths, fresh)
         done = self._place.batch
@@ -236,11 +248,12 @@ class Distillation:
             if self._place.step % self._config.checkpoint_steps == 0:
                 self._save()
         self._place = replace(self._place, round=round + 1, batch=0)
-        export(self._draft, self._config.target, self._directory / DRAFT, self._about())
+        export(self._draft, self._config.target, self._directory / DRAFT, self._metadata())
         self._measure()
         self._save()
 
     def _step(self, batch: Batch, progress: float) -> float:
+        """Make one optimizer step; return the loss. Raises `DistillError` if loss or gradient is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.learning_rate * rate(self._config, progress)
         self._optimizer.zero_grad(set_to_none=True)
@@ -253,7 +266,7 @@ class Distillation:
             generator=generator(self._config.seed, self._place.step, "negatives"),
         )
         loss.backward()
-        weights = checkpoints.learning(self._draft).values()
+        weights = checkpoints.trainable_parameters(self._draft).values()
         norm = torch.nn.utils.clip_grad_norm_(weights, self._config.clip)
         if not torch.isfinite(loss + norm):
             raise DistillError(
@@ -264,7 +277,7 @@ class Distillation:
         return loss.item()
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """[tokens, width]: what the head makes the logits of."""
+        """The draft's last states that predict the answer tokens [tokens, width]."""
         device = self._teacher.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             states = hidden_states(self._draft, batch.ids)
@@ -272,9 +285,9 @@ class Distillation:
 
     @torch.no_grad()
     def _measure(self) -> None:
-        """How often the draft's likeliest token is the target's on held-out answers; into the log."""
+        """Log how often the draft's likeliest token is the target's on held-out answers."""
         agreed = total = 0
-        for some in _chunks(self._held_out, _AGREEMENT_ROWS):
+        for some in _by_length(self._held_out, _AGREEMENT_ROWS):
             batch = batch_of(some, self._teacher.device)
             weight = head(self._draft).to(self._dtype)
             best = torch.cat([(rows @ weight.T).argmax(-1) for rows in self._states(batch).split(512)])
@@ -288,7 +301,7 @@ class Distillation:
         checkpoints.save(self._directory / "checkpoints", self._place, self._draft, self._optimizer)
 
     def _log(self, entry: dict[str, Any]) -> None:
-        """A line of the log, and of what the user sees."""
+        """Report an entry to the watcher and append it to the log. Raises `DistillError`."""
         entry = entry | {"unix_time": round(time.time(), 1)}
         self._watcher.say(
             f"{entry['tokens']:,} tokens seen: agreement on held-out answers {entry['held_out_agreement']:.3f}"
@@ -299,13 +312,13 @@ class Distillation:
         except OSError as error:
             raise DistillError(f"cannot write the log in {self._directory}: {error}") from error
 
-    def _about(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         settings = json.loads(self._config.model_dump_json(exclude={"out", "device"}))
         return {"target_digest": self._teacher.digest, "tokens_seen": self._place.tokens, "settings": settings}
 
 
-def _chunks(answers: list[Answer], tokens: int) -> Iterator[list[Answer]]:
-    """Some at a time, by length, so that each holds about `tokens`."""
+def _by_length(answers: list[Answer], tokens: int) -> Iterator[list[Answer]]:
+    """Split into batches of about `tokens` tokens, of answers of similar length."""
     some: list[Answer] = []
     for one in sorted(answers, key=lambda a: len(a.prompt) + len(a.tokens)):
         some.append(one)

@@ -1,4 +1,4 @@
-"""Answers on disk: a safetensors file a batch, written whole or not at all, and a manifest of their digests."""
+"""Answers on disk: one safetensors file per batch, written atomically, and a manifest of their digests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MANIFEST = "manifest.json"
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A file to write in the place of `path`, which it becomes at the end of the block, on disk for good.
+    """Yield a temporary path to write; at the end of the block sync it and rename it to `path`.
 
-    Raises `DistillError` where there is no room or no permission; `path` is then as it was.
+    Raises `DistillError` if there is no room or no permission, and then leaves `path` unchanged.
     """
     building = path.with_name(f".{path.name}.building")
     try:
@@ -43,13 +43,13 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Raises `DistillError`."""
+    """Write a file atomically. Raises `DistillError`."""
     with written_whole(path) as building:
         building.write_text(json.dumps(value, indent=1))
 
 
 def read_json(path: Path) -> Any:
-    """Raises `DistillError` for what is no JSON; None where there is no file."""
+    """The parsed file; None if there is none. Raises `DistillError` if it is not JSON or cannot be read."""
     try:
         return parse_json(path.read_text())
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def file_digest(path: Path) -> str:
 
 
 class Shards:
-    """The answers of a run, by name."""
+    """The answers of a run, in shards with names."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -76,34 +76,34 @@ class Shards:
         return name in self._manifest
 
     def tokens(self, name: str) -> int:
-        """Of all answers in it."""
+        """Number of answer tokens in a shard."""
         return int(self._manifest[name]["tokens"])
 
     def write(self, name: str, answers: list[Answer]) -> None:
-        """Raises `DistillError`."""
+        """Write a shard, then add it to the manifest. Raises `DistillError`."""
         path = self._path(name)
         with written_whole(path) as building:
-            save_file(_packed(answers), building)
+            save_file(_pack(answers), building)
         about = {"sha256": file_digest(path), "answers": len(answers), "tokens": sum(len(a.tokens) for a in answers)}
         self._manifest[name] = about
         write_json(self._directory / _MANIFEST, self._manifest)
 
     def read(self, name: str) -> list[Answer]:
-        """Raises `DistillError` where the file is gone or not what was written."""
+        """Raises `DistillError` if the file is missing or its digest is wrong."""
         path = self._path(name)
         if not path.is_file() or file_digest(path) != self._manifest[name]["sha256"]:
             raise DistillError(
                 f"{path} is missing or damaged. Take its entry out of {self._directory / _MANIFEST}; --resume then "
                 "generates it again"
             )
-        return _unpacked(load_file(path))
+        return _unpack(load_file(path))
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.safetensors"
 
 
-def _packed(answers: list[Answer]) -> dict[str, torch.Tensor]:
-    """Each kind one behind the other, and where each answer's prompt and tokens end."""
+def _pack(answers: list[Answer]) -> dict[str, torch.Tensor]:
+    """Concatenate the prompts, tokens and records of all answers; the ends split them again."""
     return {
         "prompts": torch.tensor([t for a in answers for t in a.prompt], dtype=torch.int32),
         "prompt_ends": torch.tensor([0, *(len(a.prompt) for a in answers)]).cumsum(0),
@@ -114,7 +114,7 @@ def _packed(answers: list[Answer]) -> dict[str, torch.Tensor]:
     }
 
 
-def _unpacked(packed: dict[str, torch.Tensor]) -> list[Answer]:
+def _unpack(packed: dict[str, torch.Tensor]) -> list[Answer]:
     prompts, tokens = packed["prompts"].tolist(), packed["tokens"].tolist()
     spans = zip(pairwise(packed["prompt_ends"].tolist()), pairwise(packed["token_ends"].tolist()), strict=True)
     return [

@@ -1,4 +1,4 @@
-"""The target as a teacher: its model and tokenizer, a digest of it, and a prompt as it reads one."""
+"""The target as a teacher: its model and tokenizer, its digest, and how it encodes prompts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from pearl.errors import ModelError
-from pearl.models.embedded import Progress, silent
+from pearl.models.kept import Progress, silent
 from pearl.models.loading import load_model
 from pearl.models.tokenizer import load_tokenizer
 from pearl.text import Tokenizer
 
-_MARK = "\u2042"  # stands for a user's words while the chat template is read
+_MARK = "\u2042"  # placeholder for a user's message, to split the chat template at
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A loaded target. `eos`: ids that end an answer."""
+    """A loaded target. `name`: as given by the user; `eos`: ids that end an answer."""
 
     name: str
     model: PreTrainedModel
@@ -33,22 +33,22 @@ class Teacher:
 
     @cached_property
     def digest(self) -> str:
-        """Of names, shapes, types and a sample of every parameter's values: which model this is, in a second."""
+        """Identifies the model: a hash of all parameters' names, shapes, dtypes and sampled values. Takes about 1 s."""
         return model_digest(self.model)
 
     @cached_property
     def turn_start(self) -> str:
-        """What stands before a user's first words; empty without a chat template."""
+        """The chat template's text before the first user message; empty without a chat template."""
         text = self.tokenizer.chat_text([{"role": "user", "content": _MARK}])
         return "" if text is None else text.partition(_MARK)[0]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens that an answer to `text` follows: through the chat template where there is one."""
+        """The tokens of a prompt, inside the chat template if there is one; an answer follows them."""
         ids = self.tokenizer.apply_chat([{"role": "user", "content": text}])
         return self.tokenizer.encode(text) if ids is None else ids
 
     def encode_start(self, opening: str) -> list[int]:
-        """The tokens of a user's turn that has only begun."""
+        """The tokens of an unfinished user's turn that begins with `opening`."""
         if start := self.turn_start:
             return self.tokenizer.encode(start + opening, special=False)
         return self.tokenizer.encode(opening)
@@ -62,7 +62,7 @@ def load_teacher(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> Teacher:
-    """Raises `ModelError`."""
+    """Load model and tokenizer. Raises `ModelError`, also for a model without an end-of-sequence token."""
     tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust_remote_code, progress=progress)
     if not defaults.eos:
         raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
@@ -81,7 +81,7 @@ def model_digest(model: PreTrainedModel) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto: the first GPU, otherwise the CPU."""
+    """Parse a device; "auto": the first GPU if there is one, otherwise the CPU. Raises `ModelError`."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -15,7 +15,7 @@ import torch
 
 from pearl.lab import theory
 from pearl.lab.experiments.workload import Coin, Totals, independent, run
-from pearl.lab.simulate import CoinTarget, Executor, Timing, paired_executors, simulate
+from pearl.lab.simulate import CoinTarget, Executor, ForesightDraft, Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
@@ -65,6 +65,8 @@ def checks(
         yield from pearl_yield(a, c, tokens, seed, coin)
     for a, window, ratio in ((0.8, 3, 5), (0.8, 5, 5), (0.9, 6, 4)):
         yield from window_yield(a, window, ratio, tokens, seed, coin)
+    for a, c, share, filled in ((0.8, 5, 0.5, 4), (0.9, 5, 0.3, 4), (0.6, 3, 1.0, 2), (0.8, 5, 0.5, 1)):
+        yield from foreseen_yield(a, c, share, filled, tokens, seed, coin)
     for a, gamma, ratio in ((0.8, 4, 5), (0.9, 7, 5), (0.6, 2, 3)):
         yield from sd_yield(a, gamma, ratio, tokens, seed, coin)
     for chain in (0, 1):
@@ -114,6 +116,23 @@ def window_yield(a: float, window: int, ratio: int, tokens: int, seed: int, coin
         done = _run(a, ratio, Decoding(method, "fixed", window), tokens, seed, coin)
         setting = f"a {a}, fixed({window}), t_target/t_draft {ratio}"
         yield Check(f"{method}: times as fast as ar", setting, form(a, window, ratio), done.tokens_per_second * ratio)
+
+
+def foreseen_yield(
+    a: float, c: int, share: float, filled: int, tokens: int, seed: int, coin: Coin = CoinTarget
+) -> Iterator[Check]:
+    """Tokens a step and speed of a fixed window, with a draft that has foreseen a share of the rejections."""
+    workload = independent(Timing(1.0, lambda _: float(c)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
+    done = run(
+        workload,
+        Decoding("pearl", "fixed", c),
+        coin,
+        lambda limit, luck: ForesightDraft(share, filled, limit, luck),
+    )
+    closed = theory.pearl_foreseen_tokens_per_step(a, c, share, filled)
+    setting = f"a {a}, fixed({c}), {share:g} foreseen, by {filled}"
+    yield Check("PEARL with branches: tokens a step", setting, closed, done.tokens_per_step)
+    yield Check("PEARL with branches: times as fast as ar", setting, closed, done.tokens_per_second * c)
 
 
 def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:

@@ -17,9 +17,18 @@ FIXED = Decoding("pearl", "fixed")
 OVERLAPPED = (Decoding("pearl-no-pre-verify"), Decoding("pearl-no-post-verify"), STREAM, FIXED)
 
 
-def compare(workload: Workload) -> list[Totals]:
-    """`ar`, `sd` at its best gamma, the ablations and `pearl` with either window, in this order."""
-    return [run(workload, decoding) for decoding in (AR, sd_at_best(workload), *OVERLAPPED)]
+def compare(workload: Workload, tell: Callable[[str], None] = lambda what: None) -> list[Totals]:
+    """`ar`, `sd` at its best gamma, the ablations and `pearl` with either window, in this order.
+
+    `tell` is called with what is simulated next.
+    """
+    tell("the best window of sd")
+    decodings = (AR, sd_at_best(workload), *OVERLAPPED)
+    done = []
+    for number, decoding in enumerate(decodings, 1):
+        tell(f"{decoding.method}, window {decoding.window} ({number} of {len(decodings)})")
+        done.append(run(workload, decoding))
+    return done
 
 
 def sd_at_best(workload: Workload) -> Decoding:

@@ -7,46 +7,49 @@ from pathlib import Path
 from typing import Any
 
 from pearl.errors import ConfigError
-from pearl.lab.experiments.sweeps import BEST_C, FIXED_C, PEARL, SD, Point, by_acceptance, stops_paying
+from pearl.lab.experiments.estimate import Estimate
+from pearl.lab.experiments.sweeps import BEST_C, CLOSED, FIXED_C, PEARL, SD, Point, by_acceptance, stops_paying
 
-_COLOURS = {PEARL: "#1f6fb2", FIXED_C: "#5aa9e6", BEST_C: "#3fa34d", SD: "#d1495b"}
-_MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D"}
+_COLOURS = {PEARL: "#1f6fb2", FIXED_C: "#5aa9e6", BEST_C: "#3fa34d", SD: "#d1495b", CLOSED: "#888888"}
+_MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D", CLOSED: "x"}
 
 
 def heat_maps(points: Sequence[Point], path: Path) -> None:
     """PEARL's speed-up over `ar` and over `sd` at its best gamma, by acceptance rate and speed ratio."""
     picture = figure(20, 5)
     ratios, rates = (sorted({getattr(p, name) for p in points}) for name in ("ratio", "acceptance"))
-    of = {(p.acceptance, p.ratio): p.speedups for p in points}
+    of = {(p.acceptance, p.ratio): p for p in points}
     pairs = [(PEARL, None), (PEARL, SD), (FIXED_C, SD)]
     for axes, (method, other) in zip(picture.subplots(1, len(pairs)), pairs, strict=True):
-        _heat_map(
-            picture, axes, [[of[a, c][method] / (of[a, c][other] if other else 1.0) for c in ratios] for a in rates]
-        )
+        _heat_map(picture, axes, [[of[a, c].lead(method, other) for c in ratios] for a in rates])
         axes.set_xticks(range(len(ratios)), [f"{c:g}" for c in ratios])
         axes.set_yticks(range(len(rates)), [f"{a:g}" for a in rates])
         axes.set_xlabel("speed ratio c = t_target / t_draft")
         axes.set_ylabel("acceptance rate")
-        axes.set_title(f"{method}: times as fast as {other or 'ar'}", loc="left", fontsize=10)
+        axes.set_title(f"{method}: times as fast as {other or 'ar'}   (=: a tie)", loc="left", fontsize=10)
     save(picture, path)
 
 
-def _heat_map(picture: Any, axes: Any, grid: list[list[float]]) -> None:
-    """Blue where it pays, red where it loses, white where it makes no difference; each cell tells its figure."""
+def _heat_map(picture: Any, axes: Any, grid: list[list[Estimate]]) -> None:
+    """Blue where it pays, red where it loses, white where it makes no difference. Each cell tells its figure, with as
+    many digits as its interval leaves; a tie, whose interval holds 1, has no colour and an =.
+    """
     from matplotlib.colors import TwoSlopeNorm
 
-    values = [value for row in grid for value in row]
-    norm = TwoSlopeNorm(1.0, min(min(values), 0.8), max(max(values), 1.2))
-    image = axes.imshow(grid, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
+    values = [[1.0 if one.ties(1.0) else one.value for one in row] for row in grid]
+    norm = TwoSlopeNorm(1.0, min(0.8, *map(min, values)), max(1.2, *map(max, values)))
+    image = axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
     for y, row in enumerate(grid):
-        for x, value in enumerate(row):
-            dark = abs(norm(value) - 0.5) > 0.35
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+        for x, one in enumerate(row):
+            dark = abs(norm(values[y][x]) - 0.5) > 0.35
+            words = "=" if one.ties(1.0) else f"{one.value:.{min(2, one.digits)}f}"
+            axes.text(x, y, words, ha="center", va="center", fontsize=7, color="white" if dark else "black")
     picture.colorbar(image, ax=axes)
 
 
 def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: str, path: Path) -> None:
-    """Speed-ups over `ar` along `axis`, a panel for each acceptance rate; dotted where PEARL falls behind.
+    """Speed-ups over `ar` along `axis` with their intervals, a panel for each acceptance rate; dotted where PEARL falls
+    behind.
 
     Args:
         label: of the axis. scale: from its unit to the label's.
@@ -56,10 +59,14 @@ def lines(points: Sequence[Point], axis: str, label: str, scale: float, title: s
     every = picture.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (acceptance, group) in zip(every, groups.items(), strict=True):
         for name in group[0].speedups:
-            x, y = [getattr(p, axis) * scale for p in group], [p.speedups[name] for p in group]
+            x, found = [getattr(p, axis) * scale for p in group], [p.speedups[name] for p in group]
+            y, low, high = ([getattr(one, what) for one in found] for what in ("value", "low", "high"))
+            axes.fill_between(x, low, high, color=_COLOURS[name], alpha=0.2, linewidth=0)
             axes.plot(x, y, color=_COLOURS[name], marker=_MARKS[name], markersize=4, label=name)
         axes.axhline(1.0, color="black", linewidth=1, label="ar")
         for other, colour in ((SD, _COLOURS[SD]), (None, "black")):
+            if other and other not in group[0].speedups:
+                continue
             at = stops_paying(group, axis, PEARL, other)
             if at:
                 behind = f"pearl (stream) behind {'sd' if other else 'ar'}: {at * scale:.3g}"

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from statistics import mean, median_low
 from typing import Any
 
 from pearl.errors import TraceError
-from pearl.lab.experiments.workload import Text, Workload
+from pearl.lab.experiments.workload import Text, Workload, guessers
 from pearl.lab.simulate import Timing
 from pearl.protocol.messages import Decoding
 from pearl.protocol.window import Speeds
@@ -36,13 +37,15 @@ class Recorded:
     """What is in a trace.
 
     Attributes:
-        decoding: of its first request.
+        decoding: of its first request, as published: which guesses and branches there were a trace does not tell.
+        left_out: what guessed beside the draft then.
         tokens_per_second: the run's own, from each request's first commit on.
         known: positions whose bit the trace tells.
     """
 
     workload: Workload
     decoding: Decoding
+    left_out: tuple[str, ...]
     tokens_per_second: float
     known: int
 
@@ -52,6 +55,8 @@ def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 
     whole = [request for request in trace.requests if "prompt_tokens" in request.args]
     if not whole:
         raise TraceError(f"{trace.path} holds no request that came to its end")
+    if any(later.start < earlier.end - _ROUNDING for earlier, later in pairwise(whole)):
+        raise TraceError(f"{trace.path}: requests ran side by side in it, and the simulation has one at a time")
     inside = [[s for s in trace.target if _within(s, request)] for request in whole]
     rights = [_right(slices) for slices in inside]
     bits = [bit for right in rights for bit in right.values()]
@@ -66,9 +71,10 @@ def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 
         for r, committed, right in zip(whole, commits, rights, strict=True)
         if committed
     ]
-    return Recorded(
-        Workload(timing, mean(bits), tuple(texts), seed), _decoding(trace, whole[0]), _rate(commits), len(bits)
-    )
+    decoding = _decoding(trace, whole[0])
+    published = replace(decoding, look_ahead=0, draft_lookup=0, branches=0)
+    workload = Workload(timing, mean(bits), tuple(texts), seed)
+    return Recorded(workload, published, tuple(guessers(decoding)), _rate(commits), len(bits))
 
 
 def _within(one: Slice, request: Slice) -> bool:

@@ -1,0 +1,67 @@
+"""`pearl ps` and `pearl stop`: list and stop this user's engines on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pearl.cli.terminal import say
+from pearl.engine import card
+from pearl.engine.card import Card
+from pearl.errors import ConfigError, StartError
+from pearl.printable import printable
+
+_STOP_SECONDS = 30.0  # more than an engine takes that has to kill its workers, and to write a trace
+_SERVED = "pearl serve"
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+def ps(as_json: bool) -> None:
+    """List your engines on this machine.
+
+    Those of pearl serve, and those that other programs hold for themselves: each can be connected to (--connect).
+    """
+    running = card.running_engines()
+    if as_json:
+        click.echo(json.dumps([each.to_json() for each in running], indent=2))
+    elif running:
+        click.echo(printable(card.table(running)))
+    else:
+        say("no engine is running")
+    for directory in card.leftovers():
+        say(f"left by an engine that was killed, and safe to remove: {directory}")
+
+
+@click.command()
+@click.argument("engine", metavar="[PID|DIRECTORY]", default="")
+@click.option("--all", "every", is_flag=True, help=f"Stop every engine of {_SERVED}.")
+def stop(engine: str, every: bool) -> None:
+    """Stop an engine of yours on this machine.
+
+    Names it by its PID or directory, as pearl ps lists them; the name may be left out where there is only one. The
+    program that holds the engine is told to end (SIGTERM), and ends its workers. --all leaves engines that other
+    programs hold for themselves.
+    """
+    if engine and every:
+        raise ConfigError("name an engine or give --all, not both")
+    if not every:
+        _stop(card.find_card(engine))
+        return
+    running = card.running_engines()
+    served = [each for each in running if each.program == _SERVED]
+    for each in running:
+        if each not in served:
+            say(f"left alone: PID {each.pid}, which {each.program} holds for itself")
+    if not served:
+        raise ConfigError(f"no engine of {_SERVED} is running")
+    for each in served:
+        _stop(each)
+
+
+def _stop(engine: Card) -> None:
+    what = f"PID {engine.pid}: {engine.program} with {engine.config['target']} in {engine.directory}"
+    if not card.stop(engine, _STOP_SECONDS):
+        raise StartError(f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {what}. kill -9 {engine.pid} ends it")
+    say(f"stopped {what}")

@@ -1,0 +1,41 @@
+"""Two rules that accept more than exactness allows, by a stated amount: opt and uno.
+
+Both accept a draft token with probability min(1, (target + epsilon) / draft); they differ in what replaces a rejected
+one.  Opt draws from max(target - draft, 0), as the ratio rule does: of all replacements that with the least total
+variation distance from the target.  What is gained is paid for one by one: bias and rejection probability add up to the
+distance between draft and target.  Uno draws from the target itself, and is biased with epsilon 0 too.
+
+Source: Yin et al. 2024, section 4.2.  Their printed code has the draft's distribution in the target's place for uno,
+against their text, which is followed here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pearl.decoding.rules.ratio import RatioDraft, RatioTarget
+from pearl.protocol.messages import Sampling
+
+
+class BiasedDraft(RatioDraft):
+    """Drafts as under the ratio rule: what is forgiven is the target's business."""
+
+    def __init__(self, sampling: Sampling, epsilon: float) -> None:
+        super().__init__(sampling)
+
+
+class OptTarget(RatioTarget):
+    """With epsilon 0 it is the ratio rule, bit for bit."""
+
+    def _bias(self, target: torch.Tensor, accepted: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        return (accepted - target).relu_().sum(-1)
+
+
+class UnoTarget(RatioTarget):
+    """A rejected token is replaced by a draw from the target."""
+
+    def _after_rejection(self, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+        return target
+
+    def _bias(self, target: torch.Tensor, accepted: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        return (accepted - mass[..., None] * target).relu_().sum(-1)

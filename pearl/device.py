@@ -1,0 +1,72 @@
+"""Where a model runs, as users name it: cuda:0, cpu:0-3. What the name means to torch is for the workers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+_MOST_NUMBERS = 4096  # of cores or GPUs in a name
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as named by the user.
+
+    Attributes:
+        gpus: GPU numbers; several for a model that is spread over them.
+        cores: CPU cores to pin to; None: not pinned.
+    """
+
+    kind: Literal["auto", "cpu", "cuda"]
+    gpus: tuple[int, ...] = ()
+    cores: tuple[int, ...] | None = None
+
+    @staticmethod
+    def parse(name: str) -> Device:
+        """Raises ValueError for anything but auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1, cuda:0-1."""
+        kind, colon, rest = name.partition(":")
+        try:
+            numbers = _numbers(rest) if colon else None
+        except ValueError:
+            numbers, kind = None, ""
+        if kind == "cuda":
+            return Device("cuda", gpus=numbers or (0,))
+        if kind == "cpu":
+            return Device("cpu", cores=numbers and _usable(numbers))
+        if name == "auto":
+            return Device("auto")
+        shown = name if len(name) < 80 else f"{name[:80]}..."
+        raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
+
+    def part(self, rank: int, size: int) -> Device:
+        """That of `rank` where `size` ranks share it equally; of auto and cpu, itself."""
+
+        def mine(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            each = len(numbers) // size
+            return numbers[rank * each : (rank + 1) * each]
+
+        return Device(self.kind, mine(self.gpus), self.cores and mine(self.cores))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        start, end = int(first), int(last if dash else first) + 1
+        if end - start + len(numbers) > _MOST_NUMBERS:
+            raise ValueError(text)
+        numbers += range(start, end)
+    if not numbers:
+        raise ValueError(text)
+    return tuple(dict.fromkeys(numbers))
+
+
+def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
+    usable = os.sched_getaffinity(0)
+    missing = sorted(set(cores) - usable)
+    if missing:
+        named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
+        raise ValueError(f"CPU cores [{named}] are not there: this process may use {sorted(usable)}")
+    return cores

@@ -1,0 +1,193 @@
+"""The card that an engine leaves in its private directory: others of its user find, list and stop it by that card.
+
+Who can read that directory may use the engine; nobody else can reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pearl.errors import ConfigError
+from pearl.transport.address import is_local, is_private, private_directories
+
+_FILE = "engine.json"
+_HEADER = ("PID", "AGE", "TARGET", "DRAFT", "DEVICES", "PROGRAM", "DIRECTORY")
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+@dataclass(frozen=True)
+class Card:
+    """What an engine has told of itself.
+
+    Attributes:
+        pid, started: the process that holds the engine; a later process of the same id has started at another time.
+        program: what that process runs, such as "pearl serve".
+        address: where the engine listens.
+        config: its settings, as JSON.
+        taken: role -> the device and dtype ("" for a model without weights) that its worker has told, where it has.
+        age: seconds since the engine was ready.
+    """
+
+    directory: Path
+    pid: int
+    started: int
+    program: str
+    address: str
+    config: dict[str, Any]
+    taken: dict[str, dict[str, str]]
+    age: float
+
+    @property
+    def alive(self) -> bool:
+        return _started(self.pid) == self.started
+
+    def place(self, role: str) -> tuple[str, str]:
+        """Device and dtype of a model: those its worker has told, otherwise those that are set."""
+        found = {what: str(self.config[f"{role}_{what}"]) for what in ("device", "dtype")} | self.taken.get(role, {})
+        return found["device"], found["dtype"]
+
+    @property
+    def roles(self) -> list[str]:
+        """Of the models that there are."""
+        return [role for role in ("target", "draft") if self.config[role] != "none"]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `pearl ps --json` prints of it."""
+        named = {role: self.config[role] for role in ("target", "draft")}
+        placed = {
+            f"{role}_{what}": value
+            for role in self.roles
+            for what, value in zip(("device", "dtype"), self.place(role), strict=True)
+        }
+        known = {"pid": self.pid, "age_seconds": round(self.age, 1), "program": self.program}
+        return known | named | placed | {"directory": str(self.directory), "address": self.address}
+
+
+def write_card(directory: Path, address: str, config: dict[str, Any], taken: Mapping[str, dict[str, str]]) -> None:
+    """Leave the card of an engine that this process holds."""
+    pid = os.getpid()
+    card = {
+        "pid": pid,
+        "started": _started(pid),
+        "program": _program(sys.argv),
+        "address": address,
+        "config": config,
+        "taken": taken,
+    }
+    (directory / _FILE).write_text(json.dumps(card))
+
+
+def read_card(directory: Path) -> Card | None:
+    """The card there. None if another user could have put it there, or if it leads to another machine without keys."""
+    path = directory / _FILE
+    try:
+        if not is_private(directory):
+            return None
+        said = json.loads(path.read_text())
+        card = Card(
+            directory,
+            int(said["pid"]),
+            int(said["started"]),
+            str(said["program"]),
+            str(said["address"]),
+            dict(said["config"]),
+            dict(said["taken"]),
+            max(0.0, time.time() - path.stat().st_mtime),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return card if is_local(card.address) or card.config.get("keys") else None
+
+
+def running_engines() -> list[Card]:
+    """This user's engines on this host, newest first."""
+    return [card for card in _cards() if card.alive]
+
+
+def leftovers() -> list[Path]:
+    """Directories of engines that were killed together with all their workers, which otherwise remove them."""
+    return [card.directory for card in _cards() if not card.alive]
+
+
+def _cards() -> list[Card]:
+    return [card for directory in private_directories() if (card := read_card(directory)) is not None]
+
+
+def find_card(name: str) -> Card:
+    """A running engine. `name`: its directory or process id, or empty where there is only one.
+
+    Raises `ConfigError` where there is none, or several to choose from.
+    """
+    running = running_engines()
+    if name:
+        of_pid = [card for card in running if str(card.pid) == name]
+        here = read_card(Path(name))
+        found = of_pid or ([here] if here is not None and here.alive else [])
+        if not found:
+            raise ConfigError(f"no running engine of yours is named {name}: give a PID or a directory of `pearl ps`")
+        running = found
+    if not running:
+        raise ConfigError("no engine is running: start one with `pearl serve`")
+    if len(running) > 1:
+        raise ConfigError(f"several engines are running, name one by its PID or directory:\n{table(running)}")
+    return running[0]
+
+
+def stop(card: Card, seconds: float) -> bool:
+    """Ask the process that holds the engine to end (SIGTERM). Return whether it has ended within `seconds`."""
+    try:
+        process = os.pidfd_open(card.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if not card.alive:  # asked now that `process` cannot become another one
+            return True
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        return bool(select.select([process], [], [], seconds)[0])
+    finally:
+        os.close(process)
+
+
+def table(cards: Iterable[Card]) -> str:
+    """One line for each engine, below a header."""
+    rows = [_HEADER, *map(_row, cards)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _row(card: Card) -> tuple[str, ...]:
+    devices = " + ".join(card.place(role)[0] for role in card.roles)
+    models = (str(card.config["target"]), str(card.config["draft"]))
+    return (str(card.pid), _rounded(card.age), *models, devices, card.program, str(card.directory))
+
+
+def _rounded(seconds: float) -> str:
+    size, unit = next((each for each in _UNITS if seconds >= each[0]), _UNITS[-1])
+    return f"{seconds // size:.0f} {unit}"
+
+
+def _program(arguments: list[str]) -> str:
+    """The name of the program, with the command if it is ours."""
+    path = Path(arguments[0])
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    if name == "pearl":
+        return " ".join([name, *arguments[1:2]])
+    return "python" if name in ("", "-c") else name
+
+
+def _started(pid: int) -> int | None:
+    """When the process started, in clock ticks since the machine did; None if it has ended."""
+    try:
+        state, *fields = Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(fields[18])

@@ -1,0 +1,108 @@
+"""The paper's pairs emulated with recorded texts in place of coins: their forward times, a real vocabulary, real text.
+
+What a pair of models says and how long it takes to say it are two things: recorded texts give the first, the paper's
+forward times the second.  So published PEARL stands beside look-ahead, lookup and branches at speeds of models that do
+not fit here, under the virtual clock and in two real processes.  Every forward lasts as long, whatever it is fed: as on
+GPUs, where so few tokens take the time of reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.lab.bench.paper import Pair
+from pearl.lab.bench.run import AHEAD, AR, NGRAM, PEARL, PUBLISHED, Measured, Plan, Row, Watcher, devices_of, measure
+from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments import texts
+from pearl.lab.simulate import Timing
+from pearl.models.recorded import RecordedTexts, read_texts
+
+_SIMULATED = {PEARL: texts.PEARL, AHEAD: texts.ALL, NGRAM: texts.NGRAM}
+_RULE = {"rule": "coupled"}  # what was recorded is the target's own draw
+_RUN = {
+    AR: DecodingConfig(method="ar"),
+    PEARL: DecodingConfig(**PUBLISHED, **_RULE),
+    AHEAD: DecodingConfig(method="pearl", **_RULE),
+    NGRAM: DecodingConfig(method="ngram", **_RULE),
+}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A pair with one method. Of the runtime's figures each is the median over texts, None where it did not run.
+
+    Attributes:
+        simulated, runtime: times as fast as `ar`.
+        simulated_gain, runtime_gain: times as fast as `pearl` as published.
+        tokens_per_step, foreseen: simulated.
+        of_simulated: the runtime's speed over the simulator's on the same text: median, least and most.
+    """
+
+    pair: str
+    method: str
+    simulated: float
+    simulated_gain: float
+    tokens_per_step: float
+    foreseen: float | None
+    runtime: float | None = None
+    runtime_gain: float | None = None
+    of_simulated: tuple[float, float, float] | None = None
+
+
+def replayed(pair: Pair, file: Path, watcher: Watcher, *, seed: int, run: int, tokens: int) -> list[Replayed]:
+    """Simulates all texts of `file` at the pair's speeds; decodes `run` of them in two processes, up to `tokens`."""
+    recorded = read_texts(file)
+    timing = Timing(pair.t_draft, lambda fed: pair.t_target)
+    done = {name: texts.run(recorded, decoding, timing, seed) for name, decoding in _SIMULATED.items()}
+    measured = measure(_plan(pair, recorded, file, run, tokens), watcher) if run else Measured()
+    plain, published = 1 / pair.t_target, done[PEARL].tokens_per_second
+    rates = {(s.row, s.task): s.rate for s in measured.samples}
+    found = []
+    for name, totals in done.items():
+        shares = sorted(s.of_simulated for s in measured.samples if s.row == name and s.of_simulated is not None)
+        found.append(
+            Replayed(
+                pair.name,
+                name,
+                totals.tokens_per_second / plain,
+                totals.tokens_per_second / published,
+                totals.tokens_per_step,
+                totals.foreseen_share,
+                _ratio(rates, name, AR),
+                _ratio(rates, name, PEARL),
+                (median(shares), shares[0], shares[-1]) if shares else None,
+            )
+        )
+    return found
+
+
+def _ratio(rates: dict[tuple[str, int], float | None], one: str, other: str) -> float | None:
+    """Median over texts of how much faster a row is than another."""
+    numbers = [task for row, task in rates if row == one]
+    both = [(rates.get((one, task)), rates.get((other, task))) for task in numbers]
+    ratios = [rate / base for rate, base in both if rate and base]
+    return median(ratios) if ratios else None
+
+
+def _plan(pair: Pair, recorded: RecordedTexts, file: Path, run: int, tokens: int) -> Plan:
+    """Of texts from all over the file. A text is asked for by its number, and drawn with the seed it was drawn with."""
+    header, spec = recorded.header, f"replay:{file}"
+    config = EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft)
+    target, draft = devices_of(config)
+    step = max(1, len(recorded.texts) // run)
+    return Plan(
+        config,
+        [Row(name, "pair", target | draft, decoding) for name, decoding in _RUN.items()],
+        [Task("recorded", number, (str(number),)) for number in range(1, len(recorded.texts) + 1, step)][:run],
+        SamplingParams(seed=header.seed, max_tokens=min(tokens, header.max_tokens)),
+        attempts=3,
+    )
+
+
+def document(done: Sequence[Replayed]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in done]

@@ -1,0 +1,85 @@
+"""Random Llamas of the shapes of published models, made in memory: a forward takes as long whatever the weights are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+# As published: hidden size, inner size, layers, heads, key-value heads, vocabulary. Of some only a few layers.
+SHAPES = {
+    "1b": (2048, 8192, 16, 32, 8, 128256),
+    "7b": (4096, 11008, 32, 32, 32, 32000),
+    "7b-4-layers": (4096, 11008, 4, 32, 32, 32000),
+    "13b": (5120, 13824, 40, 40, 40, 32000),
+    "70b-4-layers": (8192, 28672, 4, 64, 8, 32000),
+    "tiny": (64, 128, 2, 4, 2, 512),
+    "tiny-8-layers": (64, 128, 8, 4, 2, 512),
+}
+_SPREAD = 1.28  # of a weight, times the root of the hidden size: 0.02 at 4,096; with less attention would be even
+_END = "<end>"
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """A Llama of that shape. The same seed gives the same weights on one kind of device."""
+    hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        dtype=dtype,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(config.dtype)  # type: ignore[arg-type]
+    model.to_empty(device=device)
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=_SPREAD / hidden**0.5, generator=generator)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.ones_(weight)
+    return model.eval()
+
+
+def save_pair(shape: str, share: float, into: Path, device: torch.device, dtype: torch.dtype, eps: float) -> None:
+    """Save a pair whose draft is the first layers of its target, as `into`/target and `into`/draft.
+
+    What the target's other layers add is scaled by `eps`: with 0 the two are the same model and the draft is never
+    wrong, with more it is wrong the more often.
+
+    Args:
+        share: of the target's layers that the draft has.
+    """
+    model = random_model(shape, device, dtype)
+    kept = round(share * len(model.model.layers))
+    with torch.no_grad():
+        for layer in model.model.layers[kept:]:
+            layer.self_attn.o_proj.weight.mul_(eps)
+            layer.mlp.down_proj.weight.mul_(eps)
+    tokenizer = _tokenizer(model.config.vocab_size)
+    for name in ("target", "draft"):
+        if name == "draft":
+            model.model.layers = model.model.layers[:kept]
+            model.config.num_hidden_layers = kept
+        model.save_pretrained(into / name)
+        tokenizer.save_pretrained(into / name)
+
+
+def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Bytes, and names for all other ids that a random model says."""
+    pieces = [_END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"<{number}>" for number in range(len(pieces), vocab_size)]
+    found = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=_END)

@@ -1,0 +1,97 @@
+"""Recording texts: the target answers, the draft is asked at every position what it would have drafted there.
+
+Both run in this process, one after the other, and nothing is timed: what is recorded is a matter of the models and the
+seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from pearl.client.conversation import Conversation
+from pearl.decoding.rules.direct import SHORTLIST, DirectDraw
+from pearl.decoding.sampling import read_draw
+from pearl.models.recorded import Header, RecordedText
+from pearl.models.replay import faint
+from pearl.models.runner import ModelRunner, feed_chain
+from pearl.protocol.messages import Sampling
+from pearl.text import Tokenizer
+
+_PIECE = 64  # positions of the draft in one forward: a row spans the vocabulary
+
+
+def record(
+    target: ModelRunner,
+    draft: ModelRunner,
+    tokenizer: Tokenizer,
+    conversations: Sequence[Sequence[str]],
+    header: Header,
+    *,
+    raw: bool = False,
+    tick: Callable[[str], object] = lambda said: None,
+) -> Iterator[RecordedText]:
+    """The answers to the users' turns, each as it is done; its conversation goes on with it.
+
+    A prompt that has come before is left out, and so is one that the context of either model cannot hold with its
+    answer, with all that follows it in its conversation.
+
+    Args:
+        raw: takes texts as they are, with no chat template.
+        tick: is told what has been done.
+    """
+    seen: set[tuple[int, ...]] = set()
+    most = min(target.context, draft.context) - header.max_tokens
+    for number, turns in enumerate(conversations, 1):
+        conversation = Conversation(tokenizer, raw or tokenizer.apply_chat([{"role": "user", "content": "."}]) is None)
+        for turn in turns:
+            prompt = conversation.prompt(turn)
+            if len(prompt) > most or tuple(prompt) in seen:
+                tick(f"prompt {number} is left out: {'too long' if len(prompt) > most else 'it has come before'}")
+                break
+            seen.add(tuple(prompt))
+            text = recorded(target, draft, prompt, header.sampling(len(seen)), header)
+            tick(f"prompt {number}: {len(text.answer)} tokens")
+            yield text
+            conversation.add(turn, prompt, tokenizer.decode(text.answer), text.answer, "length")
+
+
+@torch.inference_mode()
+def recorded(
+    target: ModelRunner, draft: ModelRunner, prompt: Sequence[int], sampling: Sampling, header: Header
+) -> RecordedText:
+    """One text: what seeded decoding gives, and the draft's rows along it."""
+    draw = DirectDraw(sampling)
+    answer, fed = list[int](), list(prompt)
+    target.rollback(0)
+    while len(answer) < header.max_tokens and (not answer or answer[-1] not in header.eos):
+        row = feed_chain(target, fed, 1)[0]
+        fed = [read_draw(draw(row, len(prompt) + len(answer)))]
+        answer += fed
+    ids, logits = _rows(draft, prompt, answer, draw, header)
+    return RecordedText(tuple(prompt), tuple(answer), ids, logits)
+
+
+def _rows(
+    draft: ModelRunner, prompt: Sequence[int], answer: Sequence[int], draw: DirectDraw, header: Header
+) -> tuple[np.ndarray, np.ndarray]:
+    """[answer, likeliest and drawn]: ids and logits. As many are kept as runners-up are looked for among."""
+    known = min(draft.vocab_size, header.vocab_size)  # ids that one of the two lacks are padding
+    text, done = [token if token < known else 0 for token in (*prompt, *answer[:-1])], 0
+    ids = np.empty((len(answer), min(SHORTLIST, known) + 1), np.int32)
+    logits = np.empty(ids.shape, np.float32)
+    draft.rollback(0)
+    if len(prompt) > 1:
+        feed_chain(draft, text[: len(prompt) - 1], 0)
+    while done < len(answer):
+        some = text[len(prompt) - 1 + done :][:_PIECE]
+        for row in feed_chain(draft, some, len(some))[:, :known].float():
+            drawn = read_draw(draw(row, len(prompt) + done))
+            top = torch.cat((row.topk(ids.shape[1] - 1).indices, torch.tensor([drawn], device=row.device)))
+            ids[done] = top.cpu().numpy()
+            values = row[top].cpu().numpy()
+            logits[done] = np.maximum(values, values.max() - faint(header.temperature))
+            done += 1
+    return ids, logits

@@ -1,0 +1,86 @@
+"""Recorded texts under the virtual clock: every method on the same texts, with all that guesses beside the draft.
+
+As published a method needs to know of each token only whether the draft is right (`workload`).  Look-ahead, lookup and
+branches need the tokens themselves, and the draft's runners-up: there the executors and the proposer of the runtime
+decode the texts again, from replayed models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from pearl.config import BRANCHES, DRAFT_LOOKUP, LOOK_AHEAD
+from pearl.drafting.datastore import Datastore
+from pearl.lab.experiments.workload import Text, Totals, Workload
+from pearl.lab.simulate import Timing, known_speeds, paired_executors, simulate
+from pearl.models.recorded import RecordedTexts
+from pearl.models.replay import ReplayRunner
+from pearl.protocol.messages import Decoding, Submit
+from pearl.protocol.window import MAX_WINDOW
+
+_CONTEXT = 1 << 20
+_RULE = "coupled"  # what was recorded is the target's own draw
+NGRAM = Decoding("ngram", rule=_RULE, look_ahead=LOOK_AHEAD)
+PEARL = Decoding("pearl", rule=_RULE)
+ALL = replace(PEARL, look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES)
+
+
+def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload:
+    """The texts as who asks only whether the draft is right sees them."""
+    rights = [text.right for text in recorded.texts]
+    texts = [
+        Text(len(text.prompt), len(text.answer), dict(enumerate(right, len(text.prompt))))
+        for text, right in zip(recorded.texts, rights, strict=True)
+    ]
+    return Workload(timing, sum(map(sum, rights)) / sum(map(len, rights)), tuple(texts), seed)
+
+
+def ablations() -> list[Decoding]:
+    """`pearl` by stream as published, with each of look-ahead, lookup and branches, with two of them, and with all."""
+    sizes = ((0, LOOK_AHEAD), (0, DRAFT_LOOKUP), (0, BRANCHES))
+    every = sorted(product(*sizes), key=lambda sizes: sum(map(bool, sizes)))
+    return [replace(PEARL, look_ahead=ahead, draft_lookup=lookup, branches=more) for ahead, lookup, more in every]
+
+
+def compare(
+    recorded: RecordedTexts, timing: Timing, seed: int = 0, datastore: Datastore | None = None
+) -> Iterator[Totals]:
+    """Each as it is done: the ablations, `ssd` at its best window, and the target alone with its look-ahead.
+
+    `datastore`: where look-ahead and lookup guess from too.
+    """
+    for decoding in ablations():
+        yield run(recorded, decoding, timing, seed, datastore)
+    yield max(_ssd(recorded, timing, seed), key=lambda totals: totals.tokens_per_second)
+    yield run(recorded, NGRAM, timing, seed, datastore)
+
+
+def _ssd(recorded: RecordedTexts, timing: Timing, seed: int) -> Iterator[Totals]:
+    """Windows from 1 on, until a longer one is no faster."""
+    rate = 0.0
+    for gamma in range(1, MAX_WINDOW + 1):
+        yield (totals := run(recorded, Decoding("ssd", "fixed", gamma, _RULE, branches=BRANCHES), timing, seed))
+        if totals.tokens_per_second <= rate:
+            return
+        rate = totals.tokens_per_second
+
+
+def run(
+    recorded: RecordedTexts, decoding: Decoding, timing: Timing, seed: int = 0, datastore: Datastore | None = None
+) -> Totals:
+    """All texts, one after the other; what is learned outlives each, as it does in a worker."""
+    runners = [ReplayRunner(recorded, role, _CONTEXT) for role in ("target", "draft")]
+    executors = paired_executors(runners[0], runners[1], datastore, timing.draft)
+    totals, speeds = Totals(decoding), known_speeds(timing)
+    for number, text in enumerate(recorded.texts, 1):
+        for runner in runners:
+            for slot in range(runner.capabilities.slots):
+                runner.rollback(0, slot)
+        end = len(text.prompt) + len(text.answer)
+        submit = Submit(number, text.prompt, end, recorded.header.sampling(number), decoding)
+        outcome = simulate(submit, *executors, replace(timing, seed=seed + number), speeds=speeds)
+        assert tuple(outcome.tokens) == text.answer, "whatever is on, the text is the recorded one"
+        totals.add(outcome)
+    return totals

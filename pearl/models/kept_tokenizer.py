@@ -1,0 +1,169 @@
+"""A checkpoint's tokenizer as transformers has made it, kept, and read again without transformers.
+
+To import what makes it takes seconds in each process of a run, for it imports torch and much of torch's compiler. What
+comes of it is one object of the `tokenizers` library, a chat template and some settings: these are kept in the cache,
+for the files as they are and the version of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pearl.errors import ConfigError, ModelError, RequestError
+from pearl.models.kept import converted, find, silent, stamp
+from pearl.text import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_READ = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # what tokenizers and settings are read from
+_TOKENIZER, _ABOUT = "tokenizer.json", "about.json"
+_OF_BASE = ("_encode_plus", "_decode", "decode", "__call__", "convert_ids_to_tokens", "apply_chat_template")
+_PROBES = (
+    "Hello, world!  Two spaces, a\ttab\nand\n\n  lines.",
+    " don't I'll 3.14159 1234567890 <b>&amp;</b> def f(x): return x**2 ",
+    "Grüße, Ελληνικά, русский, 中文字符, 日本語, עברית, العربية, हिन्दी, 👩‍🚀\u00a0\ufffd\u2028",
+    "",
+)
+
+
+class KeptTokenizer:
+    """The tokenizer in a directory that `keep` has written. Gives what `HFTokenizer` gives."""
+
+    def __init__(self, directory: Path) -> None:
+        import tokenizers
+
+        about = json.loads((directory / _ABOUT).read_text())
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = about["vocab_size"]
+        self.settings: dict[str, Any] = about["settings"]
+        self._template, self._special = about["chat_template"], about["special_tokens"]
+        self._pieces = [self._tokenizer.id_to_token(id) for id in range(self.vocab_size)]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
+        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+
+    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+        text = self.chat_text(messages)
+        return None if text is None else self.encode(text, special=False)  # the template writes its own
+
+    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
+        if self._template is None:
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
+
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        with refusals_explained():
+            made: Any = render_jinja_template(
+                [given], chat_template=self._template, add_generation_prompt=True, **self._special
+            )
+        return str(made[0][0])  # of the first conversation; beside them stands where replies begin
+
+    def token(self, id: int) -> str | None:
+        return self._pieces[id] if 0 <= id < self.vocab_size else None
+
+
+@contextmanager
+def refusals_explained() -> Iterator[None]:
+    """Turns what a chat template raises into a `RequestError`."""
+    from jinja2.exceptions import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise RequestError(
+            f"The model's chat template does not take these messages: {error}. "
+            "Change their roles or order, or send a raw prompt."
+        ) from error
+
+
+def read(directory: Path) -> KeptTokenizer | None:
+    """What was kept of the checkpoint in `directory`; None: nothing. What cannot be read is removed."""
+    where = None
+    try:
+        where = find(_name(directory))
+        return None if where is None else KeptTokenizer(where)
+    except Exception as error:  # those of the tokenizers library have no common base
+        log.debug("the kept tokenizer of %s cannot be read: %s", directory, error)
+        if where is not None:
+            shutil.rmtree(where, ignore_errors=True)
+        return None
+
+
+def keep(directory: Path, tokenizer: PreTrainedTokenizerBase, ours: Tokenizer, settings: dict[str, Any]) -> bool:
+    """Keep the tokenizer of the checkpoint in `directory` for `read`, and return whether that was possible.
+
+    Args:
+        ours: what is made of `tokenizer` otherwise; what was kept must give the same.
+        settings: anything else to keep with it, as JSON.
+    """
+    if not _is_plain(tokenizer):
+        return False
+
+    def build(building: Path, progress: object) -> None:
+        building.mkdir()
+        tokenizer.backend_tokenizer.save(str(building / _TOKENIZER))
+        about = {
+            "vocab_size": ours.vocab_size,
+            "chat_template": tokenizer.get_chat_template() if tokenizer.chat_template is not None else None,
+            "special_tokens": tokenizer.special_tokens_map,
+            "settings": settings,
+        }
+        (building / _ABOUT).write_text(json.dumps(about))
+        if not _same(KeptTokenizer(building), ours):
+            raise ModelError("it does not give the same")
+
+    try:
+        converted(_name(directory), build, silent)
+    except (ModelError, ConfigError, OSError, TypeError, ValueError) as error:  # it takes longer then, and works
+        log.debug("the tokenizer of %s is not kept: %s", directory, error)
+        return False
+    return True
+
+
+def _name(directory: Path) -> str:
+    """By the contents of all files that may matter. Raises `OSError`."""
+    found = (*directory.iterdir(), *directory.glob("additional_chat_templates/*"))
+    files = [path for path in sorted(found) if path.suffix in _READ and path.is_file()]
+    return f"tokenizer-{stamp(files, contents=True)}"
+
+
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the class adds nothing of its own to what the `tokenizers` library does."""
+    from transformers import PreTrainedTokenizerFast
+
+    of = type(tokenizer)
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and all(getattr(of, name) is getattr(PreTrainedTokenizerFast, name) for name in _OF_BASE)
+        and not getattr(tokenizer, "split_special_tokens", False)
+    )
+
+
+def _same(kept: KeptTokenizer, ours: Tokenizer) -> bool:
+    """Whether the two agree on every token, and on some texts."""
+    size = ours.vocab_size
+    if any(kept.token(id) != ours.token(id) for id in range(size)):
+        return False
+    added = [ours.token(id) or "" for id in (0, 1, 2, *range(max(0, size - 40), size))]
+    for text in (*_PROBES, " ".join(added), "".join(added)):
+        for special in (True, False):
+            ids = ours.encode(text, special)
+            if kept.encode(text, special) != ids or kept.decode(ids) != ours.decode(ids):
+                return False
+    spread = list(range(0, size, max(1, size // 500)))
+    return kept.decode(spread) == ours.decode(spread)

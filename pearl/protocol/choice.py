@@ -1,0 +1,190 @@
+"""With the draft or without it: which makes more tokens a second, found out while texts are written.
+
+Texts differ in how much can be guessed of them, by more than both ways differ.  So only what stands side by side in one
+text is compared: the stretch of tokens before a change-over and the one after it.  Each change-over is one comparison;
+their mean decides.  The way that loses is tried again, more seldom the more that costs and the better it is known.  A
+draft that rests is tried where a text begins: there it reads the prompt while the target does.
+Only for texts that do not depend on who proposed what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, log
+
+_STRETCH_TOKENS, _STRETCH_STEPS = 24, 8  # a stretch has at least so many of each: fewer tell nothing
+_CLEARLY = (
+    0.6  # of the rate before the change-over: what is slower after `_STRETCH_STEPS` loses, and is tried no longer
+)
+_OF_NEW = 0.5  # weight of a new stretch in a rate
+_MOST_COMPARISONS = 8  # that the mean is of: earlier ones fade, for texts and machines change
+_MOST_FACTOR = 3.0  # by which one comparison may say that a way is faster: a stretch of guesses may be much faster
+_SHARE, _SHARE_AT_FIRST = 0.01, 0.03  # of all time that trying the slower way may cost: by and by, after one comparison
+_LEAST_PATIENCE, _MOST_PATIENCE = 192, 8192  # tokens until the way that lost is tried again: least a comparison, most
+_ONCE_SLOWED = 96  # likewise, where the way in use has slowed
+_MARGIN = log(1.03)  # what is less may be chance: no reason to change over at once
+_SLOWED = 0.7  # of the rate that it had, two stretches in a row: the way in use is looked at again
+_DRAFTLESS = 32  # tokens after which a draft that has sent none yet is taken to be as slow as that
+_FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial: one stretch for it, one to compare again
+_TO_READ = 256  # tokens that a text must have left for a draft to be tried amid it: it has to read all before
+
+
+@dataclass
+class Choice:
+    """What is known of both ways. With the draft: it drafts, on devices of its own. Without: it rests, and the target
+    has its cores too, where both are on CPUs of one host.
+
+    Attributes:
+        rests: whether the draft rests now.
+        rates: tokens a second, by whether it rests; of stretches of any text.
+        gain: logarithm of how many times as fast the target is with the draft as without; mean of the comparisons.
+        comparisons: their number, at most 8; a fraction where some were of short stretches.
+        since_tried: tokens since the way that loses was tried.
+        cost: what trying it cost the last time: tokens that the better way would have made beside those that came.
+        is_spread: whether the target has the draft's cores.
+    """
+
+    rests: bool = False
+    rates: dict[bool, float] = field(default_factory=dict)
+    gain: float = 0.0
+    comparisons: float = 0.0
+    since_tried: int = 0
+    cost: float = float(_STRETCH_TOKENS)
+    is_spread: bool = False
+    _since: float | None = None  # when the stretch began; None: with the next step
+    _tokens: int = 0  # of the stretch
+    _steps: int = 0
+    _last: float = 0.0  # when the last step of the stretch ended
+    _longest: float = 0.0  # seconds, of its steps
+    _here: float = 0.0  # tokens a second in this text, as things are; 0: not known yet
+    _before: float = 0.0  # in this text before the change-over that is to be compared; 0: none is
+    _way: tuple[float, int] | None = None  # when this text's way began, and tokens since; None: with the next step
+    _left: tuple[float, int] = (0.0, 0)  # seconds and tokens of the way that was left by the last change-over
+    _skipped: int = 0  # tokens committed while the draft had sent nothing yet
+    _slow: int = 0  # stretches in a row that were much slower than usual
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast the target is with the draft as without; None: not compared yet."""
+        return exp(self.gain) if self.comparisons else None
+
+    @property
+    def is_alone_better(self) -> bool:
+        """Whether the target is faster without the draft, as far as is known."""
+        return self.comparisons > 0 and self.gain < 0
+
+    def begin(self, left: int) -> None:
+        """A text of at most `left` tokens begins. The draft is tried if nothing is known of it, or it is time to."""
+        self.rests = self.is_alone_better
+        if self.rests and self.since_tried >= self._patience and left >= _FOR_TRIAL:
+            self.rests, self.since_tried = False, 0
+
+    def end(self) -> None:
+        """A text ends. What it has of an unfinished stretch counts half, if it is half of one."""
+        tokens, steps = self._tokens, self._steps
+        if self._before and self._since is not None and 2 * tokens >= _STRETCH_TOKENS and 2 * steps >= _STRETCH_STEPS:
+            self._compare(tokens / (self._last - self._since), 0.5)
+        self._begin_stretch()
+        self._here = self._before = 0.0
+        self._way, self._slow = None, 0
+
+    def stepped(self, at: float, tokens: int, has_drafted: bool = True, left: int = 1 << 62) -> bool:
+        """A forward ended. Whether to change over now: `rests` is the other way then.
+
+        Args:
+            at: seconds, of any clock that never goes back.
+            tokens: that were committed since the last forward ended.
+            has_drafted: whether the draft has sent anything since it last began.
+            left: tokens until the text's limit.
+        """
+        self.since_tried += tokens
+        began, so_far = self._way or (at, -tokens)
+        self._way = began, so_far + tokens
+        if not self.rests and not has_drafted and self._skipped < _DRAFTLESS:  # it is still reading the text
+            self._skipped += tokens
+            self._since = None
+            return False
+        if self._since is None:  # what the change-over took is not this way's
+            self._since, self._last = at, at
+            return False
+        self._longest = max(self._longest, at - self._last)
+        self._tokens, self._steps, self._last = self._tokens + tokens, self._steps + 1, at
+        if self._steps < _STRETCH_STEPS or at <= self._since:
+            return False
+        if self._tokens < _STRETCH_TOKENS and not self._clearly_loses(at):
+            return False
+        rate = self._tokens / (at - self._since)
+        weight = min(1.0, self._tokens / _STRETCH_TOKENS)
+        self._begin_stretch(at)
+        has_slowed = self._has_slowed(rate)
+        if self._before:
+            self._compare(rate, weight)
+        self._here = _blend(self._here, rate)
+        if not self._is_other_wanted(has_slowed, left):
+            return False
+        self._change_over(at)
+        return True
+
+    def _clearly_loses(self, at: float) -> bool:
+        """Whether the way that is tried is far slower than the one before, even without its longest step: a hiccup."""
+        assert self._since is not None
+        return self._tokens < _CLEARLY * self._before * (at - self._since - self._longest)
+
+    def _change_over(self, at: float) -> None:
+        assert self._way is not None
+        began, tokens = self._way
+        if not self._is_other_better:
+            self.since_tried = 0
+        self.rests = not self.rests
+        self._before, self._here, self._slow = self._here, 0.0, 0
+        self._way, self._left = None, (at - began, tokens)
+        self._begin_stretch()
+
+    def _has_slowed(self, rate: float) -> bool:
+        """Adds `rate` to what is usual, and compares. A text's first stretch may be slow for other reasons."""
+        usual = self.rates.get(self.rests, 0.0)
+        is_slow = rate < _SLOWED * usual
+        self._slow = self._slow + 1 if is_slow and self._here > 0 else 0
+        if not is_slow or self._slow >= 2:
+            self.rates[self.rests] = _blend(usual, rate)
+        return self._slow >= 2
+
+    def _begin_stretch(self, at: float | None = None) -> None:
+        self._since, self._tokens, self._steps, self._skipped, self._longest = at, 0, 0, 0, 0.0
+        self._last = at or 0.0
+
+    def _compare(self, rate: float, weight: float) -> None:
+        """Adds the comparison of `rate`, after the last change-over, with the rate before it."""
+        gain = log(rate / self._before) * (-1 if self.rests else 1)
+        gain = min(max(gain, -log(_MOST_FACTOR)), log(_MOST_FACTOR))
+        self.comparisons = min(self.comparisons + weight, _MOST_COMPARISONS)
+        self.gain += (gain - self.gain) * weight / max(weight, self.comparisons)
+        self._before = 0.0
+        if not self._is_other_better:  # the way that was left is the one that loses
+            seconds, tokens = self._left
+            self.cost = max(0.0, seconds * rate - tokens)
+
+    def _is_other_wanted(self, has_slowed: bool, left: int) -> bool:
+        """For it is better, or is to be tried again; or this one was only tried."""
+        if self._is_other_better or not self.comparisons:
+            return left >= _STRETCH_TOKENS
+        if left < _FOR_TRIAL:
+            return False
+        if has_slowed:  # things have changed, it seems: what was compared before counts less
+            self.comparisons = min(self.comparisons, 2.0)
+        is_due = self.since_tried >= (_ONCE_SLOWED if has_slowed else self._patience)
+        return is_due and (left >= _TO_READ or not self.rests)
+
+    @property
+    def _is_other_better(self) -> bool:
+        return self.comparisons > 0 and self.rests != (self.gain < 0) and abs(self.gain) > _MARGIN
+
+    @property
+    def _patience(self) -> int:
+        """Tokens between two trials of the way that loses."""
+        share = _SHARE + (_SHARE_AT_FIRST - _SHARE) / max(1.0, self.comparisons) ** 2
+        return int(min(max(self.cost / share, _LEAST_PATIENCE * self.comparisons), _MOST_PATIENCE))
+
+
+def _blend(old: float, new: float) -> float:
+    return old + _OF_NEW * (new - old) if old else new

@@ -1,0 +1,74 @@
+"""What one request's last target forward was fed, and how far the text has turned out to follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pearl.protocol.events import Guessed
+from pearl.protocol.messages import Source
+from pearl.protocol.sequence import TokenSequence
+
+
+class Fed:
+    """The tokens of one forward: a chain of the text, and behind or beside it guesses.
+
+    Args:
+        start: the position of the first token.
+        chain: tokens of the text.
+        guesses, above: behind them; the parent of each, by index among all tokens.
+        sources: who guessed, of each guess.
+
+    Attributes:
+        tokens: all of them.
+        parents: as `Forward.parents`; None: each follows the one before it.
+        path: of the tokens those that the text has from `start` on, by index.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        chain: tuple[int, ...],
+        guesses: tuple[int, ...] = (),
+        above: Sequence[int] = (),
+        sources: Sequence[Source] = (),
+    ) -> None:
+        self.start, self.tokens = start, chain + guesses
+        self._chain, self._sources = len(chain), sources
+        self.path = list(range(len(chain)))
+        parents = (*range(-1, len(chain) - 1), *above)
+        self.parents = None if parents == tuple(range(-1, len(self.tokens) - 1)) else parents
+        self.has_guesses = bool(guesses)
+        followed = zip(parents, self.tokens, strict=True) if guesses else ()
+        self._children = {edge: node for node, edge in enumerate(followed)}
+
+    @classmethod
+    def feed(cls, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int) -> Fed:
+        """That of `chain`, from `start` on, and the first `count` guesses that follow a text of `length` tokens."""
+        # A guess's parent is a token of the text, by position, or another guess, numbered from the text's length on.
+        parents = guessed.parents[:count]
+        above = [parent - start if parent < length else parent - length + len(chain) for parent in parents]
+        return cls(start, chain, guessed.tokens[:count], above, guessed.sources)
+
+    def nodes(self, position: int, count: int) -> tuple[int, ...]:
+        """The tokens whose rows are for `position` and the `count` - 1 positions after it."""
+        first = position - 1 - self.start
+        return tuple(self.path[first : first + count])
+
+    def guessers(self, position: int, tokens: Sequence[int]) -> list[Source | None]:
+        """Who guessed each of `tokens`, which stand from `position` on; None where nobody had to."""
+        (node,) = self.nodes(position, 1)
+        found: list[Source | None] = []
+        for token in tokens:
+            node = self._children.get((node, token), -2)  # -1 is the first token's parent
+            found.append(self._sources[node - self._chain] if node >= self._chain else None)
+        return found
+
+    def follow(self, sequence: TokenSequence) -> None:
+        """Count as fed what the sequence's unfed tokens have in common with the guesses."""
+        del self.path[max(0, sequence.fed - self.start) :]
+        while self.path and sequence.fed < len(sequence.tokens):
+            node = self._children.get((self.path[-1], sequence.tokens[sequence.fed]))
+            if node is None:
+                break
+            self.path.append(node)
+            sequence.fed += 1

@@ -1,0 +1,123 @@
+"""What a client is answered: OpenAI's objects, whole or in chunks. Pure."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pearl.client.stream import Piece, Result
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Answer:
+    """The answer to one request: its objects share an id, a time and a model.
+
+    Args:
+        include_usage: as asked: the chunks of a stream name `usage`, which the last one has.
+        provenance: chunks say where their tokens came from.
+    """
+
+    def __init__(self, chat: bool, model: str, include_usage: bool = False, provenance: bool = False) -> None:
+        self._chat, self._include_usage, self._provenance = chat, include_usage, provenance
+        self._head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> dict[str, Any]:
+        """All texts at once; those of one prompt stand together."""
+        choices = [
+            {"index": index, **self._text(result.text), "logprobs": None, "finish_reason": finish_reason(result)}
+            for index, result in enumerate(results)
+        ]
+        return {**self._head, "object": self._object(""), "choices": choices, "usage": usage}
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+
+    def first(self, index: int) -> Iterator[bytes]:
+        """What comes before the first piece of a text."""
+        if self._chat:
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """A piece of a text; nothing where no text has become final and nobody asked about tokens."""
+        if piece.text or (self._provenance and piece.tokens):
+            more: dict[str, Any] = {}
+            if self._provenance:
+                more["provenance"] = [
+                    {"text": text, "source": source.value}
+                    for text, source in zip(piece.texts, piece.provenance, strict=True)
+                ]
+            delta = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+            yield self._chunk(index, delta | more)
+
+    def last(self, index: int, result: Result) -> bytes:
+        """The end of a text."""
+        return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, finish_reason(result))
+
+    def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
+        """The last chunk, of a client that asked for it."""
+        if self._include_usage:
+            yield event({**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage})
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
+        choice = {"index": index, **delta, "logprobs": None, "finish_reason": reason}
+        more = {"usage": None} if self._include_usage else {}
+        return event({**self._head, "object": self._object(".chunk"), "choices": [choice], **more})
+
+    def _object(self, chunk: str) -> str:
+        return f"chat.completion{chunk}" if self._chat else "text_completion"
+
+
+def finish_reason(result: Result) -> str:
+    """OpenAI's: an EOS is a stop too."""
+    return "length" if result.finish_reason == "length" else "stop"
+
+
+def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+    """Tokens of a request, and how well its drafts were accepted.
+
+    Args:
+        n: texts for each prompt; those of one prompt stand together, and its tokens count once.
+    """
+    prompts = sum(len(result.prompt_tokens) for result in results[::n])
+    cached = sum(result.statistics.num_cached_tokens for result in results[::n])
+    made = sum(len(result.tokens) for result in results)
+    statistics = [result.statistics for result in results]
+    drafted = sum(one.num_draft_tokens for one in statistics)
+    accepted = sum(one.num_accepted_draft_tokens for one in statistics)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": made,
+        "total_tokens": prompts + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "pearl": {
+            "seed": results[0].seed if results else None,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "tokens_by_source": sources(results),
+            "seconds_to_first_token": statistics[0].seconds_to_first_token if statistics else None,
+            "tokens_per_second": [one.tokens_per_second for one in statistics],
+        },
+    }
+
+
+def sources(results: Sequence[Result]) -> dict[str, int]:
+    """Tokens by where they came from."""
+    counted: dict[str, int] = {}
+    for result in results:
+        for source in result.provenance:
+            counted[source.value] = counted.get(source.value, 0) + 1
+    return counted

@@ -1,0 +1,87 @@
+"""A connection that cannot be held for ever: uvicorn's, with limits on how slow and how many clients may be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MOST_HEADER = 32 << 10  # bytes of a request's line and headers
+HEADER_SECONDS = 10.0  # within which they must have come
+TAKE_SECONDS = 60.0  # within which a client must take what was written to it
+MOST_CONNECTIONS = 512
+
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's connection with time limits. The class attributes are its limits."""
+
+    header_seconds = HEADER_SECONDS
+    take_seconds = TAKE_SECONDS
+    most_connections = MOST_CONNECTIONS
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._take_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that we hear of everything that a client does not take
+        if len(self.connections) > self.most_connections:
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._header_timer, self._take_timer, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # In parts, for h11 looks at the size of a header only while it is not complete.
+        for start in range(0, len(data), MOST_HEADER):
+            if self.transport.is_closing():
+                return
+            try:
+                super().data_received(data[start : start + MOST_HEADER])
+            except h11.LocalProtocolError:  # nonsense in the middle of an answer, which leaves no room for an error
+                self.transport.abort()
+        if self._answering:
+            self._header_came()
+        else:
+            self._expect_header()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._answering:  # the next request had come already
+            self._header_came()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_header(self) -> None:
+        """Starts the clock, once: more bytes of the same header buy no more time."""
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_seconds, self.transport.abort)
+
+    def _header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._take_timer = self.loop.call_later(self.take_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._take_timer is not None:
+            self._take_timer.cancel()
+            self._take_timer = None

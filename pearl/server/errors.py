@@ -1,0 +1,55 @@
+"""What a client is told when a request is not served: OpenAI's error object, with its status code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is not served.
+
+    Attributes:
+        status: of HTTP.
+        param: the field of the request that is to blame, if one is.
+        code: a short name for programs.
+        retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
+        # After 408 the rest of the body would be taken for the next request.
+        return headers | {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
+
+
+def engine_lost(why: str) -> ApiError:
+    return ApiError(503, why, code="engine_lost")
+
+
+def of_engine(error: PearlError, param: str | None = None) -> ApiError:
+    """What an error of the engine is to a client. `param`: the field that a `RequestError` is about."""
+    match error:
+        case RequestError() | ConfigError():
+            return ApiError(400, str(error), param=param)
+        case EngineClosed():
+            return ApiError(503, str(error), code="shutting_down")
+        case TargetLost() | StartError() | TransportError():
+            return engine_lost(str(error))
+        case _:
+            return ApiError(500, str(error), code=type(error).__name__)

@@ -1,0 +1,158 @@
+"""The address of the server, and its life: bound before a model loads, served until a signal or the engine's end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from pearl.config import Settings
+from pearl.engine import Engine
+from pearl.errors import ConfigError, TargetLost
+from pearl.server.app import Access, App
+from pearl.server.connection import MOST_HEADER, BoundedProtocol
+from pearl.server.turns import Turns
+
+LOST_SECONDS = 5.0  # for which a server whose engine is lost still says so
+STOP_SECONDS = 2.0  # that running requests have once the server is told to end
+_CUT_SECONDS = 5  # after which connections are cut that have not taken their end by then
+_IDLE_SECONDS = 15  # for which a connection may stay between two requests
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Door:
+    """A bound address.
+
+    Attributes:
+        bound: a socket that does not listen yet: who connects before the models are loaded is refused.
+        queue: requests that may wait beside the one that is served.
+        model: the name under which clients ask for the model; None: as it was loaded.
+    """
+
+    bound: socket.socket
+    host: str
+    key: str | None
+    queue: int
+    model: str | None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._literal}:{self.bound.getsockname()[1]}"
+
+    @property
+    def _literal(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def access(self) -> Access:
+        """On the loopback and without a key, only who names it by its own names is answered."""
+        names = {"localhost", "127.0.0.1", "[::1]", self._literal.lower()}
+        return Access(self.key, None if self.key else frozenset(names))
+
+    def close(self) -> None:
+        self.bound.close()
+
+    def serve(self, engine: Engine, settings: Settings) -> None:
+        """Serves until SIGINT or SIGTERM. Raises `TargetLost` a while after the engine was lost, and `ConfigError`."""
+        try:
+            self.bound.listen()
+        except OSError as error:  # somebody else bound it too, and was quicker
+            raise ConfigError(f"{self.url}: cannot listen there: {error.strerror}") from None
+        asyncio.run(self._serve(engine, settings))
+
+    async def _serve(self, engine: Engine, settings: Settings) -> None:
+        model = self.model or name_of(engine.config.target)
+        turns = Turns(engine, settings.decoding, self.queue, model)
+        app = App(turns, settings.sampling, model, self.access)
+        server = Server(app, turns)
+        watching = asyncio.create_task(_end_when_lost(turns, server))
+        try:
+            await server.serve([self.bound])
+        finally:
+            watching.cancel()
+            turns.close()
+        if turns.lost:
+            raise TargetLost(turns.lost)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends texts in an orderly way."""
+
+    def __init__(self, app: App, turns: Turns) -> None:
+        super().__init__(_uvicorn_config(app))
+        self._turns = turns
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(STOP_SECONDS, self._turns.stop)
+        await super().shutdown(sockets)
+
+
+def _uvicorn_config(app: App) -> uvicorn.Config:
+    return uvicorn.Config(
+        app.asgi,
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # what a stranger's nonsense makes it warn of is no news
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=_CUT_SECONDS,
+        h11_max_incomplete_event_size=MOST_HEADER,
+    )
+
+
+async def _end_when_lost(turns: Turns, server: uvicorn.Server) -> None:
+    while not turns.lost:
+        await asyncio.sleep(_LOOK_SECONDS)
+    await asyncio.sleep(LOST_SECONDS)
+    server.should_exit = True
+
+
+def name_of(target: str) -> str:
+    """The model's name for clients: a directory's or file's own, never where it lies."""
+    return Path(target).name if Path(target).exists() else target
+
+
+def bind(address: str, key: str | None, queue: int, model: str | None) -> Door:
+    """Binds HOST:PORT, port 0 a free one. Raises `ConfigError`."""
+    host, port = _split(address)
+    _check_key(key)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--http {address}: the host is not known ({error})") from None
+    family, kind, protocol, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    if key is None and not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"--http {address}: other machines can reach this address, so it takes an API key: set $PEARL_API_KEY or "
+            "give --api-key KEY, or listen on 127.0.0.1"
+        )
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(place)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--http {address}: cannot listen there: {error.strerror}") from None
+    return Door(bound, host, key, queue, model)
+
+
+def _split(address: str) -> tuple[str, int]:
+    matched = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:/\[\]]+)):(\d{1,5})", address)
+    if matched is None or int(matched[3]) > 65535:
+        raise ConfigError(f"--http {address}: give HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000")
+    return matched[1] or matched[2], int(matched[3])
+
+
+def _check_key(key: str | None) -> None:
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError("the API key must be printable ASCII without spaces, and not empty")

@@ -1,0 +1,151 @@
+"""The engine for the requests of one event loop: as many texts at a time as it has slots, first come first served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from pearl.client.request import Prompt
+from pearl.client.stream import Piece
+from pearl.config import DecodingConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.engine.asynchronous import AsyncEngine, AsyncStream
+from pearl.errors import EngineClosed
+from pearl.server.errors import ApiError, engine_lost, of_engine
+from pearl.server.figures import Figures
+
+
+class Turns:
+    """Gives each text its turn at the engine.
+
+    Args:
+        decoding: how texts are decoded.
+        most_waiting: requests that may wait beside those that are served.
+    """
+
+    def __init__(self, engine: Engine, decoding: DecodingConfig, most_waiting: int, model: str) -> None:
+        self.engine, self._decoding, self._most = engine, decoding, most_waiting
+        self._admitted = self._waiting = 0
+        self._running: set[AsyncStream] = set()
+        running, waiting = (lambda: len(self._running)), (lambda: self._waiting)
+        self.figures = Figures(model, running, waiting, lambda: engine.draft_restarts)
+        self._async = AsyncEngine.of(engine)
+        self._reader = self._async.reader
+        self._stopping = False
+
+    @property
+    def lost(self) -> str:
+        """Why the engine is of no more use; empty while it runs."""
+        return self._reader.lost
+
+    def stop(self) -> None:
+        """Ends the texts that are being written, and those that wait, with an error that says why."""
+        self._stopping = True
+        for stream in self._running:
+            stream.fail(_shutting_down())
+
+    def close(self) -> None:
+        """No text is begun any more; threads end with what they are doing."""
+        self._async.close()
+
+    def check(self) -> None:
+        """Raises `ApiError` once the engine is lost, or the server ends."""
+        if self.lost:
+            raise engine_lost(self.lost)
+        if self._stopping:
+            raise of_engine(_shutting_down())
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """For as long as a request is being served or waits. Raises `ApiError` where too many do."""
+        self.check()
+        if self._admitted >= self._most + self.engine.config.slots:
+            raise ApiError(
+                429,
+                f"{self._admitted} requests are being served or wait; try again later",
+                code="overloaded",
+                retry_after=self.figures.retry_after,
+            )
+        self._admitted += 1
+        try:
+            yield
+        finally:
+            self._admitted -= 1
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt. Raises `RequestError`."""
+        return await self._async.encode(prompt)
+
+    @asynccontextmanager
+    async def text(self, tokens: list[int], params: SamplingParams, arrived: float) -> AsyncIterator[AsyncStream]:
+        """A text, which waits for its turn when it is read; leaving it early cancels it.
+
+        Args:
+            arrived: when its request came, of time.monotonic().
+        """
+        self.check()
+        watch = _Watch(self, len(tokens), arrived)
+        watch.stream = stream = self._async.stream(tokens, params, watch=watch, decoding=self._decoding)
+        self._waiting += 1
+        try:
+            yield stream
+        finally:
+            stream.close()
+            watch.turned()
+
+    def begun(self, stream: AsyncStream) -> None:
+        self._running.add(stream)
+        if self._stopping:
+            stream.fail(_shutting_down())
+
+    def waited(self) -> None:
+        self._waiting -= 1
+
+    def ended(self, stream: AsyncStream) -> None:
+        self._running.discard(stream)
+
+
+class _Watch:
+    """Counts one text as it comes, however late its client takes it."""
+
+    stream: AsyncStream
+
+    def __init__(self, turns: Turns, prompt_tokens: int, arrived: float) -> None:
+        self._turns, self._figures = turns, turns.figures
+        self._prompt_tokens, self._arrived = prompt_tokens, arrived
+        self._asked = time.monotonic()
+        self._begun: float | None = None
+        self._last: float | None = None  # when the last tokens came
+        self._waits = True
+
+    def turned(self) -> None:
+        """It does not wait for its turn any more."""
+        if self._waits:
+            self._waits = False
+            self._turns.waited()
+
+    def begun(self) -> None:
+        self._begun = now = time.monotonic()
+        self.turned()
+        self._turns.begun(self.stream)
+        self._figures.begun(self._prompt_tokens, now - self._asked)
+
+    def came(self, piece: Piece) -> None:
+        if not piece.tokens:
+            return
+        now = time.monotonic()
+        if self._last is None:
+            self._figures.first(now - self._arrived)
+        self._figures.step(piece, None if self._last is None else now - self._last)
+        self._last = now
+
+    def ended(self) -> None:
+        self._turns.ended(self.stream)
+        if self._begun is not None:
+            now = time.monotonic()
+            self._figures.ended(self.stream.result, now - self._arrived, now - self._begun)
+
+
+def _shutting_down() -> EngineClosed:
+    return EngineClosed("the server is shutting down")

@@ -1,0 +1,104 @@
+"""A report in words: name -> value, for the terminal and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pearl.trace.latency import Latency
+from pearl.trace.report import Report, Worker
+
+_VERIFY = "forward: verify "  # with the number of tokens fed behind it
+REQUEST_COLUMNS = (
+    "request",
+    "method",
+    "prompt",
+    "tokens",
+    "queued",
+    "first token",
+    "ITL p50",
+    "ITL p99",
+    "tokens/s",
+    "tokens a step",
+)
+
+
+def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
+    """Each figure with its value in every run, "-" where a run has none."""
+    columns = [_figures(r) for r in reports]
+    names: list[str] = []
+    for column in columns:
+        for before, name in pairwise(["", *column]):
+            if name not in names:  # what only one run has stays beside its neighbour
+                names.insert(names.index(before) + 1 if before else 0, name)
+    verifies = sorted((name for name in names if name.startswith(_VERIFY)), key=lambda name: int(name.split()[-1]))
+    place = next((i for i, name in enumerate(names) if name in verifies), 0)
+    others = [name for name in names if name not in verifies]
+    return [(name, [c.get(name, "-") for c in columns]) for name in (*others[:place], *verifies, *others[place:])]
+
+
+def request_row(one: Latency) -> list[str]:
+    """The values of `REQUEST_COLUMNS`."""
+    counts = [str(one.num_prompt_tokens), str(one.num_generated_tokens)]
+    times = [one.queue_seconds, one.seconds_to_first_token, one.itl_p50, one.itl_p99]
+    rates = [one.tokens_per_second, one.tokens_per_step]
+    return [one.request, one.method, *counts, *map(_ms, times), *("-" if r is None else f"{r:.2f}" for r in rates)]
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _figures(r: Report) -> dict[str, str]:
+    several = r.requests != 1
+    figures = {
+        "wall": f"{r.wall:.3f} s, {r.requests} request" + ("s" if several else ""),
+        "tokens": f"{r.tokens}, {r.tokens_per_second:.2f} a second, prefill included",
+    }
+    figures |= _latency(r.latency, "median " if several else "")
+    figures |= _worker("target", r.target)
+    if r.draft:
+        figures |= _worker("draft", r.draft)
+        figures["both in a forward"] = f"{r.overlap:.1%}"
+    figures |= {f"pace: {name}": f"{share:.1%}" for name, share in r.pace.items()}
+    figures["steps"] = ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
+    if r.latency.tokens_per_step is not None:
+        figures["steps"] += f"; {r.latency.tokens_per_step:.2f} tokens a step"
+    if r.draft:
+        figures["steps that waited"] = ", ".join(f"{r.owners.get(k, 0)} for {k}" for k in ("draft", "transport"))
+        fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
+        figures["draft tokens"] = f"{r.drafted}: {fates}"
+        if r.prepared:
+            figures["draft tokens"] += f"; {r.prepared} prepared for other outcomes"
+        figures["acceptance"] = f"{r.accepted / r.judged:.3f} of the judged" if r.judged else "-"
+        figures["accepted in a run"] = ", ".join(f"{k}: {n}" for k, n in r.histogram.items()) or "-"
+        figures["ratio, window"] = f"{r.ratio:.2f}, c = {r.window:.0f}" if r.ratio else "-"
+    for name, f in r.forwards.items():
+        figures[f"forward: {name}"] = f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
+    if r.draft:
+        saved = r.alternation / r.wall if r.wall else 0.0
+        figures["in alternation"] = f"{r.alternation:.3f} s, {saved:.2f} times as long"
+    figures["recorder"] = f"{r.recorder:.2%} of the busier worker's time"
+    return figures
+
+
+def _latency(one: Latency, of: str) -> dict[str, str]:
+    figures = {}
+    if one.seconds_to_first_token is not None:
+        figures["first token (TTFT)"] = f"{of}{_ms(one.seconds_to_first_token)} from the submission, "
+        figures["first token (TTFT)"] += f"of these {_ms(one.queue_seconds)} in the queue"
+    if one.tokens_per_second:
+        figures["between tokens"] = f"TPOT {1e3 / one.tokens_per_second:.1f} ms; "
+        figures["between tokens"] += f"ITL p50 {_ms(one.itl_p50)}, p99 {_ms(one.itl_p99)}"
+    return figures
+
+
+def _worker(name: str, w: Worker) -> dict[str, str]:
+    figures = {
+        f"{name}: busy": f"{w.busy:.1%} (" + ", ".join(f"{k} {v:.1%}" for k, v in w.work.items() if v >= 0.0005) + ")",
+        f"{name}: waits": f"{w.wait:.1%}",
+    }
+    figures |= {f"{name}: waits for {cause}": f"{share:.1%}" for cause, share in w.waits.items()}
+    figures[f"{name}: messages"] = f"{w.communication:.1%}"
+    figures[f"{name}: not covered"] = f"{w.uncovered:.1%}"
+    return figures

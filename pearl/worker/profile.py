@@ -1,0 +1,132 @@
+"""Profiles: what `pearl calibrate` has measured of a pair on this machine, kept for the engines that come after.
+
+A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
+are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, but for those
+whose rule makes them depend on the window (`ratio` under `sd`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pearl.config import EngineConfig
+from pearl.errors import ConfigError
+from pearl.models.kept import cache_directory
+from pearl.protocol.window import Profile
+from pearl.trace.recorder import where_and_what
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_MEASURED_WITH = (  # settings that what is measured depends on
+    "target_device",
+    "draft_device",
+    "target_dtype",
+    "draft_dtype",
+    "target_tp",
+    "draft_tp",
+    "target_device_map",
+    "forwards",
+    "tensors",
+    "target_pace",
+    "draft_pace",
+)
+_PROFILE = TypeAdapter(Profile)
+
+
+def key(config: EngineConfig) -> dict[str, Any]:
+    """What a profile holds for. Cores are those that this process may use: to be asked before it is pinned."""
+    here, gpus = where_and_what(), Path("/proc/driver/nvidia/gpus").glob("*/information")
+    return {
+        "target": _identity(config.target),
+        "draft": _identity(config.draft),
+        **{name: getattr(config, name) for name in _MEASURED_WITH},
+        "processor": here["processor"],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpus": sorted(path.read_text().partition("\n")[0] for path in gpus),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "versions": {name: here["versions"][name] for name in ("torch", "transformers", "pearl")},
+    }
+
+
+def path_of(config: EngineConfig) -> Path:
+    """Where the profile of this pair, on this machine, is kept."""
+    digest = blake2b(json.dumps(key(config), sort_keys=True).encode(), digest_size=8).hexdigest()
+    return cache_directory() / "profiles" / f"{digest}.json"
+
+
+def save(config: EngineConfig, profile: Profile) -> Path:
+    """Keeps it for the engines that come after; returns where. Raises `ConfigError` where it cannot be written."""
+    path = path_of(config)
+    document = {"format": FORMAT, "key": key(config), "profile": _PROFILE.dump_python(profile, mode="json")}
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(document, indent=2) + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
+    return path
+
+
+def load(config: EngineConfig) -> Profile | None:
+    """The one that `config.profile` names; None: it names none, or there is none of this pair on this machine.
+
+    Raises `ConfigError` for a file that is named and is no profile. A damaged one in the cache is passed over.
+    """
+    if config.profile == "none":
+        return None
+    if config.profile != "auto":
+        return _read(Path(config.profile))
+    path = path_of(config)
+    try:
+        return _read(path) if path.exists() else None
+    except ConfigError as error:
+        log.warning("%s; going on without it", error)
+        return None
+
+
+def _read(path: Path) -> Profile:
+    try:
+        document = json.loads(path.read_text())
+        if document["format"] != FORMAT:
+            raise ConfigError(f"profile {path} has format {document['format']!r}; this version reads {FORMAT}")
+        profile = _PROFILE.validate_python(document["profile"])
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError):
+        raise ConfigError(f"profile {path} is damaged, or is none: make one with pearl calibrate") from None
+    if problem := _problem(profile):
+        raise ConfigError(f"profile {path}: {problem}")
+    return profile
+
+
+def _problem(profile: Profile) -> str | None:
+    """What no measurement gives, and would spoil the arithmetic."""
+    times = [profile.t_draft, *(seconds for _, seconds in (*profile.t_target, *profile.t_elsewhere))]
+    if not all(0 <= seconds < 1e4 for seconds in times):
+        return "a forward time is no number of seconds"
+    if not (0 <= profile.acceptance <= 1 and abs(profile.gain) < 10 and 0 <= profile.comparisons <= 1e3):
+        return "acceptance or gain is out of range"
+    if not (profile.since_tried >= 0 and 0 <= profile.cost < 1e6):
+        return "a number of tokens is out of range"
+    if not all(0 < rate < 1e9 for _, rate in profile.rates):
+        return "a rate is no number of tokens a second"
+    return None
+
+
+def _identity(spec: str) -> str:
+    """Of a model on this machine: its path and when its files were last changed; of another: its name."""
+    path = Path(spec)
+    if not path.exists():
+        return spec
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return f"{path.absolute()} {blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"

@@ -1,0 +1,279 @@
+"""Method auto: with the draft or without it, what is faster; and whatever it chooses, the text is the target's."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.errors import ConfigError
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.choice import Choice
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.window import ForwardTimes, Profile, Speeds
+from pearl.worker import profile
+from tests.conftest import TOY, greedy_text
+
+VOCAB, PROMPT = 32, (1, 2, 3)
+
+
+def asked(method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5) -> Submit:
+    extras = (0, 8, 8, 7) if method in ("auto", "pearl") else (0, 8 if method == "ngram" else 0, 0, 0)
+    decoding = Decoding(method, "stream", None, rule, (), *extras[1:])
+    return Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, seed=seed), decoding)
+
+
+def decode(
+    method: str, timing: Timing, tokens: int = 400, alpha: float = 0.7, order: int = 2, **given: object
+) -> Outcome:
+    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha, order=order))
+    submit = asked(method, tokens, **given)  # type: ignore[arg-type]
+    return simulate(submit, *paired_executors(target, draft), timing)
+
+
+# ---- the choice alone ----
+
+
+def write(choice: Choice, drafted: float, alone: float, tokens: int, noise: float = 0.0, reading: int = 0) -> int:
+    """Writes a text at these tokens a second. Returns how many tokens came while the draft rested.
+
+    `reading`: tokens that come before the draft has read what stands there, where it begins amid a text.
+    """
+    chance, at, left, rested, unread = random.Random(1), 1.0, tokens, 0, 0
+    choice.begin(left)
+    choice.stepped(at, 0)
+    while left > 0:
+        at += 2 / (alone if choice.rests else drafted) * max(0.2, chance.gauss(1, noise))
+        left, rested, unread = left - 2, rested + 2 * choice.rests, max(0, unread - 2)
+        if choice.stepped(at, 2, not unread, left) and not choice.rests:
+            unread = reading
+    choice.end()
+    return rested
+
+
+@pytest.mark.parametrize(("drafted", "alone"), [(50.0, 40.0), (40.0, 50.0), (100.0, 10.0), (10.0, 100.0)])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_the_faster_way_is_found(drafted: float, alone: float, noise: float) -> None:
+    choice = Choice()
+    write(choice, drafted, alone, 5000, noise)
+    choice.begin(0)
+    assert choice.rests == (alone > drafted)
+    assert choice.rates[False] == pytest.approx(drafted, rel=0.1 + noise)
+    assert choice.rates[True] == pytest.approx(alone, rel=0.1 + noise)
+
+
+@pytest.mark.parametrize("tokens", [90, 400, 40_000])
+@pytest.mark.parametrize(("drafted", "alone"), [(50.0, 20.0), (20.0, 50.0), (40.0, 50.0), (50.0, 40.0)])
+def test_finding_out_costs_a_hundredth_of_the_time(drafted: float, alone: float, tokens: int) -> None:
+    """In short texts as in long ones, and though a draft that begins amid a text has to read it first."""
+    choice, in_all, slow = Choice(), 0, 0
+    for _ in range(40_000 // tokens):
+        rested = write(choice, drafted, alone, tokens, reading=40)
+        in_all += tokens
+        slow += rested if drafted > alone else tokens - rested
+    waste = slow / min(drafted, alone) - slow / max(drafted, alone)
+    assert waste < 0.02 * in_all / max(drafted, alone)
+    assert slow > 24, "now and then it is looked at again"
+
+
+@pytest.mark.parametrize(("drafted", "alone", "tried"), [(50.0, 40.0, 26), (90.0, 30.0, 18)])
+def test_what_loses_clearly_is_not_tried_to_the_end(drafted: float, alone: float, tried: int) -> None:
+    """After the change-over eight steps of two tokens tell enough of it, and it costs the most."""
+    choice = Choice()
+    assert write(choice, drafted, alone, 100) == tried
+    assert choice.speedup == pytest.approx(drafted / alone, rel=0.01)
+
+
+def test_a_hiccup_is_not_a_clear_loss() -> None:
+    """One step of a trial that took forty times as long: it goes on to the end of its stretch."""
+    choice, at, rested = Choice(), 1.0, 0
+    choice.begin(200)
+    choice.stepped(at, 0)
+    while rested < 24:
+        at += 2 / (100.0 if choice.rests else 50.0) * (40 if rested == 8 else 1)
+        rested += 2 * choice.rests
+        assert not choice.stepped(at, 2) or rested in (0, 24), "the change-over comes before, not amid"
+
+
+@pytest.mark.parametrize(("drafted", "alone"), [(50.0, 40.0), (40.0, 50.0)])
+def test_a_lively_text_does_not_mislead(drafted: float, alone: float) -> None:
+    """Rates of different texts are never compared."""
+    for lively in ([3.0, 1.0, 1.0], [1.0, 3.0, 1.0, 3.0], [0.3, 1.0, 1.0, 2.0], [3.0, 0.4, 2.5, 0.3, 1.0]):
+        choice = Choice()
+        for factor in lively:
+            write(choice, drafted * factor, alone * factor, 96)
+        choice.begin(0)
+        assert choice.rests == (alone > drafted), lively
+        assert choice.speedup == pytest.approx(drafted / alone, rel=0.01)
+
+
+def test_a_way_that_becomes_slow_is_left_soon() -> None:
+    choice = Choice()
+    write(choice, 50.0, 40.0, 5000)
+    rested = write(choice, 20.0, 40.0, 600)
+    assert rested > 200
+    choice.begin(0)
+    assert choice.rests
+
+
+def test_a_text_that_begins_slowly_is_no_reason_to_try_the_other_way() -> None:
+    choice = Choice()
+    write(choice, 50.0, 40.0, 1000)
+    tried = choice.since_tried
+    for factor in (0.3, 1.0, 0.3):
+        write(choice, 50.0 * factor, 40.0 * factor, 40)
+    assert choice.since_tried == tried + 120
+
+
+def test_a_tie_changes_nothing_back_and_forth() -> None:
+    choice, at, changes, before = Choice(), 1.0, 0, False
+    choice.begin(10_000)
+    for _ in range(5000):
+        choice.stepped(at, 2)
+        at += 2 / (50.5 if choice.rests else 50.0)
+        changes, before = changes + (choice.rests != before), choice.rests
+    assert changes < 16
+
+
+def test_times_of_other_cores_are_kept_apart() -> None:
+    speeds = Speeds(target=ForwardTimes({1: 2.0}))
+    speeds.spread(True)
+    assert speeds.t_target(1) == 2.0, "until it is measured"
+    for _ in range(100):
+        speeds.observe_target(1, 1.0)
+    assert speeds.t_target(1) == pytest.approx(1.0, rel=0.01)
+    speeds.spread(False)
+    assert speeds.t_target(1) == 2.0
+    speeds.spread(True)
+    assert speeds.t_target(1) == pytest.approx(1.0, rel=0.01)
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_choice_changes_a_text(temperature: float) -> None:
+    """Whatever is faster at the moment: the draft rests and comes back in the midst of it."""
+    timings = [
+        Timing(1.0, lambda _: 4.0),
+        Timing(1.0, lambda _: 1.0),
+        Timing(1.0, lambda n: 2.0 + 0.1 * n, delay=0.7, jitter=0.9, seed=1, t_spread=lambda n: 1.0 + 0.1 * n),
+    ]
+    alone = decode("ar", timings[0], temperature=temperature)
+    rested = []
+    for timing in timings:
+        outcome = decode("auto", timing, temperature=temperature)
+        assert outcome.tokens == alone.tokens
+        assert outcome.counts.resyncs == 0
+        rested.append(outcome.counts.rested)
+    assert 0 < min(rested) < max(rested) < 400
+
+
+def test_under_ratio_the_draft_never_rests_amid_a_text() -> None:
+    """There the text depends on who proposed what: it is that of pearl."""
+    timing = Timing(1.0, lambda _: 0.5)
+    found, wanted = (decode(method, timing, rule="ratio", temperature=1.0) for method in ("auto", "pearl"))
+    assert found.tokens == wanted.tokens
+    assert found.counts.rested == 0
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.8])
+@pytest.mark.parametrize("c", [1, 8])
+def test_auto_is_nearly_as_fast_as_the_better_way(alpha: float, c: int) -> None:
+    """Once it has found out, for which it takes 48 tokens."""
+    t_target, t_spread = (lambda n: c + 0.01 * n), (lambda n: 0.7 * c + 0.01 * n)
+    seconds = {}
+    for method in ("auto", "pearl", "ngram"):
+        alone = t_spread if method == "ngram" else t_target
+        timing = Timing(1.0, alone, delay=0.01, t_spread=t_spread)
+        target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha))
+        submit = asked(method, 1000, temperature=1.0)
+        seconds[method] = simulate(submit, *paired_executors(target, draft), timing).seconds
+    best = min(seconds["pearl"], seconds["ngram"])
+    assert seconds["auto"] <= 1.1 * best
+    assert seconds["auto"] < 0.95 * max(seconds["pearl"], seconds["ngram"]) or best > 0.95 * max(seconds.values())
+
+
+# ---- the target's cores ----
+
+
+def test_cores_go_back_before_another_request_is_served() -> None:
+    """One that does not adapt finds the target on its own cores."""
+    spread: list[bool] = []
+    target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2)))
+    target._spread = spread.append
+    simulate(asked("auto", 300), target, draft, Timing(1.0, lambda _: 1.0, t_spread=lambda _: 0.5))
+    assert spread[:1] == [True]
+    assert all(a != b for a, b in pairwise(spread))
+
+
+def test_a_simulated_text_finds_the_cores_as_the_one_before_has_left_them() -> None:
+    timing = Timing(1.0, lambda _: 1.0, t_spread=lambda _: 0.5)
+    speeds = Speeds()
+    for tokens in (300, 60):
+        executors = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2)))
+        outcome = simulate(asked("auto", tokens), *executors, timing, speeds=speeds)
+        assert speeds.choice.is_spread
+    assert outcome.counts.rested == 60
+    assert outcome.seconds <= 0.5 * (outcome.target_steps + 1)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_while_the_draft_rests_its_cores_are_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first token on, where a profile says that it does not pay: what is measured here has no part in it."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
+    known = Profile(gain=-2.0, comparisons=8.0)
+    path = profile.save(EngineConfig(target=TOY, draft=TOY), known)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    with Engine(TOY, TOY, profile=str(path)) as engine:
+        target = psutil.Process(engine._launcher.target.pid)  # type: ignore[union-attr]
+        own, seen = tuple(target.cpu_affinity()), set()
+        with engine.stream([1, 2, 3], params, method="auto") as stream:
+            for _ in stream:
+                seen.add(tuple(target.cpu_affinity()))
+        assert stream.result.statistics.num_tokens_without_draft == 150
+        (after,) = engine.generate([[1, 2, 3]], params.model_copy(update={"max_tokens": 5}), method="pearl")
+        assert after.statistics.num_tokens_without_draft == 0
+        assert tuple(target.cpu_affinity()) == own
+    assert seen == {tuple(sorted(os.sched_getaffinity(0)))} != {own}
+
+
+def test_an_engine_chooses_and_says_so(toy: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    (result,) = toy.generate([[1, 2, 3]], params, method="auto")
+    assert result.tokens == greedy_text([1, 2, 3], 200)
+    s = result.statistics
+    assert set(s.rates) == {"drafted", "alone"}  # which is in use now is up to the machine
+    assert s.num_comparisons > 0
+    assert s.draft_speedup is not None
+    (after,) = toy.generate([[1, 2, 3]], params, method="pearl")
+    assert after.tokens == result.tokens
+
+
+def test_a_sampled_text_of_an_engine_is_the_targets_own(toy: Engine) -> None:
+    """For auto takes coupled where nobody has chosen a rule, however it is asked for."""
+    params = SamplingParams(temperature=1, max_tokens=150, ignore_eos=True, seed=4)
+    texts = [
+        toy.generate([[1, 2, 3]], params, **how)[0].tokens  # type: ignore[arg-type]
+        for how in ({"method": "ar"}, {"method": "auto"}, {"decoding": DecodingConfig(method="auto")})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_auto_takes_the_rule_under_which_no_choice_changes_a_text() -> None:
+    assert DecodingConfig(method="auto").rule_in_use == "coupled"
+    assert DecodingConfig(method="auto", rule="ratio").rule_in_use == "ratio"
+    assert DecodingConfig(method="pearl").rule_in_use == "ratio"
+
+
+def test_auto_needs_no_draft() -> None:
+    EngineConfig(target=TOY, draft="none").check_method("auto")
+    with pytest.raises(ConfigError, match="needs a draft"):
+        EngineConfig(target=TOY, draft="none").check_method("pearl")

@@ -1,0 +1,656 @@
+"""Datastores: what is found in them, what becomes of damaged ones, and that they change no text."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+from bisect import bisect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pearl.cli import main
+from pearl.config import EngineConfig
+from pearl.drafting import corpus, datastore
+from pearl.drafting.corpus import Document
+from pearl.drafting.datastore import (
+    BINS,
+    CONTINUATIONS,
+    HEADER,
+    Datastore,
+    Header,
+    Weights,
+    Writer,
+    check_tokenizer,
+    read_header,
+    width_of,
+)
+from pearl.drafting.guesser import Guesser, fused, text_index
+from pearl.drafting.ngram import MOST_MATCHED, Candidate, NgramIndex, anchored, guess_tree
+from pearl.engine import Engine
+from pearl.errors import ConfigError
+from pearl.lab.experiments import tune
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.loading import load_runner
+from pearl.models.runner import ModelRunner
+from pearl.models.tokenizer import ToyTokenizer, load_tokenizer, vocabulary_digest
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Provenance, Sampling, Source, Submit
+from tests.conftest import TOY, greedy_text
+from tests.test_look_ahead import Chains
+from tests.tiny import tiny_model
+
+VOCAB = 6
+WIDE = 70_000  # ids that take three bytes
+Texts = Sequence[Sequence[int]]
+
+
+class Silent:
+    def begin(self, what: str, total: int) -> None: ...
+
+    def advance(self, count: int, note: str = "") -> None: ...
+
+
+def make(directory: Path, texts: Texts, vocab: int = VOCAB, **options: Any) -> Datastore:
+    """A datastore of these documents."""
+    tokenizer = ToyTokenizer(vocab)
+    documents = [Document(tokenizer.decode(text), "a test") for text in texts]
+    packed = corpus.pack(documents, tokenizer, width_of(vocab))
+    digest = vocabulary_digest(tokenizer, vocab).hex()
+    described = {"tokenizer": f"toy:vocab={vocab}", "digest": digest, "vocab_size": vocab, "width": width_of(vocab)}
+    with Writer(directory) as writer:
+        writer.write(packed.tokens, **described, documents=packed.documents, **options)
+    return Datastore(directory, verified=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Datastore:
+    return make(tmp_path / "store", [[1, 2, 3, 1, 2, 4], [2, 3, 5]])
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command says, and that it ends with this code."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code, err
+        assert code == 0 or (out == "" and err.splitlines()[-1].startswith("error: ") and "Traceback" not in err)
+        return " ".join((out + err).split())
+
+    return run
+
+
+# ---- lookups ----
+
+
+def expected(texts: Texts, suffix: Sequence[int], length: int) -> Counter[int]:
+    """What follows the last `length` tokens of `suffix`, by brute force; -1: a document's end."""
+    wanted, found = list(suffix[len(suffix) - length :]), Counter[int]()
+    for text in texts:
+        for at in range(len(text) - length + 1):
+            if list(text[at : at + length]) == wanted:
+                found[text[at + length] if at + length < len(text) else -1] += 1
+    return found
+
+
+def found(store: Datastore, suffix: Sequence[int], **options: Any) -> tuple[int, Counter[int]]:
+    """The longest match, and what follows where that has been seen."""
+    occurrences = store.occurrences(suffix, **options)
+    longest = max((matched for _, matched in occurrences), default=0)
+    best = [each for each in occurrences if each[1] == longest]
+    counts = Counter({token: len(seen) for token, seen in store.followed(best).items()})
+    if ends := len(best) - counts.total():
+        counts[-1] = ends
+    return longest, counts
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(texts=DOCUMENTS, suffix=st.lists(st.integers(0, 3), max_size=15), wide=st.booleans())
+def test_a_lookup_finds_what_brute_force_finds(texts: list[list[int]], suffix: list[int], wide: bool) -> None:
+    vocab = WIDE if wide else VOCAB
+    raise_ids = WIDE - 4 if wide else 0
+    texts = [[token + raise_ids for token in text] for text in texts]
+    suffix = [token + raise_ids for token in suffix]
+    with tempfile.TemporaryDirectory() as directory:
+        longest, counts = found(make(Path(directory), texts, vocab), suffix, most=10_000)
+    seen = [n for n in range(1, min(len(suffix), MOST_MATCHED) + 1) if expected(texts, suffix, n)]
+    assert longest == max(seen, default=0)
+    assert counts == (expected(texts, suffix, longest) if longest else Counter())
+
+
+def test_no_continuation_crosses_a_documents_end(store: Datastore) -> None:
+    assert found(store, [1, 2, 4]) == (3, Counter({-1: 1})), "the next document begins with 2"
+    assert found(store, [4, 2]) == (1, Counter({3: 2, 4: 1})), "4 2 stands nowhere, 2 in three places"
+
+
+def test_few_occurrences_are_added_to_by_shorter_suffixes(tmp_path: Path) -> None:
+    texts = [[1, 2, 3, 4], *[[5, 2, 3, 0]] * 3]
+    alone = make(tmp_path / "alone", texts, weights=Weights(few=1))
+    added = make(tmp_path / "added", texts, weights=Weights(few=4))
+    assert [matched for _, matched in alone.occurrences([1, 2, 3])] == [3]
+    assert sorted(matched for _, matched in added.occurrences([1, 2, 3])) == [1, 1, 1, 3]
+    assert {4, 0} == set(added.followed(added.occurrences([1, 2, 3])))
+
+
+def test_many_occurrences_are_sampled_evenly(tmp_path: Path) -> None:
+    """One in four goes on with 3: so does about one in four of the sample, and it is never larger than asked for."""
+    chance = random.Random(1)
+    texts = [[chance.randrange(6), 1, 2, 3 if i % 4 == 0 else 4] for i in range(4000)]
+    store = make(tmp_path, texts)
+    for most in (7, CONTINUATIONS):
+        assert most // 2 <= len(store.occurrences([1, 2], most=most)) <= most
+    _, counts = found(store, [1, 2])
+    assert 5 <= counts[3] <= 20
+
+
+@pytest.mark.parametrize("suffix", [[], [0], [-1, 9], [1, 2, VOCAB], [2**40, 1, 2], [5] * 40])
+def test_tokens_that_no_datastore_has_match_nothing(store: Datastore, suffix: list[int]) -> None:
+    known = [token for token in suffix if 0 <= token < VOCAB]
+    longest, _ = found(store, suffix)
+    assert longest == (2 if known == [1, 2] and suffix[-1] == 2 else min(1, len(known)) if known == [5] * 40 else 0)
+
+
+def test_ids_that_a_model_lacks_are_never_given(tmp_path: Path) -> None:
+    make(tmp_path, [[1, 2, 5], [1, 2, 3], [1, 2, 3]])
+    small = Datastore(tmp_path, vocab_size=4)
+    assert set(small.followed(small.occurrences([1, 2]))) == {3}
+
+
+# ---- writing ----
+
+
+def files(directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path, _ in read_header(directory).files(directory)]
+
+
+def test_to_add_is_to_build_of_all(tmp_path: Path) -> None:
+    tokenizer = ToyTokenizer(32)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.txt").write_text("abcabc")
+    (tmp_path / "a" / "two.py").write_text("cabba")
+    (tmp_path / "more.jsonl").write_text('{"text": "bbc"}\n\n{"text": "acab"}\n')
+    one, all_ = tmp_path / "one.ds", tmp_path / "all.ds"
+    names = [str(tmp_path / "a"), str(tmp_path / "more.jsonl")]
+    corpus.build(one, names[:1], (), "toy:vocab=32", tokenizer, Silent())
+    before = Datastore(one)
+    added = corpus.add(one, names[1:], (), tokenizer, Silent())
+    built = corpus.build(all_, names, (), "toy:vocab=32", tokenizer, Silent())
+    assert files(one) == files(all_)
+    same = {"build"}
+    assert added.model_dump(exclude=same) == built.model_dump(exclude=same)
+    assert [(origin.documents, origin.size) for origin in added.origins] == [(2, 11), (2, 7)]
+    assert len(list(one.glob("*.bin"))) == 2, "the old files are gone"
+    assert found(before, tokenizer.encode("abc"))[0] == 3, "who has it open keeps it"
+
+
+@pytest.mark.parametrize("dies_at", ["tokens", "order", HEADER])
+def test_a_build_that_dies_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
+    save = Writer._save
+
+    def dies(writer: Writer, path: Path, data: Any) -> None:
+        save(writer, path, data)
+        if path.name.startswith(dies_at):
+            raise KeyboardInterrupt
+
+    def without(context: Callable[..., Any]) -> None:
+        """As SIGKILL would: nothing is tidied up."""
+        monkeypatch.setattr(Writer, "_save", dies)
+        monkeypatch.setattr(Writer, "__exit__", lambda self, *_: self._lock.release())
+        with pytest.raises(KeyboardInterrupt):
+            context()
+        monkeypatch.undo()
+
+    without(lambda: make(tmp_path / "new", [[1, 2]]))
+    with pytest.raises(ConfigError, match=r"is no datastore: it has no datastore\.json"):
+        Datastore(tmp_path / "new")
+    make(tmp_path / "old", [[3, 4]])
+    without(lambda: make(tmp_path / "old", [[1, 2]]))
+    old = Datastore(tmp_path / "old", verified=True)
+    assert found(old, [3]) == (1, Counter({4: 1}))
+    assert found(make(tmp_path / "old", [[1, 2]]), [1]) == (1, Counter({2: 1}))
+    assert len(list((tmp_path / "old").glob("*.bin"))) == 2, "what was left behind is swept up"
+
+
+def test_a_build_that_fails_removes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(datastore.os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*No space left"):
+        make(tmp_path, [[1, 2]])
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pearl-runtime\[datastore\]'"):
+        make(tmp_path, [[1]])
+
+
+# ---- reading files ----
+
+
+def texts_of(path: Path, *fields: str) -> list[str]:
+    return [text for text, _ in corpus.documents(corpus.listed([str(path)]), fields, Silent())]
+
+
+def test_of_a_folder_the_texts_are_read_and_nothing_hidden(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".secret").write_text("hidden")
+    (tmp_path / "b" / "c.txt").write_text("c")
+    (tmp_path / "a.py").write_text("ä")
+    (tmp_path / "image").write_bytes(b"\x89PNG\0\1")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "link").symlink_to(tmp_path / "a.py")
+    assert texts_of(tmp_path) == ["ä", "c"]
+    with pytest.raises(ConfigError, match="latin is no UTF-8 text"):
+        texts_of(tmp_path / "latin")
+    with pytest.raises(ConfigError, match="nowhere is not there"):
+        corpus.listed([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "text"),
+    [
+        ('{"text": "a", "id": "x"}', (), "a"),
+        ('{"question": "a", "answer": "b", "n": 3}', (), "a\n\nb"),
+        ('{"turns": ["a", "b"], "id": 1}', (), "a\n\nb"),
+        ('{"question": "a", "answer": "b"}', ("answer",), "b"),
+        ('"a"', (), "a"),
+        ('{"text": "\\ud800"}', (), "?"),
+    ],
+)
+def test_a_line_of_jsonl_is_a_document(tmp_path: Path, line: str, fields: tuple[str, ...], text: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(line + "\n")
+    assert texts_of(path, *fields) == [text]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 2 is not JSON"),
+        ('{"a": "b"}', "line 2 has no field 'answer'; it has a"),
+        ("3", "line 2 is no record"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"answer": "b"}\n' + line)
+    with pytest.raises(ConfigError, match=told):
+        texts_of(path, "answer")
+
+
+def test_a_long_text_is_one_document_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [[1, 2, 3, 4, 5] * 20, [1, 1]]
+    whole = make(tmp_path / "whole", texts)
+    monkeypatch.setattr(corpus, "_PIECE", 7)
+    make(tmp_path / "cut", texts)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert whole.header.documents == 2
+    assert list(corpus._pieces("ab\ncd\nefghijklmn")) == ["ab\ncd\n", "efghijk", "lmn"]
+
+
+# ---- damage ----
+
+
+def with_header(directory: Path, **changed: Any) -> None:
+    path = directory / HEADER
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def bin_of(directory: Path, name: str) -> Path:
+    (path,) = directory.glob(f"{name}-*.bin")
+    return path
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no header": (lambda d: (d / HEADER).unlink(), "is no datastore"),
+    "tokens cut short": (lambda d: bin_of(d, "tokens").write_bytes(b"ab"), "damaged: tokens-.* should have"),
+    "order grown": (lambda d: bin_of(d, "order").write_bytes(bytes(999)), "damaged: order-.* should have"),
+    "order missing": (lambda d: bin_of(d, "order").unlink(), "damaged: order-"),
+    "a bit of the tokens": (lambda d: flip(bin_of(d, "tokens")), "damaged: tokens-.* differs from its checksum"),
+    "a bit of the order": (lambda d: flip(bin_of(d, "order")), "damaged: order-.* differs from its checksum"),
+    "no JSON": (lambda d: (d / HEADER).write_bytes(b"\xff{"), "damaged"),
+    "half a header": (lambda d: (d / HEADER).write_text((d / HEADER).read_text()[:90]), "damaged"),
+    "nested": (lambda d: (d / HEADER).write_text("[" * 100_000), "damaged"),
+    "another's": (lambda d: (d / HEADER).write_text('{"version": 3}'), "another program's"),
+    "a list": (lambda d: (d / HEADER).write_text("[1]"), "another program's"),
+    "a format of lines": (lambda d: with_header(d, pearl_datastore="2\n\n3"), "has format 2 3, this"),
+    "another format": (lambda d: with_header(d, pearl_datastore=2), "has format 2, this PEARL reads 1"),
+    "a huge header": (lambda d: (d / HEADER).write_bytes(bytes(2**24 + 1)), "too large"),
+    "no tokens": (lambda d: with_header(d, tokens=0), "damaged.*tokens"),
+    "more tokens": (lambda d: with_header(d, tokens=2**31), "damaged"),
+    "a fraction": (lambda d: with_header(d, documents=1.5), "damaged.*documents"),
+    "another path": (lambda d: with_header(d, build="../../../etc/x"), "damaged.*build"),
+    "a width": (lambda d: with_header(d, width=0), "damaged.*width"),
+    "unknown keys": (lambda d: with_header(d, code="x"), "damaged.*code"),
+    "rates": (lambda d: with_header(d, weights={"rates": [[0.5]]}), "damaged.*rates"),
+    "a rate above 1": (lambda d: with_header(d, weights={"fade": 1.5}), "damaged.*fade"),
+    "not a number": (
+        lambda d: (d / HEADER).write_text((d / HEADER).read_text().replace('"fade": 1.0', '"fade": NaN')),
+        "damaged",
+    ),
+    "a folder for a file": (lambda d: (bin_of(d, "order").unlink(), (d / HEADER).unlink(), (d / HEADER).mkdir()), "no"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_damaged_is_refused_by_name_in_a_line(store: Datastore, kind: str) -> None:
+    damage, told = DAMAGE[kind]
+    damage(store.directory)
+    with pytest.raises(ConfigError, match=told) as error:
+        Datastore(store.directory, verified=True)
+    assert str(store.directory) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400 + len(str(store.directory))
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), wide=st.booleans(), far=st.sampled_from([4, 50, 2**32 - 1]))
+def test_lookups_in_nonsense_find_tokens_or_nothing(seed: int, wide: bool, far: int) -> None:
+    """A hostile one, whose sizes and checksums hold: nothing is read beyond its end, and no id that there is not."""
+    vocab, chance = (WIDE if wide else VOCAB), np.random.default_rng(seed)
+    size, width = int(chance.integers(1, 40)), width_of(WIDE if wide else VOCAB)
+    tokens = chance.integers(0, 256 if seed % 2 else 8, size * width, dtype=np.uint8)
+    order = chance.integers(0, far, size, dtype=np.uint32, endpoint=True)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        header = Header(
+            tokenizer="x", digest="0" * 32, vocab_size=vocab, tokens=size, documents=1, width=2 if width == 2 else 3,
+            build="0" * 16, checksums=(datastore._checksum(tokens), datastore._checksum(order)),
+        )  # fmt: skip
+        for (path, _), data in zip(header.files(directory), (tokens, order), strict=True):
+            path.write_bytes(data.tobytes())
+        (directory / HEADER).write_text(header.model_dump_json())
+        store = Datastore(directory, vocab, verified=True)
+        text = chance.integers(0, VOCAB, 30).tolist()
+        guesser = Guesser(text, store)
+        guesses, _, chances, _ = guess_tree(guesser, anchored(text, 30, 0.5), 64, 99)
+    assert all(0 <= token < vocab for token in guesses)
+    assert all(0 <= each <= 1 for each in chances)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    store = make(tmp_path, [[1, 2]])
+    check_tokenizer(store.header, ToyTokenizer(VOCAB), tmp_path)
+    check_tokenizer(store.header, ToyTokenizer(VOCAB + 1), tmp_path)  # a model of the family, with tokens of its own
+    for other in (ToyTokenizer(VOCAB - 1), load_tokenizer(str(tiny_model("llama")))[0]):
+        with pytest.raises(ConfigError, match=rf"{tmp_path} was built with another tokenizer, that of toy:vocab=6"):
+            check_tokenizer(store.header, other, tmp_path)
+
+
+# ---- guesses ----
+
+
+def candidate(token: int, chance: float, source: Source = Source.NGRAM) -> Candidate:
+    return Candidate(token, chance, 1, ((0, 1),), source)
+
+
+def test_a_token_that_both_name_is_one_candidate() -> None:
+    own = [candidate(1, 0.5), candidate(2, 0.2)]
+    other = [candidate(2, 0.3, Source.DATASTORE), candidate(3, 0.1, Source.DATASTORE)]
+    one, two, three = fused(own, other)
+    assert [(c.token, c.chance, c.source) for c in (one, two, three)] == [
+        (1, 0.5, Source.NGRAM),
+        (2, 0.3, Source.DATASTORE),
+        (3, 0.1, Source.DATASTORE),
+    ]
+    assert two.also == own[1]
+    assert one.also is three.also is None
+
+
+def test_together_candidates_are_at_most_certain() -> None:
+    ranked = fused([candidate(1, 0.8)], [candidate(2, 0.8, Source.DATASTORE)])
+    assert [c.chance for c in ranked] == [0.5, 0.5]
+
+
+def test_a_tree_goes_on_by_both_sources(tmp_path: Path) -> None:
+    """1 2 is followed by 3 4 in the text, by 3 5 in the datastore; by 0 in the datastore alone."""
+    store = make(tmp_path, [[1, 2, 3, 5, 2]] * 9 + [[1, 2, 0]] * 9)
+    index = Guesser([1, 2, 3, 4, 1, 2], store)
+    tokens, parents, _, sources = guess_tree(index, anchored(index.tokens, 6, 1.0), 40, 99)
+    nodes = list(zip(parents, tokens, strict=True))
+    assert len(set(nodes)) == len(nodes), "the same token at the same place is one node"
+    three = 6 + nodes.index((5, 3))
+    assert {(three, 4), (three, 5), (5, 0)} <= set(nodes)
+    assert sources[nodes.index((three, 4))] is Source.NGRAM
+    assert sources[nodes.index((three, 5))] is Source.DATASTORE
+
+
+def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
+    chance = random.Random(2)
+    store = make(tmp_path, [[chance.randrange(VOCAB) for _ in range(200)]])
+    text = [chance.randrange(VOCAB) for _ in range(30)]
+    index, plain = Guesser([], store), Guesser([], store)
+    index.extend([*text[:20], *text[:10]])
+    for position in range(1, 31):
+        index.candidates(position)
+    index.cut(20)
+    index.extend(text[20:])
+    plain.extend(text)
+    assert [index.candidates(i) for i in range(1, 31)] == [plain.candidates(i) for i in range(1, 31)]
+
+
+def test_rates_are_learned_from_the_text(tmp_path: Path) -> None:
+    """What the datastore says of a text that it knows is believed, of one that it does not know less and less."""
+    known = [i % 5 for i in range(60)]
+    store = make(tmp_path, [known] * 20)
+    right, wrong = Guesser([], store), Guesser([], store)
+    right.extend(known)
+    wrong.extend([0 if i % 2 else 3 for i in range(60)])
+    before = [one._store.candidates(40)[0].chance for one in (right, wrong)]
+    right.learn(60)
+    wrong.learn(60)
+    after = [one._store.candidates(40)[0].chance for one in (right, wrong)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_without_a_datastore_the_text_alone_is_asked() -> None:
+    assert isinstance(text_index([1, 2], None), NgramIndex)
+
+
+# ---- texts ----
+
+PROMPT, TOKENS = (1, 2, 3), 60
+SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
+TIMING = Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1)
+
+
+@pytest.fixture(scope="module")
+def knowing(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    """A datastore of what the toy target says."""
+    target, _ = alpha_pair(VOCAB, 0.7, order=1)
+    texts = []
+    for seed in range(20):
+        executors = paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2)))
+        submit = Submit(1, PROMPT, 100, Sampling(1.0, seed=100 + seed), Decoding("ar"))
+        texts.append([*PROMPT, *simulate(submit, *executors, TIMING).tokens])
+    return make(tmp_path_factory.mktemp("knowing"), texts)
+
+
+def decode(
+    method: str, rule: str, temperature: float, store: Datastore | None, trees: bool = True, **options: int
+) -> Outcome:
+    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
+    decoding = Decoding(method, "stream", 3, rule, **options)
+    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, Sampling(temperature, seed=4), decoding)
+    runner: ModelRunner = target if trees else Chains(target)
+    return simulate(submit, *paired_executors(runner, draft, store), TIMING)
+
+
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+def test_a_datastore_changes_no_text(knowing: Datastore, rule: str, temperature: float, trees: bool) -> None:
+    alone = decode("ar", rule, temperature, None)
+    for store in (None, knowing):
+        ahead = decode("ngram", rule, temperature, store, trees, look_ahead=16)
+        assert ahead.tokens == alone.tokens
+        assert ahead.counts.guessed.get(Source.DATASTORE, 0) == 0 or store is knowing
+    drafted = decode("pearl", rule, temperature, None)
+    for options in ({"look_ahead": 16}, {"draft_lookup": 8}, {"look_ahead": 16, "draft_lookup": 8}):
+        assert decode("pearl", rule, temperature, knowing, trees, **options).tokens == drafted.tokens
+
+
+@pytest.mark.parametrize("method", ["ngram", "pearl"])
+def test_statistics_say_who_guessed_what_became_text(knowing: Datastore, method: str) -> None:
+    outcome = decode(method, "coupled", 1.0, knowing, look_ahead=16)
+    guessed = outcome.counts.guessed
+    assert sum(guessed.values()) == outcome.provenance.count(Provenance.GUESSED)
+    assert guessed[Source.DATASTORE] > 0
+
+
+def test_a_datastore_that_knows_the_text_saves_steps(knowing: Datastore) -> None:
+    steps = [decode("ngram", "coupled", 1.0, store, look_ahead=16).target_steps for store in (None, knowing)]
+    assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+def test_a_datastore_changes_no_text_of_a_model(tmp_path: Path, kind: str, rule: str, temperature: float) -> None:
+    """Of our own forward, by trees; of the general path, by chains."""
+    target = load_runner(str(tiny_model(kind)), device=torch.device("cpu"), dtype="float32")
+    prompt, sampling = (5, 9, 40, 7, 12, 33), Sampling(temperature, top_k=3, seed=8)
+    texts: list[list[int]] = []
+    store, guessed = None, 0
+    for method in ("ar", "ngram"):
+        target.rollback(0)
+        submit = Submit(1, prompt, 46, sampling, Decoding(method, rule=rule, look_ahead=16 * (method == "ngram")))
+        outcome = simulate(submit, *paired_executors(target, target, store), TIMING)
+        texts.append(outcome.tokens)
+        guessed += outcome.counts.guessed.get(Source.DATASTORE, 0)
+        store = store or make(tmp_path, [[*prompt, *outcome.tokens]] * 3, target.vocab_size)
+    assert texts[0] == texts[1]
+    assert guessed > 10, "it has seen this very text"
+
+
+# ---- tuning ----
+
+
+def generated(count: int) -> list[tune.Generated]:
+    target, _ = alpha_pair(VOCAB, 0.7, order=1)
+    executors = [paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2))) for _ in range(count)]
+    texts = []
+    for seed, pair in enumerate(executors):
+        submit = Submit(1, PROMPT, 60, Sampling(1.0, seed=seed), Decoding("ar"))
+        texts.append(tune.Generated((*PROMPT, *simulate(submit, *pair, TIMING).tokens), len(PROMPT)))
+    return texts
+
+
+def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> None:
+    """And accepts what it accepts, from the same source: where times say that all guesses are worth feeding."""
+    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
+    submit = Submit(1, PROMPT, 63, Sampling(1.0, seed=4), Decoding("ngram", look_ahead=16))
+    outcome = simulate(submit, *paired_executors(target, draft, knowing), Timing(1.0, lambda _: 1.0))
+    replayed = tune.replay([tune.Generated((*PROMPT, *outcome.tokens), len(PROMPT))], knowing, 16)
+    assert (replayed.steps, replayed.tokens) == (outcome.target_steps, 59)
+    assert dict(replayed.accepted) == outcome.counts.guessed
+
+
+def test_rates_are_how_often_candidates_are_right(tmp_path: Path) -> None:
+    """After 1 comes 2 in three of four places of the datastore, and in half of those of the text."""
+    store = make(tmp_path, [[1, 2]] * 300 + [[1, 3]] * 100)
+    text = tune.Generated((1, *(2, 0, 1, 3, 0, 1) * 500), 1)
+    rates = tune.measured_rates([text], store)
+    assert rates[bisect(BINS, 0.73)][0] == pytest.approx(0.5, abs=0.01), "three quarters of them"
+    assert rates[bisect(BINS, 0.24)][0] == pytest.approx(0.5, abs=0.01), "the rest"
+
+
+def test_tuned_weights_are_kept_and_used(knowing: Datastore, tmp_path: Path, told: Callable[..., str]) -> None:
+    directory = tmp_path / "store"
+    shutil.copytree(knowing.directory, directory)
+    texts, path = generated(4), tmp_path / "texts.jsonl"
+    lines = ({"prompt_tokens": text.tokens[: text.start], "tokens": text.tokens[text.start :]} for text in texts)
+    path.write_text("\n".join(map(json.dumps, lines)))
+    before = Datastore(directory)
+    assert "4 texts: " in told("datastore", "tune", str(directory), str(path))
+    after = Datastore(directory, verified=True)
+    assert after.weights != before.weights
+    assert after.header.tuned.startswith("4 texts: ")
+    assert after.header.model_dump(exclude={"weights", "tuned"}) == before.header.model_dump(
+        exclude={"weights", "tuned"}
+    )
+    assert tune.replay(texts, after, 16).tokens_per_step > tune.replay(texts, None, 16).tokens_per_step
+    for line in ("{", '{"tokens": [1]}', '{"prompt_tokens": [1], "tokens": [6]}', '{"prompt_tokens": 1, "tokens": 1}'):
+        path.write_text(line)
+        assert "line 1 is not what `pearl generate --json` prints" in told(
+            "datastore", "tune", str(directory), str(path), code=2
+        )
+
+
+# ---- an engine ----
+
+
+@pytest.fixture(scope="module")
+def toy_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the toy target says greedily."""
+    directory = tmp_path_factory.mktemp("toy") / "store"
+    make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
+    return directory
+
+
+def test_an_engine_takes_a_datastore(toy_store: Path) -> None:
+    with Engine(TOY, "none", datastore=str(toy_store)) as engine:
+        (result,) = engine.generate([[1, 2, 3]], method="ngram")
+    assert result.tokens == greedy_text([1, 2, 3], len(result.tokens))
+    assert result.statistics.guessed_by_source["datastore"] > 0
+    assert sum(result.statistics.guessed_by_source.values()) == result.statistics.provenance["guessed"]
+
+
+def test_a_relative_directory_is_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert EngineConfig(datastore="x").datastore == str(tmp_path / "x")
+
+
+# ---- the command line ----
+
+
+def test_build_info_and_add(tmp_path: Path, told: Callable[..., str]) -> None:
+    text, out = tmp_path / "a.txt", str(tmp_path / "x.ds")
+    text.write_text("0123" * 10)
+    assert "40 tokens in 1 documents" in told("datastore", "build", "--tokenizer", TOY, "--out", out, str(text))
+    assert "80 tokens in 2 documents" in told("datastore", "add", out, str(text))
+    shown = told("datastore", "info", out)
+    for each in ("80 tokens in 2 documents", TOY, "weights defaults", "32 tokens"):
+        assert each in shown
+
+
+def test_mistakes_are_told_in_a_line(tmp_path: Path, toy_store: Path, told: Callable[..., str]) -> None:
+    text, out = tmp_path / "a.txt", str(tmp_path / "x.ds")
+    text.write_text("0123")
+    build = ("datastore", "build", "--tokenizer", TOY, "--out")
+    assert "is not there" in told(*build, out, str(tmp_path / "b.txt"), code=2)
+    assert "holds a datastore" in told(*build, str(toy_store), str(text), code=2)
+    text.write_text("")
+    assert "there is no text in" in told(*build, out, str(text), code=2)
+    assert "is no datastore" in told("datastore", "info", str(tmp_path), code=2)
+    assert "is no datastore" in told("datastore", "add", str(tmp_path), str(text), code=2)
+    other = ("--target", "toy:vocab=20", "--draft", "none", "--method", "ngram", "--datastore")
+    assert "is no datastore" in told("generate", *other, str(tmp_path), "123", code=2)
+    assert "another tokenizer" in told("generate", *other, str(toy_store), "123", code=2)

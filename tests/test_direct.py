@@ -1,0 +1,148 @@
+"""Checkpoints that are read without transformers: the bits of the others, and nothing that is not as expected."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pearl.models.direct import read_decoder
+from pearl.models.llama import LlamaRunner
+from pearl.models.loading import load_model, load_runner
+from pearl.models.runner import feed_chain
+from pearl.models.tokenizer import load_tokenizer
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    def copy(kind: str = "llama", **changed: Any) -> Path:
+        """A tiny model whose config.json is changed: None removes a setting."""
+        shutil.copytree(tiny_model(kind), tmp_path / "model")
+        file = tmp_path / "model" / "config.json"
+        config = {**json.loads(file.read_text()), **changed}
+        file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+        return tmp_path / "model"
+
+    return copy
+
+
+def logits(model: Any) -> torch.Tensor:
+    return feed_chain(LlamaRunner(model, 256), [5, 9, 2, 7, 100, 31, 8], 7)
+
+
+def check_same(directory: Path, dtype: str = "auto") -> None:
+    read = read_decoder(directory, None if dtype == "auto" else getattr(torch, dtype), CPU)
+    assert read is not None
+    assert torch.equal(logits(read), logits(load_model(str(directory), device=CPU, dtype=dtype)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_same_bits(kind: str) -> None:
+    check_same(tiny_model(kind))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_another_dtype_too(dtype: str) -> None:
+    check_same(tiny_model(dtype="bfloat16" if dtype == "float32" else "float32"), dtype)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}])
+def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
+    """Over more positions than a forward of the other tests has."""
+    directory = checkpoint(rope_parameters={**rope, "rope_theta": 5e5})
+    read, reference = read_decoder(directory, None, CPU), load_model(str(directory), device=CPU)
+    assert read is not None
+    like, positions = torch.empty(0), torch.arange(4096)[None]
+    for ours, theirs in zip(
+        read.model.rotary_emb(like, positions), reference.model.rotary_emb(like, positions), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
+def test_a_rope_as_it_was_written_before(checkpoint: Callable[..., Path], scaling: dict[str, Any] | None) -> None:
+    check_same(checkpoint(rope_parameters=..., rope_theta=2e4, rope_scaling=scaling))
+
+
+def test_shards(checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint()
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    where = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    read = read_decoder(directory, None, CPU)
+    assert read is not None
+    assert torch.equal(logits(read), logits(read_decoder(tiny_model(), None, CPU)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("llama-dynamic", {}),
+        ("mistral-sliding", {}),
+        ("mistral", {"sliding_window": ...}),  # not named: transformers has a default
+        ("gpt2", {}),
+        ("llama", {"architectures": ["OtherForCausalLM"]}),
+        ("llama", {"architectures": None}),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"intermediate_size": 65}),
+        ("llama", {"attention_bias": True}),  # and the file has none
+        ("llama-biased", {"attention_bias": False}),  # and the file has some
+        ("llama", {"num_hidden_layers": 3}),
+        ("llama", {"num_hidden_layers": 1}),
+        ("llama", {"rms_norm_eps": ...}),
+        ("llama", {"dtype": ...}),
+        ("llama", {"tie_word_embeddings": ...}),
+        ("llama", {"rope_parameters": {"rope_type": "default"}}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+)
+def test_what_is_not_as_expected_is_left_to_transformers(
+    checkpoint: Callable[..., Path], kind: str, changed: dict[str, Any]
+) -> None:
+    assert read_decoder(checkpoint(kind, **changed), None, CPU) is None
+
+
+def test_a_directory_without_weights_is_left_to_transformers(checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint()
+    (directory / "model.safetensors").unlink()
+    assert read_decoder(directory, None, CPU) is None
+
+
+def test_a_worker_imports_no_compiler(tmp_path: Path) -> None:
+    """transformers imports torch._dynamo: seconds of every start, for what a plain run never uses."""
+    code = """
+import sys, torch
+import pearl.worker.build
+from pearl.models.loading import load_runner
+from pearl.models.tokenizer import load_tokenizer
+load_tokenizer(sys.argv[1])
+load_runner(sys.argv[1], device=torch.device("cpu"))
+print([name for name in ("transformers", "torch._dynamo") if name in sys.modules])
+"""
+    load_tokenizer(str(tiny_model()))  # keeps it for the next
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_model())], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_runner_is_made_of_it() -> None:
+    runner = load_runner(str(tiny_model()), device=CPU, dtype="float32")
+    reference = load_runner(str(tiny_model()), device=CPU, dtype="float32", forwards="transformers")
+    tokens = [5, 9, 2, 7]
+    torch.testing.assert_close(feed_chain(runner, tokens, 4), feed_chain(reference, tokens, 4), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,286 @@
+"""What can be told of the path on GPUs without one: what CUDA, NCCL and torch are asked for, and in which order."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pearl.config import EngineConfig
+from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.keys import DrawKeys, Purpose, exponentials_on_device
+from pearl.decoding.rules import make_draft_half, make_target_half, ratio
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import _keep_nucleus, greedy, probabilities, race_on_device, read_draw
+from pearl.drafting.model import ModelProposer
+from pearl.errors import ModelError
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models import graphs
+from pearl.models.llama import LlamaRunner
+from pearl.models.loading import load_model, load_runner
+from pearl.models.runner import feed_chain
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.events import Forward, Open, Phase, Sample
+from pearl.protocol.messages import Decoding, DraftTokens, Sampling, Submit
+from pearl.trace.tracer import Tracer
+from pearl.transport.memory import memory_channels
+from pearl.worker import build
+from pearl.worker.draft_link import DraftLink, TargetSettings
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+from pearl.worker.settings import WorkerSettings
+from pearl.worker.startup import allow_expandable_segments
+from tests.runner_contract import close, some_tokens
+from tests.tiny import tiny_model
+
+GPU = torch.device("cuda", 0)
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="loads to a GPU that must not be there")
+
+
+@NO_GPU
+@pytest.mark.parametrize("load", [load_runner, load_model])
+def test_attention_of_cudnn_is_off_where_a_model_is_on_a_gpu(load: object) -> None:
+    """In workers of either forward, and in the process of the outside baseline: else that is unfairly slow."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with pytest.raises(ModelError):  # there is no GPU
+            load(str(tiny_model()), device=GPU)  # type: ignore[operator]
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_ALLOC_CONF": "x"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}),
+    ],
+)
+def test_gpu_memory_may_grow_in_place_unless_the_user_says_how(given: dict[str, str], found: dict[str, str]) -> None:
+    allow_expandable_segments(given)
+    assert given == found
+
+
+def test_a_worker_says_so_before_it_imports_torch() -> None:
+    source = Path(build.__file__).with_name("__main__.py").read_text()
+    assert source.index("    allow_expandable_segments(os.environ)") < source.index(
+        "    from pearl.worker import build"
+    )
+
+
+@pytest.mark.parametrize("tensors", ["auto", "frames", "nccl"])
+def test_rows_travel_as_frames_between_gpus_too_unless_nccl_is_asked_for(
+    tensors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig(target_device="cuda:0", draft_device="cuda:1", tensors=tensors)  # type: ignore[arg-type]
+    settings = WorkerSettings(role="target", config=config, directory=tmp_path)
+    channel = build._channel(settings, 0, GPU, Tracer(None, lambda number: None))  # type: ignore[arg-type,return-value]
+    assert (channel is not None) == (tensors == "nccl")
+
+
+# ---- all rows judged together, before the forward has ended ----
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(1.0, seed=3),
+    Sampling(0.8, top_k=40, seed=3),
+    Sampling(0.8, top_p=0.9, min_p=0.01, seed=3),
+]
+LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_rows_drawn_together_are_those_drawn_one_by_one(sampling: Sampling) -> None:
+    """Bit for bit, the check values included."""
+    positions, key = list(range(5, 13)), DrawKeys(sampling)
+    if sampling.temperature == 0:
+        one_by_one = [greedy(row) for row in LOGITS]
+    else:
+        probs = [probabilities(row, sampling) for row in LOGITS]
+        one_by_one = [race_on_device(row, key(at, Purpose.DIRECT)) for row, at in zip(probs, positions, strict=True)]
+    assert torch.equal(DirectDraw(sampling).rows(LOGITS, positions), torch.stack(one_by_one))
+
+
+def test_exponentials_of_several_keys_are_those_of_each() -> None:
+    keys = [3, (1 << 64) - 7, 1 << 63]
+    together = exponentials_on_device(keys, 1000, torch.device("cpu"))
+    assert torch.equal(together, torch.stack([exponentials_on_device(key, 1000, torch.device("cpu")) for key in keys]))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999])
+def test_nuclei_found_together_are_those_found_one_by_one(top_p: float) -> None:
+    assert torch.equal(_keep_nucleus(LOGITS, top_p), torch.stack([_keep_nucleus(row, top_p) for row in LOGITS]))
+
+
+@pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
+def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
+    half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
+    assert isinstance(half, ratio.RatioTarget)
+    target, draft = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1)
+    one_by_one = [half._sums(*pair) for pair in zip(target, draft, strict=True)]
+    for together, apart in zip(half._sums(target, draft), zip(*one_by_one, strict=True), strict=True):
+        assert torch.equal(together, torch.stack(apart))
+
+
+@pytest.mark.parametrize("name", ["coupled", "ratio", "opt", "uno"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_what_is_launched_decides_as_what_is_not(name: str, sampling: Sampling) -> None:
+    parameters = (("epsilon", 0.01),) if name in ("opt", "uno") else ()
+    draft, target = (make(name, sampling, parameters) for make in (make_draft_half, make_target_half))
+    accepted = 0
+    for start in range(0, 400, 8):
+        drafted = [draft.draft(row, start + i) for i, row in enumerate(0.9 * LOGITS)]  # type: ignore[attr-defined]
+        tokens, rows = [read_draw(draw) for draw, _ in drafted], [row for _, row in drafted if row is not None]
+        launched = target.launch(LOGITS, range(start, start + 8))  # type: ignore[attr-defined]
+        found = target.judge(LOGITS, tokens, rows, start, launched=launched)  # type: ignore[attr-defined]
+        assert found == target.judge(LOGITS, tokens, rows, start)  # type: ignore[attr-defined]
+        accepted += found.accepted
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
+def test_texts_are_the_same_where_judging_begins_with_the_forward(method: str, rule: str, sampling: Sampling) -> None:
+    """Chains, trees of guesses and single draws, each row for its own position."""
+    submit = Submit(1, (1, 2, 3), 83, sampling, Decoding(method, rule=rule, look_ahead=8 if method == "ngram" else 0))
+    pair = [ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.7)]
+    launching = TargetExecutor(pair[0], launches=True), DraftExecutor(ModelProposer(pair[1], 32))
+    timing = Timing(1.0, lambda fed: 3.0)
+    found = simulate(submit, *launching, timing)
+    wanted = simulate(submit, *paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7))), timing)
+    assert found.tokens == wanted.tokens
+    assert len(found.tokens) == 80
+
+
+def test_judging_begins_before_the_forward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device goes from one to the other; a host that waited first would leave it idle for a millisecond a step."""
+    done: list[str] = []
+    runner, rows = ToyRunner(32, alpha_pair(32, 0.5)[0]), DirectDraw.rows
+    monkeypatch.setattr(runner, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(DirectDraw, "rows", lambda *given: done.append("launched") or rows(*given))
+    executor = TargetExecutor(runner, launches=True)
+    executor.execute(Open((1, 2), Sampling(), "ratio"))
+    executor.execute(Forward(Phase.PREFILL, 0, (1, 2), 1))
+    assert done == ["launched", "waited"]
+    executor.execute(Sample(2, 1))
+    assert done == ["launched", "waited"], "nothing is computed after it"
+
+
+# ---- forwards in fixed sizes ----
+
+
+def random_llama(context: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        num_hidden_layers=2, vocab_size=256, max_position_embeddings=context, initializer_range=0.1, **sizes
+    )
+    return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunks", [(1100,), (300, 512, 288), (512, 512, 76)])
+def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) -> None:
+    """Of 512 tokens at most, however it comes: in one piece its mask alone would be a gigabyte at 8,192 tokens."""
+    whole = LlamaRunner(random_llama(1101), 1101)
+    largest: list[int] = []
+    cut = LlamaRunner(random_llama(1101), 1101, record=lambda work: work)
+    fixed = cut._fixed
+    cut._graphs._step = lambda piece, *sizes: largest.append(len(piece.ids)) or fixed(piece, *sizes)  # type: ignore[union-attr]
+    tokens, found, fed = some_tokens(whole, 1101), [], 0
+    for count in (*chunks, 1):
+        found.append(feed_chain(cut, tokens[fed : fed + count], count))
+        fed += count
+    close(torch.cat(found), feed_chain(whole, tokens, 1101))
+    assert max(largest) == graphs.PREFILL
+
+
+@pytest.mark.parametrize("context", [200, 1101, 4097])
+def test_masks_have_rows_that_attention_need_not_copy(context: int) -> None:
+    room = LlamaRunner(random_llama(4100), context, record=lambda work: work)._room
+    assert all(end % 16 == 0 for end in graphs.ends(context, room))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtype) -> None:
+    """Across the ends of two recordings, after rollbacks too."""
+    runners = [LlamaRunner(random_llama(1200, dtype).to(GPU), 1200, records=records) for records in (True, False)]  # type: ignore[arg-type]
+    tokens = some_tokens(runners[0], 1200)
+    for runner in runners:
+        feed_chain(runner, tokens[:490], 1)
+    at = 490
+    for fed in (1, 5, 16, 3, 8) * 30:
+        rows = [feed_chain(runner, tokens[at : at + fed], fed) for runner in runners]
+        assert rows[0].isfinite().all()
+        assert torch.equal(rows[0], rows[1]), at
+        for runner in runners:
+            runner.rollback(at + fed - fed // 2)
+        at += fed - fed // 2
+    assert at > 1024
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "shared"),
+    [
+        (1, {}, "0"),
+        (2, {}, ""),
+        (2, {"target_tp": 2}, "1"),
+        (4, {"target_device": "cuda:0-3", "draft_device": "cuda:2"}, "2"),
+        (4, {"target_device": "cuda:0-1", "draft_device": "cuda:2"}, ""),
+        (1, {"draft": "none"}, ""),
+        (1, {"draft_device": "cpu"}, ""),
+        (0, {}, ""),
+    ],
+)
+def test_a_pair_on_one_gpu_is_told_what_that_means(
+    gpus: int, settings: dict[str, object], shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    told = build.shared_gpus(EngineConfig(**settings))  # type: ignore[arg-type]
+    assert told.startswith(f"target and draft share cuda:{shared}: ") if shared else not told
+    assert not shared or ("ngram" in told and "sd" in told)
+
+
+def test_announced_rows_are_received_where_messages_are_read() -> None:
+    """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
+    ends = memory_channels(32, 1.0)
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    link = DraftLink(TargetSettings(32, 64, b"", 1.0, True), executor, lambda: ends[0])
+    link.peer, row = b"draft", torch.full((32,), 1 / 32)
+    link.open_channel()
+    ends[1].send(row)
+    message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(Distribution(None, Form.CHANNEL),)))
+    assert isinstance(message, DraftTokens)
+    assert torch.equal(message.rows[0].tensor, row)
+
+
+def test_each_runner_captures_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of CUDA, in its place: no GPU is needed to see which stream a recording is made on."""
+    used = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None: ...
+        def wait_stream(self, other: object) -> None: ...
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    def capture(graph: object, *, pool: object, stream: object, capture_error_mode: str) -> nullcontext[None]:
+        used.append(stream)
+        return nullcontext()
+
+    fakes = {"Stream": Stream, "CUDAGraph": Graph, "graph": capture, "current_stream": Stream}
+    fakes |= dict.fromkeys(("device", "stream"), lambda _: nullcontext())
+    for name, fake in (fakes | {"graph_pool_handle": lambda: (0, 0)}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for record in [graphs.record_on_gpu(torch.device("cuda", 0)) for _ in range(2)]:
+        for _ in range(2):
+            assert record(lambda: torch.ones(1))() == 1
+    assert [stream is used[0] for stream in used] == [True, True, False, False]

@@ -1,0 +1,429 @@
+"""Guesses without a model: what is guessed changes no text, only when it is known (invariant 10)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pearl.config import AS_PUBLISHED, DRAFTLESS, LOOKING_AHEAD, DecodingConfig
+from pearl.decoding.sampling import read_draw
+from pearl.drafting.model import ModelProposer
+from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
+from pearl.drafting.proposer import Features
+from pearl.errors import ConfigError
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.feeds import Feed
+from pearl.models.loading import load_runner
+from pearl.models.runner import Capabilities, ModelRunner, WrappedRunner
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.events import Draft, Forward, Guess, Guessed, Open, Phase, Sample, Sampled
+from pearl.protocol.messages import Decoding, Provenance, Sampling, Source, Submit
+from pearl.protocol.window import METHODS, ForwardTimes, worthwhile
+from pearl.worker.execute import TargetExecutor
+from tests.tiny import tiny_model
+
+VOCAB, TOKENS, PROMPT = 6, 60, (1, 2, 3)
+CPU = torch.device("cpu")
+SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
+TIMINGS = [
+    Timing(1.0, lambda _: 4.0),
+    Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1),
+    Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
+    Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
+]
+Setting = tuple[str, str, int | None]  # method, window, gamma
+SETTINGS: list[Setting] = [("ngram", "stream", None), ("pearl", "stream", None), ("pearl", "fixed", 1)]
+SETTINGS += [("pearl", "fixed", 3), ("pearl", "stream", 7)]
+
+
+# ---- the index ----
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def brute_force(text: Sequence[int], position: int) -> dict[int, int]:
+    """Position after each occurrence of what stands before `position` -> tokens before it that match."""
+    found = {}
+    for end in range(1, position):
+        matched = 0
+        while matched < min(end, MOST_MATCHED) and text[end - 1 - matched] == text[position - 1 - matched]:
+            matched += 1
+        if matched:
+            found[end] = matched
+    return found
+
+
+@given(text=TEXTS, at=st.integers(1, 40))
+def test_candidates_are_what_followed_where_the_text_matched(text: list[int], at: int) -> None:
+    position = min(at, len(text))
+    expected = brute_force(text, position)
+    given_ = [pair for candidate in NgramIndex(text).candidates(position) for pair in candidate.occurrences]
+    assert len(given_) == len(set(given_))
+    assert all(expected[end] == matched for end, matched in given_), "only true matches"
+    longest = [end for end, matched in expected.items() if matched == max(expected.values())]
+    if longest:
+        # The most recent of those that match longest is never missed, and what followed it is a candidate.
+        assert max(longest) in [end for end, _ in given_]
+
+
+@given(text=TEXTS, more=TEXTS, least=st.integers(0, 40))
+def test_what_is_cut_off_leaves_no_trace(text: list[int], more: list[int], least: int) -> None:
+    length = min(least, len(text))
+    index, plain = NgramIndex(), NgramIndex()
+    index.extend(text)
+    index.cut(length)
+    index.extend(more)
+    plain.extend([*text[:length], *more])
+    assert index.tokens == plain.tokens
+    assert index._ends == plain._ends
+
+
+def test_rates_are_learned_from_the_text() -> None:
+    repeats = NgramIndex([1, 2, 3, 4, 5] * 40)
+    chance = random.Random(1)
+    noise = NgramIndex([chance.randrange(4) for _ in range(200)])
+    sure, unsure = repeats.candidates(200)[0], noise.candidates(200)[0]
+    assert sure.token == 1
+    assert sure.chance > 0.9
+    assert unsure.chance < 0.5
+
+
+@given(text=TEXTS, pending=st.integers(0, 6), most=st.integers(0, 20), room=st.integers(0, 8))
+def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pending: int, most: int, room: int) -> None:
+    committed = max(1, len(text) - pending)
+    limit, end = len(text) + room, len(text)
+    tokens, parents, chances, _ = guess_tree(NgramIndex(text), anchored(text, committed, 0.7), most, limit)
+    assert len(tokens) == len(parents) == len(chances) <= most
+    assert chances == sorted(chances, reverse=True)
+    seen = {(position - 1, text[position]) for position in range(committed, end)}
+    depth = {position: position for position in range(end)}
+    for i, (token, parent, chance) in enumerate(zip(tokens, parents, chances, strict=True)):
+        assert committed - 1 <= parent < end + i
+        assert (parent, token) not in seen, "what is drafted there already, or guessed, is not guessed again"
+        seen.add((parent, token))
+        depth[end + i] = depth[parent] + 1
+        assert depth[end + i] < limit
+        assert 0 < chance <= (chances[parent - end] if parent >= end else 1)
+
+
+def test_a_guess_beside_a_drafted_token_is_less_likely_the_more_that_is_trusted() -> None:
+    index = NgramIndex([1, 2, 3, 1, 2, 3, 1, 2])
+    alone = guess_tree(index, [Anchor(8, 1.0)], 1, 99)[2][0]
+    beside = [guess_tree(index, [Anchor(8, 1.0, 5, trust)], 1, 99)[2][0] for trust in (0.0, 0.5, 0.9)]
+    assert alone == beside[0] > beside[1] > beside[2] > 0
+
+
+def test_a_chain_has_one_child_each() -> None:
+    index = NgramIndex([1, 2, 3, 1, 2, 4, 1, 2])
+    _, parents, _, _ = guess_tree(index, [Anchor(8, 1.0)], 8, 99, branches=False)
+    assert parents == [7, *range(8, 8 + len(parents) - 1)]
+    assert len(parents) > 1
+
+
+# ---- how many ----
+
+
+def test_guesses_are_fed_where_they_make_more_tokens_a_second() -> None:
+    assert worthwhile([0.5, 0.5, 0.4], 1, 1.0, lambda n: 1.0) == 3, "they cost nothing"
+    assert worthwhile([0.5, 0.5, 0.4], 1, 1.0, lambda n: float(n)) == 0, "each costs a whole forward"
+    assert worthwhile([0.9, 0.8, 0.1], 1, 1.0, lambda n: 1 + 0.3 * (n - 1)) == 2
+    assert worthwhile([0.2, 0.2, 0.2, 0.2], 1, 1.0, lambda n: 1.0 if n == 1 else 1.5) == 4, "a step, then flat"
+    assert worthwhile([], 1, 1.0, lambda n: 1.0) == 0
+    assert worthwhile([0.5], 1, 1.0, lambda n: 0.0) == 1, "nothing was measured yet"
+
+
+# ---- texts ----
+
+
+class Chains(WrappedRunner):
+    """A runner that takes no trees."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(row_invariant=True)
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        assert all(feed.parents is None for feed in feeds)
+        return super().forward(feeds)
+
+
+def decode(
+    setting: Setting,
+    look_ahead: int,
+    rule: str,
+    temperature: float,
+    timing: Timing,
+    seed: int = 5,
+    trees: bool = True,
+    lookup: int = 0,
+) -> Outcome:
+    """With models whose text repeats: the next token depends on the last alone."""
+    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
+    method, window, gamma = setting
+    submit = Submit(
+        1,
+        PROMPT,
+        len(PROMPT) + TOKENS,
+        Sampling(temperature, seed=seed),
+        Decoding(method, window, gamma, rule, (), look_ahead, lookup),
+    )
+    return simulate(submit, *paired_executors(target if trees else Chains(target), draft), timing)
+
+
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+def test_guesses_change_no_text(rule: str, temperature: float, trees: bool) -> None:
+    guessed = 0
+    for setting, timing, seed in product(SETTINGS, TIMINGS, (5,)):
+        plain = decode(setting, 0, rule, temperature, TIMINGS[0], seed)
+        for most in (4, 64):
+            outcome = decode(setting, most, rule, temperature, timing, seed, trees)
+            assert outcome.tokens == plain.tokens, (setting, timing.seed, most)
+            guessed += outcome.counts.guesses
+    assert guessed > 300
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)])
+def test_without_a_draft_the_text_is_that_of_the_target_alone(rule: str, temperature: float) -> None:
+    for seed in range(3):
+        alone = decode(("ar", "stream", None), 0, rule, temperature, TIMINGS[0], seed)
+        ahead = decode(("ngram", "stream", None), 16, rule, temperature, TIMINGS[0], seed)
+        assert ahead.tokens == alone.tokens
+        assert ahead.target_steps < alone.target_steps
+        assert ahead.provenance.count(Provenance.GUESSED) == TOKENS - 1 - ahead.target_steps
+
+
+def test_a_target_ahead_of_its_draft_holds_no_row() -> None:
+    """It commits its draw at once, and what the draft sends later is compared with it and counted."""
+    outcome = decode(("pearl", "stream", 2), 8, "coupled", 1.0, Timing(1.0, lambda _: 2.0, delay=1.5))
+    assert outcome.counts.late > 0
+    assert "held row" not in outcome.watch.waits
+    assert outcome.counts.accepted <= outcome.counts.judged <= outcome.counts.drafted
+
+
+def test_guesses_of_nothing_cost_nothing() -> None:
+    """No n-gram of this text occurs twice: no step differs."""
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    step = {int(a): int(b) for a, b in zip(order, order.roll(-1), strict=True)}
+
+    def target(tokens: Sequence[int]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(step[tokens[-1]]), 300).float()
+
+    def run(method: str, look_ahead: int) -> Outcome:
+        executors = paired_executors(ToyRunner(300, target), ToyRunner(300, target))
+        submit = Submit(1, PROMPT, 200, Sampling(), Decoding(method, gamma=4, look_ahead=look_ahead))
+        return simulate(submit, *executors, Timing(1.0, lambda n: 3.0 + n))
+
+    alone, ahead = run("ar", 0), run("ngram", 16)
+    assert (ahead.tokens, ahead.target_steps, ahead.counts.guesses) == (alone.tokens, alone.target_steps, 0)
+    assert ahead.seconds == alone.seconds
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "opt")
+
+
+@cache
+def runner(kind: str, noise: float = 0.0) -> ModelRunner:
+    return load_runner(str(tiny_model(kind, noise=noise)), device=CPU, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+def test_guesses_change_no_text_of_a_model(kind: str, rule: str, temperature: float) -> None:
+    """Of our own forward, by trees; of the general path, by chains. Its prompt repeats, so there is much to guess."""
+    target, draft = runner(kind), runner(kind, 0.05)
+    prompt = (5, 9, 40, 7, 12, 33) * 5
+    guessed = 0
+    texts: dict[str, list[int]] = {}
+    for method, window, look_ahead in (
+        *(("ar", "stream", 0), ("ngram", "stream", 16)),
+        *(("pearl", "stream", 0), ("pearl", "stream", 16), ("pearl", "fixed", 4)),
+    ):
+        sampling = Sampling(temperature, top_k=3, seed=8)
+        decoding = Decoding(method, window, 3, rule, (), look_ahead)
+        target.rollback(0)
+        draft.rollback(0)
+        submit = Submit(1, prompt, len(prompt) + 40, sampling, decoding)
+        outcome = simulate(submit, *paired_executors(target, draft), TIMINGS[1])
+        of = "pearl" if method == "pearl" and rule == "ratio" else "ar"
+        assert outcome.tokens == texts.setdefault(of, outcome.tokens), (method, window)
+        guessed += outcome.counts.guesses
+    assert guessed > 0
+
+
+# ---- a draft that guesses what it will say itself ----
+
+
+@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+def test_a_draft_that_guesses_changes_no_text(rule: str, temperature: float) -> None:
+    """With and without the target's own guesses, which are other ones at other times."""
+    for setting, timing, seed in product(SETTINGS[1:], TIMINGS, (6,)):
+        plain = decode(setting, 0, rule, temperature, TIMINGS[0], seed)
+        for look_ahead, lookup in ((0, 1), (0, 8), (8, 8)):
+            outcome = decode(setting, look_ahead, rule, temperature, timing, seed, lookup=lookup)
+            assert outcome.tokens == plain.tokens, (setting, timing.seed, look_ahead, lookup)
+
+
+def test_statistics_say_which_tokens_the_lookup_has_saved_a_forward_for() -> None:
+    counts = [decode(SETTINGS[1], 0, "coupled", 0.0, TIMINGS[0], 6, lookup=lookup).counts for lookup in (0, 8)]
+    assert Source.LOOKUP not in counts[0].sources
+    assert counts[1].sources[Source.LOOKUP] > 0
+    for one in counts:
+        assert sum(one.sources.values()) == one.accepted - one.late
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+def test_several_tokens_a_forward_are_those_of_single_forwards(
+    kind: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, and distributions bit by bit where the runner's rows do not depend on their company."""
+    monkeypatch.setattr(ForwardTimes, "observe", lambda *_: None)  # while no time is known, every guess is fed
+    draft = runner(kind, 0.05)
+    prompt = (5, 9, 40, 7, 12, 33) * 5
+
+    def drafted(lookup: int) -> tuple[list[int], list[torch.Tensor], int]:
+        draft.rollback(0)
+        proposer = ModelProposer(draft, draft.vocab_size)
+        sampling = Sampling(temperature, top_k=3, seed=8)
+        proposer.open(Open(prompt, sampling, rule, lookup=lookup, request=1))
+        tokens: list[int] = []
+        rows: list[torch.Tensor] = []
+        start, fed, forwards = 0, prompt, 0
+        while len(tokens) < 40:
+            found = proposer.collect(proposer.launch(Draft(start, fed, 40 - len(tokens), len(tokens), request=1)))
+            assert len(found.tokens) == found.cached + 1
+            start += len(fed) + found.cached
+            fed = found.tokens[found.cached :]
+            assert draft.length() == start
+            tokens += found.tokens
+            rows += [row.tensor for row in found.rows]
+            forwards += 1
+        return tokens, rows, forwards
+
+    alone, together = drafted(0), drafted(8)
+    assert together[0] == alone[0]
+    assert together[2] < alone[2] == 40, "some forward gave several"
+    assert len(together[1]) == len(alone[1]) == (0 if rule == "coupled" else 40)
+    if draft.capabilities.row_invariant:
+        assert all(map(torch.equal, alone[1], together[1]))
+
+
+def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> None:
+    class Third:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def stop(self, features: Features) -> bool:
+            self.seen.append(features.index)
+            return features.index == 2
+
+    policy = Third()
+    repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())
+    proposer = ModelProposer(repeats, 4, policy)
+    proposer.open(Open((0, 1, 2, 3) * 3, Sampling(), "coupled", lookup=8, request=1))
+    found = proposer.collect(proposer.launch(Draft(0, (0, 1, 2, 3) * 3, 20, request=1)))
+    assert (found.tokens, found.cached, found.paused) == ((0, 1, 2), 2, True)
+    assert policy.seen == [0, 1, 2]
+    assert repeats.length() == 14
+
+
+# ---- the executor ----
+
+
+def opened(runner: ModelRunner, sampling: Sampling = Sampling()) -> TargetExecutor:  # noqa: B008
+    executor = TargetExecutor(runner)
+    executor.execute(Open(PROMPT, sampling, "coupled", request=1))
+    return executor
+
+
+def test_draws_follow_the_tree_as_far_as_it_holds_them() -> None:
+    target, _ = alpha_pair(VOCAB, 0.7, order=1)
+    executor, plain = opened(ToyRunner(VOCAB, target), Sampling(1.0, seed=3)), ToyRunner(VOCAB, target)
+    draw = executor._requests[1].direct
+    text = list(PROMPT)
+    while len(text) < 6:
+        logits = plain.forward([Feed(text[plain.length() :], 1)])[0][0]
+        text.append(read_draw(draw(logits, len(text))))
+    executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:2], 0, request=1))
+    other = (text[3] + 1) % VOCAB
+    fed = (PROMPT[2], other, text[3], text[4], text[3])
+    executor.execute(Forward(Phase.POST_VERIFY, 2, fed, 5, (-1, 0, 0, 2, 1), request=1))
+    assert executor.execute(Sample(3, 0, True, request=1)) == Sampled((text[3], text[4], text[5]), request=1)
+    assert executor.execute(Sample(3, 0, False, request=1)) == Sampled((text[3],), request=1)
+
+
+def test_on_a_device_all_draws_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a device, on the host, gives what the host's own way gives."""
+    target, _ = alpha_pair(VOCAB, 0.7, order=1)
+    executor = opened(ToyRunner(VOCAB, target), Sampling(1.0, seed=3))
+    executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:2], 0, request=1))
+    executor.execute(
+        Forward(Phase.POST_VERIFY, 2, (PROMPT[2], *range(VOCAB), *range(VOCAB)), 1 + 2 * VOCAB,
+                (-1, *[0] * VOCAB, *range(1, VOCAB + 1)), request=1)
+    )  # fmt: skip
+    here = executor.execute(Sample(3, 0, True, request=1))
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False))
+    assert isinstance(here, Sampled)
+    assert len(here.tokens) >= 2
+    assert executor.execute(Sample(3, 0, True, request=1)) == here
+
+
+def test_the_index_follows_what_it_is_told() -> None:
+    executor = opened(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7)[0]))
+
+    def guess(base: int, tokens: tuple[int, ...], committed: int, most: int = 4) -> Guessed:
+        found = executor.execute(Guess(base, tokens, committed, 99, 0.5, most, request=1))
+        assert isinstance(found, Guessed)
+        return found
+
+    assert guess(3, (), 3).tokens == (), "nothing has occurred twice"
+    found = guess(3, (4, 1, 2), 6)
+    assert found.tokens[0] == 3, "what followed 1 2"
+    assert found.parents[0] == 5
+    found = guess(4, (2,), 5)
+    assert found.tokens[0] == 3
+    assert executor._requests[1].index.tokens == [1, 2, 3, 4, 2]  # type: ignore[union-attr]
+    assert guess(5, (), 5, most=0) == Guessed(request=1)
+
+
+# ---- settings ----
+
+
+def test_the_configuration_knows_methods_as_the_protocol_does() -> None:
+    assert set(DRAFTLESS) == {name for name, method in METHODS.items() if not method.drafts}
+    assert set(LOOKING_AHEAD) == {name for name, method in METHODS.items() if method.looks_ahead}
+    assert list(get_args(DecodingConfig.model_fields["method"].annotation)) == list(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("given_", "told"),
+    [
+        ({"method": "ar", "look_ahead": 4}, "look_ahead is for method auto and ngram and pearl, not ar"),
+        ({"method": "sd", "look_ahead": 4}, "not sd"),
+        ({"method": "ngram", "look_ahead": 0}, "is method ar"),
+        ({"look_ahead": 257}, "less than or equal to 256"),
+        ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
+    ],
+)
+def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DecodingConfig(**given_)
+
+
+def test_how_many_guesses_by_default() -> None:
+    """(The target's, the draft's.)"""
+    assert DecodingConfig(method="ngram").guesses == (16, 0, 0)
+    assert DecodingConfig(method="pearl").guesses == (16, 8, 8)
+    assert DecodingConfig(method="pearl", **AS_PUBLISHED).guesses == (0, 0, 0)
+    assert DecodingConfig(method="pearl", look_ahead=5).guesses == (5, 8, 8)
+    assert DecodingConfig(method="sd").guesses == (0, 0, 0)
+    assert DecodingConfig(method="sd", draft_lookup=4).guesses == (0, 4, 0)

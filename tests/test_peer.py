@@ -1,0 +1,84 @@
+"""`scripts/peer_pearl.py`: what it puts around the authors' loops, with loops of our own in their place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_model
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "peer_pearl.py"
+# A checkout with the names and calls that the script relies on. Its loops decode greedily, two tokens beyond the limit,
+# with a cache as tuples; that of two processes gathers a row of the target's and names a GPU that is not there.
+ENGINE = """
+import torch
+from accelerate import Accelerator
+
+
+class Decoding:
+    def __init__(self, args):
+        self.args, self.accelerator = args, Accelerator()
+        assert self.accelerator.num_processes == (2 if args.eval_mode == "para_sd" else 1)
+
+    @torch.no_grad()
+    def autoregressive_sampling(self, prefix, model=None):
+        model, x, past = model or self.target_model, prefix, None
+        while x.shape[1] < prefix.shape[1] + self.args.max_tokens + 2:
+            output = model(x if past is None else x[:, -1:], past_key_values=past, use_cache=True)
+            past = [(k[:, :, : x.shape[1]], v[:, :, : x.shape[1]]) for k, v in output.past_key_values]
+            assert past[0][0].shape[2] == x.shape[1]
+            assert output.logits.dtype is torch.float32
+            x = torch.cat((x, output.logits[:, -1, : self.vocab_size].argmax(-1, keepdim=True)), dim=1)
+        return x
+
+    def speculative_decoding(self, prefix):
+        assert self.draft_model.device == self.target_model.device
+        return self.autoregressive_sampling(prefix)
+
+    def parallel_speculative_decoding(self, prefix):
+        first = self.accelerator.is_main_process
+        x = self.autoregressive_sampling(prefix, self.draft_model if first else self.target_model)
+        return self.accelerator.gather(x.to("cuda:1"))[[1]]
+"""
+
+
+@pytest.mark.slow
+def test_their_loops_and_ours_decode_in_turns(tmp_path: Path) -> None:
+    """Of their tokens those up to the limit count; greedy ones in float32 are ours."""
+    (tmp_path / "peer" / "src").mkdir(parents=True)
+    (tmp_path / "peer" / "src" / "engine.py").write_text(ENGINE)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the inn"}\n{"prompt": "a"}\n')
+    models = ["--target", str(tiny_model()), "--draft", str(tiny_model(noise=0.3))]
+    arguments = [
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--max-tokens",
+        "12",
+        "--json",
+        str(tmp_path / "it.json"),
+    ]
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "peer"), *models, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "it.json").read_text())["samples"]
+    systems = ["ours: ar", "ours: sd", "ours: pearl, published", "ours: pearl"]
+    systems += ["theirs: large", "theirs: sd", "theirs: para_sd"]
+    assert [one["system"] for one in made] == systems * 2
+    for one in made:
+        assert one["same"] == one["tokens"] == one["of"], one
+        assert one["seconds"] > 0
+        if one["system"].startswith("theirs"):
+            assert one["returned"] == 14
+    assert all(name in done.stdout for name in systems)
+
+
+def test_a_folder_that_is_no_checkout_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode
+    assert "src/engine.py" in done.stderr

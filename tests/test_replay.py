@@ -1,0 +1,328 @@
+"""Recorded texts: the file, the models that replay it, and the simulator that decodes it again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pearl import Engine
+from pearl.cli import cli
+from pearl.config import AS_PUBLISHED, DecodingConfig, SamplingParams
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import read_draw
+from pearl.errors import ConfigError, ModelError, PearlError, RequestError
+from pearl.lab.experiments import texts
+from pearl.lab.experiments.recording import record
+from pearl.lab.experiments.workload import guessers
+from pearl.lab.experiments.workload import run as run_coins
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.loading import load_runner
+from pearl.models.recorded import Header, RecordedTexts, read_texts, write_texts
+from pearl.models.replay import ReplayRunner, load_scripted
+from pearl.models.runner import ModelRunner, feed_chain
+from pearl.models.tokenizer import load_tokenizer
+from pearl.protocol.messages import Decoding, Submit
+from tests.test_datastore import make
+from tests.tiny import tiny_model
+
+TOKENS = 40
+TIMING = Timing(1.0, lambda fed: 5.0)
+TEMPERATURES = [0.0, 0.7]
+PROMPTS = [["the first"], ["in another, the"], ["the first"], ["a an and"]]  # one comes twice
+
+
+@cache
+def runner(role: str) -> ModelRunner:
+    path = str(tiny_model("llama", noise=0.0 if role == "target" else 0.2))
+    return load_runner(path, device=torch.device("cpu"), dtype="float32", spare=8)
+
+
+@cache
+def recorded(temperature: float) -> RecordedTexts:
+    target, draft = runner("target"), runner("draft")
+    tokenizer, _ = load_tokenizer(str(tiny_model("llama", noise=0.0)))
+    names = {"target": "tiny", "draft": "tiny", "vocab_size": target.vocab_size, "eos": [1]}
+    header = Header.model_validate_json(
+        json.dumps(names | {"temperature": temperature, "seed": 5, "max_tokens": TOKENS})
+    )
+    return RecordedTexts(header, tuple(record(target, draft, tokenizer, PROMPTS, header)))
+
+
+@pytest.fixture(params=TEMPERATURES)
+def both(request: pytest.FixtureRequest) -> RecordedTexts:
+    return recorded(request.param)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    known = recorded(0.7)
+    write_texts(tmp_path / "it.npz", known.header, known.texts)
+    return tmp_path / "it.npz"
+
+
+def decoded(executors: Any, known: RecordedTexts, number: int, decoding: Decoding) -> Outcome:
+    text = known.texts[number - 1]
+    submit = Submit(number, text.prompt, len(text.prompt) + len(text.answer), known.header.sampling(number), decoding)
+    target, draft = executors
+    return simulate(submit, target, draft, TIMING)
+
+
+def emptied(pair: tuple[ModelRunner, ModelRunner]) -> tuple[ModelRunner, ModelRunner]:
+    for each in pair:
+        for slot in range(each.capabilities.slots):
+            each.rollback(0, slot)
+    return pair
+
+
+# ---- a replay is the run ----
+
+
+def test_what_is_recorded_is_seeded_decoding(both: RecordedTexts) -> None:
+    """The target's text, at every position the token that the draft draws, and its runners-up."""
+    assert len(both.texts) == 3
+    some_right = some_wrong = False
+    for number, text in enumerate(both.texts, 1):
+        target, draft = emptied((runner("target"), runner("draft")))
+        replays = [ReplayRunner(both, role, 1 << 20) for role in ("target", "draft")]
+        draw, whole, start = DirectDraw(both.header.sampling(number)), [*text.prompt, *text.answer], len(text.prompt)
+        rows = [feed_chain(each, whole, len(text.answer) + 1)[:-1] for each in (target, draft, *replays)]
+        for i, (own, drafts, replayed, again) in enumerate(zip(*rows, strict=True)):
+            assert read_draw(draw(own, start + i)) == read_draw(draw(replayed, start + i)) == text.answer[i]
+            drawn = read_draw(draw(drafts, start + i))
+            assert drawn == read_draw(draw(again, start + i))
+            assert text.right[i] == (drawn == text.answer[i])
+            ids, shares = draw.ranked(drafts, start + i, 5)
+            ids_again, shares_again = draw.ranked(again, start + i, 5)
+            assert ids_again == ids
+            assert shares_again == pytest.approx(shares, rel=0.05)
+            some_right, some_wrong = some_right or text.right[i], some_wrong or not text.right[i]
+    assert some_right
+    assert some_wrong
+
+
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+def test_as_published_a_replay_is_the_run(both: RecordedTexts, window: str) -> None:
+    """Token by token and second by second; by the replayed models, and by coins that know where the draft is right."""
+    decoding = replace(texts.PEARL, window=window)
+    seconds = 0.0
+    for number, text in enumerate(both.texts, 1):
+        real = decoded(paired_executors(*emptied((runner("target"), runner("draft")))), both, number, decoding)
+        pair = [ReplayRunner(both, role, 1 << 20) for role in ("target", "draft")]
+        again = decoded(paired_executors(pair[0], pair[1]), both, number, decoding)
+        assert tuple(real.tokens) == tuple(again.tokens) == text.answer
+        assert (real.seconds, real.target_steps, real.counts.runs) == (
+            again.seconds,
+            again.target_steps,
+            again.counts.runs,
+        )
+        seconds += again.watch.last - (again.watch.first or 0.0)
+    coins, replayed = run_coins(texts.workload(both, TIMING), decoding), texts.run(both, decoding, TIMING)
+    assert coins.tokens_per_second == pytest.approx(replayed.tokens_per_second, rel=1e-9)
+    assert (coins.accepted, coins.judged) == (replayed.accepted, replayed.judged)
+
+
+def test_with_all_that_guesses_a_replay_is_as_fast_as_the_run(both: RecordedTexts) -> None:
+    """Behind a wrong token the draft's rows are others, so which branches are prepared may differ a little."""
+    real = again = 0
+    for number, text in enumerate(both.texts, 1):
+        for kind in ("real", "replayed"):
+            pair = (
+                emptied((runner("target"), runner("draft")))
+                if kind == "real"
+                else (ReplayRunner(both, "target", 1 << 20), ReplayRunner(both, "draft", 1 << 20))
+            )
+            outcome = decoded(paired_executors(*pair), both, number, texts.ALL)
+            assert tuple(outcome.tokens) == text.answer
+            if kind == "real":
+                real += outcome.target_steps
+            else:
+                again += outcome.target_steps
+    assert again == pytest.approx(real, rel=0.1)
+
+
+def test_branches_are_foreseen_in_a_replay() -> None:
+    plain, hedged = (texts.run(recorded(0.7), each, TIMING) for each in texts.ablations()[:2])
+    assert (guessers(plain.decoding), guessers(hedged.decoding)) == ([], ["branches"])
+    assert 0 < (hedged.foreseen_share or 0) <= 1
+    assert hedged.sources["branch"] > 0
+    assert hedged.steps < plain.steps
+
+
+def test_a_draft_forward_that_costs_by_its_tokens_is_fed_fewer() -> None:
+    """The proposer learns the virtual time of its forwards, not how long they took in this process."""
+    dear = replace(TIMING, t_draft_fed=lambda fed: 1.0 * fed)
+    only = replace(texts.PEARL, branches=8)
+    assert texts.run(recorded(0.7), only, dear).foreseen < texts.run(recorded(0.7), only, TIMING).foreseen
+    twice = [texts.run(recorded(0.7), texts.ALL, TIMING) for _ in range(2)]
+    assert twice[0] == twice[1], "nothing depends on the real clock"
+
+
+# ---- the models ----
+
+
+def test_a_row_spans_the_vocabulary_and_holds_no_zero(both: RecordedTexts) -> None:
+    text = both.texts[0]
+    for role in ("target", "draft"):
+        rows = feed_chain(ReplayRunner(both, role, 1 << 20), [*text.prompt, *text.answer[:3]], 4)
+        assert rows.shape == (4, both.header.vocab_size)
+        assert (torch.softmax(rows / (both.header.temperature or 1.0), -1) > 0).all()
+
+
+def test_off_the_path_rows_are_the_same_each_time() -> None:
+    for role in ("target", "draft"):
+        one, other = (ReplayRunner(recorded(0.7), role, 1 << 20) for _ in range(2))
+        assert torch.equal(feed_chain(one, [3, 1, 4, 1, 5], 5), feed_chain(other, [3, 1, 4, 1, 5], 5))
+
+
+def test_a_text_ends_where_it_was_cut() -> None:
+    text = recorded(0.7).texts[0]
+    rows = feed_chain(ReplayRunner(recorded(0.7), "target", 1 << 20), [*text.prompt, *text.answer], 1)
+    assert int(rows.argmax()) == 1, "the EOS"
+
+
+def test_the_prompts_of_recorded_texts_are_their_numbers(file: Path) -> None:
+    tokenizer, defaults = load_tokenizer(f"replay:{file}")
+    assert tokenizer.encode("2") == list(recorded(0.7).texts[1].prompt)
+    assert (defaults.temperature, defaults.eos) == (0.7, (1,))
+    for said in ("0", "4", "hello", "²"):
+        with pytest.raises(RequestError, match="1 to 3"):
+            tokenizer.encode(said)
+
+
+def test_two_processes_say_what_was_recorded(file: Path) -> None:
+    """With everything on, and as published; the draft is right as often as it was."""
+    known, spec = recorded(0.7), f"replay:{file}"
+    with Engine(target=spec, draft=spec, target_pace=0.01, draft_pace=0.002) as engine:
+        for number, text in enumerate(known.texts, 1):
+            params = SamplingParams(seed=known.header.seed + number, max_tokens=len(text.answer))
+            for extras in ({}, AS_PUBLISHED):
+                decoding = DecodingConfig(method="pearl", rule="coupled", **extras)
+                (result,) = engine.generate([str(number)], params, decoding=decoding)
+                assert tuple(result.tokens) == text.answer
+            assert result.statistics.num_accepted_draft_tokens == sum(text.right)
+
+
+# ---- the file ----
+
+
+def test_a_file_is_read_as_it_was_written(file: Path) -> None:
+    known, found = recorded(0.7), read_texts(file)
+    assert found.header == known.header
+    for one, other in zip(known.texts, found.texts, strict=True):
+        assert (one.prompt, one.answer) == (other.prompt, other.answer)
+        assert np.array_equal(one.ids, other.ids)
+        assert np.array_equal(one.logits, other.logits)
+
+
+def arrays(file: Path) -> dict[str, Any]:
+    with np.load(file) as found:
+        return dict(found)
+
+
+def spoiled(file: Path, name: str) -> None:
+    found = arrays(file)
+    match name:
+        case "cut short":
+            file.write_bytes(file.read_bytes()[:-200])
+        case "a byte":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            file.write_bytes(data)
+        case "no zip":
+            file.write_text("{}")
+        case "missing":
+            del found["ids"]
+        case "dtype":
+            found["ids"] = found["ids"].astype(np.int64)
+        case "pickle":
+            found["tokens"] = np.array([object()])
+        case "version":
+            found["header"] = np.frombuffer(bytes(found["header"]).replace(b'_texts":1', b'_texts":2'), np.uint8)
+        case "header":
+            found["header"] = found["header"][:-3]
+        case "tokens":
+            found["tokens"] = found["tokens"][:-1]
+        case "lengths":
+            found["lengths"][0, 0] = -1
+        case "rows":
+            found["ids"] = found["ids"][1:]
+        case "vocabulary":
+            found["tokens"][3] = 10**6
+        case "negative":
+            found["ids"][3, 0] = -1
+        case "nan":
+            found["logits"][2, 1] = np.nan
+    if name in PARTS:
+        with file.open("wb") as out:
+            np.savez(out, **found)
+
+
+WHOLE = ("cut short", "a byte", "no zip")
+PARTS = (
+    "missing",
+    "dtype",
+    "pickle",
+    "version",
+    "header",
+    "tokens",
+    "lengths",
+    "rows",
+    "vocabulary",
+    "negative",
+    "nan",
+)
+
+
+@pytest.mark.parametrize("how", WHOLE + PARTS)
+def test_a_damaged_file_is_refused_by_name(file: Path, how: str) -> None:
+    spoiled(file, how)
+    for use in (read_texts, lambda path: load_scripted(f"replay:{path}", "draft")):
+        with pytest.raises(ModelError, match=r"it\.npz") as raised:
+            use(file)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_named_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"none\.npz"):
+        Engine(target=f"replay:{tmp_path / 'none.npz'}", draft=f"replay:{tmp_path / 'none.npz'}")
+
+
+# ---- the commands ----
+
+
+def invoked(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["simulate", *arguments])
+    if isinstance(result.exception, PearlError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_recorded_by_one_command_and_simulated_by_another(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("abc\nhello\n")
+    toy = "toy:vocab=20,alpha=0.6"
+    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw"]
+    out = str(tmp_path / "it.npz")
+    assert "2 texts, 24 tokens" in invoked("record", str(tmp_path / "prompts.txt"), "--out", out, *options)
+    said = invoked("--texts", out, "--t-draft", "1:10,4:11", "--t-target", "50")
+    rows = [line for line in said.splitlines() if line.startswith("pearl, stream")]
+    assert len(rows) == 9, "one by coins, eight by the executors"
+    assert rows[0].split()[2] == rows[1].split()[2]
+    make(tmp_path / "store", [[0, 1, *text.prompt, *text.answer] for text in read_texts(Path(out)).texts], 20)
+    with_store = invoked("--texts", out, "--datastore", str(tmp_path / "store"))
+    assert "datastore" in with_store
+    assert "datastore" not in said
+    with pytest.raises(ConfigError, match="--texts"):
+        invoked("--datastore", str(tmp_path / "store"))
+    with pytest.raises(ConfigError, match="acceptance"):
+        invoked("--texts", out, "--acceptance", "0.5")
+    with pytest.raises(ConfigError, match="what a draft would"):
+        invoked("record", str(tmp_path / "prompts.txt"), "--out", out, "--draft", "none")

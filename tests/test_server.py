@@ -1,0 +1,1017 @@
+"""The HTTP server: OpenAI's client and plain HTTP against a toy pair; limits, errors and clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import hypothesis
+import openai
+import pytest
+from click.testing import CliRunner
+from hypothesis import strategies as st
+
+from pearl.cli import cli
+from pearl.cli.serve import serve
+from pearl.client.stream import Result
+from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.engine import Engine
+from pearl.errors import ConfigError, TargetLost
+from pearl.metrics import Statistics
+from pearl.server import app as app_module
+from pearl.server import listen as listen_module
+from pearl.server.app import App
+from pearl.server.connection import BoundedProtocol
+from pearl.server.errors import ApiError
+from pearl.server.figures import Figures
+from pearl.server.listen import Door, Server, bind, name_of
+from pearl.server.requests import read_request
+from pearl.server.turns import Turns
+from tests.conftest import TOY
+
+BOUND = 60.0  # seconds that nothing here should ever take
+MODEL = "toy-model"
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}  # takes `slow` seconds
+
+
+class Served:
+    """A server in this process, on its own thread and event loop."""
+
+    def __init__(self, engine: Engine, door: Door) -> None:
+        self.turns = Turns(engine, DecodingConfig(), door.queue, MODEL)
+        self.url = door.url
+        self.address: tuple[str, int] = door.bound.getsockname()[:2]
+        self.server = Server(App(self.turns, SamplingParams(), MODEL, door.access), self.turns)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(BOUND)
+        self.turns.close()
+        assert not self._thread.is_alive()
+
+    def post(self, path: str = "completions", **fields: Any) -> httpx.Response:
+        """A request for a short text, but for what `fields` say."""
+        return httpx.post(f"{self.url}/v1/{path}", json=body(path) | fields, timeout=BOUND)
+
+    def lines(self, path: str = "completions", **fields: Any) -> list[Any]:
+        """The events of a streamed answer."""
+        response = self.post(path, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [one.removeprefix("data: ") for one in response.text.split("\n\n") if one]
+        assert events.pop() == "[DONE]"
+        return [json.loads(one) for one in events]
+
+    def figure(self, name: str) -> float:
+        """The sum of a series over its labels."""
+        page = httpx.get(f"{self.url}/metrics").text
+        values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(name + "{")]
+        assert values, f"no series {name}"
+        return sum(map(float, values))
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=BOUND)
+
+    def is_well(self) -> bool:
+        """Whether it serves a text now."""
+        return self.post().status_code == 200
+
+
+def body(path: str) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": "123"} if path == "completions" else {"messages": [message("123")]}
+    return {"model": MODEL, "max_tokens": 8, "seed": 5, "temperature": 1.0, **prompt}
+
+
+def message(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def chatting_engine(**settings: Any) -> Iterator[Engine]:
+    """A toy pair of whose tokenizer has a chat template: the texts, one after the other."""
+    with Engine(TOY, TOY, startup_timeout=120, **settings) as engine:
+        tokenizer = engine.tokenizer
+        tokenizer.apply_chat = lambda messages: tokenizer.encode("".join(m["role"][0] + m["content"] for m in messages))
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with chatting_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def served(engine: Engine) -> Iterator[Served]:
+    with Served(engine, bind("127.0.0.1:0", None, 8, None)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Served]:
+    """400 tokens take seconds; one request may wait."""
+    with (
+        chatting_engine(target_pace=0.03, draft_pace=0.01) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 1, None)) as served,
+    ):
+        yield served
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Served]:
+    """Three texts at a time, not too fast."""
+    with (
+        chatting_engine(slots=3, target_pace=0.01, draft_pace=0.003) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 64, None)) as served,
+    ):
+        yield served
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_the_engines(served: Served, engine: Engine, temperature: float) -> None:
+    """Streamed and not, of a chat and of a text, greedy and sampled."""
+    params = SamplingParams(temperature=temperature, seed=7, max_tokens=40)
+    prompts: dict[str, Any] = {"completions": "123", "chat/completions": [message("123")]}
+    for path, prompt in prompts.items():
+        wanted = engine.generate([prompt], params)[0]
+        answer = served.post(path, temperature=temperature, seed=7, max_tokens=40).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"] if path == "completions" else choice["message"]["content"]) == wanted.text
+        assert choice["finish_reason"] == ("length" if wanted.finish_reason == "length" else "stop")
+        pieces = served.lines(path, temperature=temperature, seed=7, max_tokens=40)
+        assert "".join(text_of(piece) for piece in pieces) == wanted.text
+        assert [p["choices"][0]["finish_reason"] for p in pieces][-1] == choice["finish_reason"]
+
+
+def text_of(chunk: Any) -> str:
+    choice = chunk["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+def test_openais_client(served: Served, engine: Engine) -> None:
+    client = served.client()
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    wanted = engine.generate([[message("123")]], SamplingParams(temperature=1, seed=3, max_tokens=30))[0]
+    asked: dict[str, Any] = {"model": MODEL, "messages": [message("123")], "seed": 3, "temperature": 1.0}
+    whole = client.chat.completions.create(max_completion_tokens=30, **asked)
+    assert whole.choices[0].message.content == wanted.text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len(wanted.tokens)
+    with client.chat.completions.create(
+        max_tokens=30, stream=True, stream_options={"include_usage": True}, **asked
+    ) as chunks:
+        got = list(chunks)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in got[:-1]) == wanted.text
+    assert got[0].choices[0].delta.role == "assistant"
+    assert got[-1].choices == []
+    assert got[-1].usage is not None
+    assert got[-1].usage.total_tokens == len(wanted.tokens) + len(wanted.prompt_tokens)
+    completed = client.completions.create(model=MODEL, prompt="123", temperature=0, max_tokens=5)
+    assert completed.choices[0].text == engine.generate(["123"], SamplingParams(temperature=0, max_tokens=5))[0].text
+
+
+def test_openais_client_raises_what_we_mean(served: Served) -> None:
+    client = served.client()
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.completions.create(model="other", prompt="1")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="1", temperature=-1)
+    assert refused.value.param == "temperature"
+
+
+def test_several_texts_of_one_request(served: Served, engine: Engine) -> None:
+    """n answers for each prompt are the samples of one seed; the prompt counts once."""
+    texts = [
+        engine.generate([prompt], SamplingParams(temperature=1, seed=5, max_tokens=8, sample=sample))[0].text
+        for prompt in ("123", "4567")
+        for sample in (0, 1)
+    ]
+    assert len(set(texts)) > 1
+    answer = served.post(prompt=["123", [4, 5, 6, 7]], n=2).json()
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 7
+    chunks = served.lines(prompt=["123", [4, 5, 6, 7]], n=2)
+    streamed = ["".join(text_of(c) for c in chunks if c["choices"][0]["index"] == index) for index in range(4)]
+    assert streamed == texts
+
+
+def test_texts_are_written_side_by_side_and_each_is_its_own(several: Served, engine: Engine) -> None:
+    """The texts of one request, streamed and not, and those of many clients: as an engine with one slot writes them."""
+    params = SamplingParams(temperature=1, seed=5, max_tokens=40)
+    samples = [params.model_copy(update={"sample": number}) for number in range(5)]
+    wanted = [engine.generate(["123"], each)[0].text for each in samples]
+    whole = [choice["text"] for choice in several.post(n=5, max_tokens=40).json()["choices"]]
+    assert whole == wanted
+    chunks = [chunk["choices"][0] for chunk in several.lines(n=5, max_tokens=40)]
+    parts = ["".join(chunk["text"] for chunk in chunks if chunk["index"] == index) for index in range(5)]
+    assert parts == whole
+    order = [chunk["index"] for chunk in chunks]
+    assert sum(a != b for a, b in pairwise(order)) > 5, "they come as they are made, not one after the other"
+    prompts = [f"{i % 10}{i // 10}{i % 7}" for i in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        got = list(pool.map(lambda prompt: several.post(prompt=prompt, max_tokens=30).json(), prompts))
+    alone = engine.generate(prompts, params.model_copy(update={"max_tokens": 30}))
+    assert [one["choices"][0]["text"] for one in got] == [one.text for one in alone]
+    assert several.figure("vllm:num_requests_running") == several.figure("vllm:num_requests_waiting") == 0
+
+
+def test_a_text_does_not_wait_for_a_long_one_beside_it(several: Served) -> None:
+    """The others are taken up while it is being written, and it goes on."""
+    with httpx.stream(
+        "POST",
+        f"{several.url}/v1/completions",
+        json=body("completions") | {"stream": True, "max_tokens": 450, "ignore_eos": True},
+        timeout=BOUND,
+    ) as long:
+        pieces = long.iter_lines()
+        next(pieces)
+        for _ in range(3):
+            assert several.post(max_tokens=5).status_code == 200
+        assert several.figure("vllm:num_requests_running") == 1
+        assert sum(1 for line in pieces if line) > 3
+
+
+def test_usage_has_the_acceptance(served: Served) -> None:
+    usage = served.post(max_tokens=60, ignore_eos=True).json()["usage"]
+    assert usage["completion_tokens"] == 60
+    assert usage["total_tokens"] == 63
+    ours = usage["pearl"]
+    assert ours["seed"] == 5
+    assert sum(ours["tokens_by_source"].values()) == 60
+    assert ours["num_accepted_draft_tokens"] <= ours["num_draft_tokens"]
+
+
+def test_chunks_say_where_tokens_came_from(served: Served) -> None:
+    options = {"include_provenance": True, "include_usage": True}
+    *chunks, last = served.lines("chat/completions", max_tokens=40, stream_options=options)
+    told = [one for chunk in chunks for one in chunk["choices"][0].get("provenance", [])]
+    assert len(told) == last["usage"]["completion_tokens"]
+    counted = last["usage"]["pearl"]["tokens_by_source"]
+    assert {source: sum(one["source"] == source for one in told) for source in counted} == counted
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+def test_a_text_ends_before_a_stop_string(served: Served, engine: Engine) -> None:
+    text = engine.generate(["123"], SamplingParams(temperature=1, seed=5, max_tokens=40, ignore_eos=True))[0].text
+    stop = text[20:22]
+    for given in (stop, ["~~", stop]):
+        choice = served.post(max_tokens=40, ignore_eos=True, stop=given).json()["choices"][0]
+        assert choice["text"] == text[: text.index(stop)]
+        assert choice["finish_reason"] == "stop"
+
+
+def test_text_parts_are_joined(served: Served) -> None:
+    parts = [{"type": "text", "text": "12"}, {"type": "text", "text": "3"}]
+    messages = [message("4", "system"), message(parts), message("5", "assistant"), message("6")]
+    joined = [message("4", "system"), message("12\n3"), message("5", "assistant"), message("6")]
+    answers = [served.post("chat/completions", messages=m).json()["choices"][0]["message"] for m in (messages, joined)]
+    assert answers[0] == answers[1]
+
+
+def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine) -> None:
+    prompts = ["123", "4567", "89", "abc"]
+    wanted = [
+        engine.generate([p], SamplingParams(temperature=1, seed=5, max_tokens=50, ignore_eos=True))[0].text
+        for p in prompts
+    ]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(lambda p: served.lines(prompt=p, max_tokens=50, ignore_eos=True), prompts)
+        assert ["".join(map(text_of, chunks)) for chunks in answers] == wanted
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 600}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"model": 3}, "model"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"logit_bias": {"3": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{}]}, "tools"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"temprature": 1}, "temprature"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [31, 32]}, "prompt"),
+        ({"prompt": "1" * 512}, "prompt"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        response = served.post(**{"stream": stream} | fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+        assert param in error["message"] or param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ([3], "messages[0]"),
+        ([message("1", "tool")], "messages[0].role"),
+        ([message("1"), message(None, "assistant")], "messages[1].content"),
+        ([message([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
+        ([message([{"type": "text"}])], "messages[0].content[0].text"),
+        ([message("1") | {"name": "me"}], "messages[0].name"),
+        ([message("1") | {"mood": "good"}], "messages[0].mood"),
+        ([message("\ud800")], "messages[0].content"),
+        ([message("1" * 600)], "messages"),
+    ],
+)
+def test_messages_are_refused_by_name(served: Served, messages: Any, param: str) -> None:
+    response = httpx.post(
+        f"{served.url}/v1/chat/completions",
+        content=json.dumps(body("chat/completions") | {"messages": messages}),
+        headers={"content-type": "application/json"},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["user", "text", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = [*body("completions"), *body("chat/completions"), "n", "stop", "stream", "stream_options", "top_p", "top_k"]
+FIELDS += ["min_p", "max_completion_tokens", "ignore_eos", "logprobs", "tools", "user", "nonsense"]
+
+
+@hypothesis.given(st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_any_body_is_taken_or_refused(chat: bool, fields: dict[str, Any]) -> None:
+    """With an error that names a field of it and can be sent; nothing else is raised."""
+    error = refusal(body("chat/completions" if chat else "completions") | fields, chat)
+    if error is not None:
+        assert error.status in (400, 404)
+        assert error.param is not None
+        assert json.dumps(error.body).encode("ascii")
+
+
+def refusal(asked: dict[str, Any], chat: bool) -> ApiError | None:
+    try:
+        read_request(asked, chat, MODEL, SamplingParams())
+    except ApiError as error:
+        return error
+    return None
+
+
+def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
+    nothing: dict[str, Any] = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "best_of": 1,
+        "echo": False,
+        "user": "somebody",
+        "n": 1,
+        "stop": None,
+        "functions": None,
+    }
+    assert served.post(**nothing).json()["choices"] == served.post().json()["choices"]
+
+
+def test_a_model_without_a_chat_template_says_so(
+    served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "apply_chat", lambda messages: None)
+    response = served.post("chat/completions")
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]
+
+
+def test_the_legacy_endpoint_writes_sixteen_tokens(served: Served) -> None:
+    asked = {"model": MODEL, "prompt": "123", "ignore_eos": True}
+    assert read_request(asked, False, MODEL, SamplingParams()).params.max_tokens == 16
+    assert read_request(asked, False, MODEL, SamplingParams(max_tokens=30)).params.max_tokens == 30
+
+
+def test_a_default_gives_way_to_the_context(served: Served) -> None:
+    """A limit that the client has set does not: it is told which field asks for too much."""
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "1" * 505, "ignore_eos": True}
+    response = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=BOUND)
+    assert response.json()["usage"]["completion_tokens"] == 7
+    response = served.post("chat/completions", max_tokens=None, max_completion_tokens=510)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "max_completion_tokens")
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_paths_and_methods(served: Served) -> None:
+    for path, method, status in (
+        ("/v1/nothing", "GET", 404),
+        ("/v1/completions", "GET", 405),
+        ("/v1/models/other", "GET", 404),
+        ("/v1/models", "DELETE", 405),
+    ):
+        response = httpx.request(method, served.url + path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    response = served.post(model="other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_about_the_server(served: Served) -> None:
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{served.url}/version").json().keys() == {"version"}
+    assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+
+
+def test_figures(served: Served) -> None:
+    names = [
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:inter_token_latency_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "pearl:tokens_by_source_total",
+    ]
+    served.post()
+    before = {name: served.figure(name) for name in names}
+    usage = served.post(max_tokens=50, ignore_eos=True, n=2).json()["usage"]
+    grown = {name: served.figure(name) - before[name] for name in names}
+    assert list(grown.values()) == [
+        6,
+        100,
+        2,
+        2,
+        98,
+        2,
+        2,
+        usage["pearl"]["num_draft_tokens"],
+        usage["pearl"]["num_accepted_draft_tokens"],
+        100,
+    ]
+    assert served.figure("vllm:num_requests_running") == served.figure("vllm:num_requests_waiting") == 0
+    assert served.figure("pearl:draft_restarts") == 0
+
+
+def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
+    figures = Figures("m", lambda: 0, lambda: 0, lambda: 3)
+    for runs in ({"0": 2, "1": 1, "3": 2}, {"40": 1}):
+        result = Result(seed=1, finish_reason="length", statistics=Statistics(run_histogram=runs))
+        figures.ended(result, 1.0, 1.0)
+    found = dict(
+        re.findall(r'pearl:accepted_tokens_per_position_total.*position="(.*?)".*? (\S+)$', page(figures), re.M)
+    )
+    assert {place: float(count) for place, count in found.items()} == (
+        {"0": 4, "1": 3, "2": 3} | {str(place): 1 for place in range(3, 32)} | {"32 and more": 8}
+    )
+    assert 'pearl:runs_total{model_name="m"} 6.0' in page(figures)
+    assert 'pearl:draft_restarts{model_name="m"} 3.0' in page(figures)
+
+
+def page(figures: Figures) -> str:
+    return figures.page().decode()
+
+
+def test_the_page_asks_nobody_else(served: Served) -> None:
+    """And the browser is told to run its script only."""
+    response = httpx.get(served.url)
+    assert "http:" not in response.text
+    assert "https:" not in response.text
+    assert "innerHTML" not in response.text, "what a model says is text"
+    script = response.text.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in response.headers["content-security-policy"]
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_page_runs_in_a_browser(served: Served, tmp_path: Any) -> None:
+    """Its script is let run, and finds the model and who waits."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000"]
+    run = subprocess.run(
+        [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", served.url],
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=True,
+    )
+    assert f'<small id="model">{MODEL}</small>' in run.stdout
+    assert '<dd id="waiting">0</dd>' in run.stdout
+    assert "CONSOLE" not in run.stderr
+
+
+# ---- who may ask ----
+
+
+def test_a_key_is_asked_for(engine: Engine) -> None:
+    with Served(engine, bind("127.0.0.1:0", "secret", 8, None)) as served:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+            for path in ("/v1/models", "/v1/nothing"):
+                response = httpx.get(served.url + path, headers=headers)
+                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(f"{served.url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret")
+        assert client.completions.create(model=MODEL, prompt="12", max_tokens=2).choices
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert served.figure("pearl:http_refused_total") == 6
+
+
+def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:
+    """Neither under a name of its own that leads here, nor with a form, which may not send JSON."""
+    response = httpx.get(f"{served.url}/v1/models", headers={"host": "evil.example"})
+    assert response.status_code == 403
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
+        assert httpx.get(f"{served.url}/v1/models", headers={"host": host}).status_code == 200
+    form = httpx.post(f"{served.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert form.status_code == 415
+
+
+def test_addresses() -> None:
+    with pytest.raises(ConfigError, match="takes an API key"):
+        bind("0.0.0.0:0", None, 1, None)
+    bind("0.0.0.0:0", "secret", 1, None).close()
+    for wrong in ("8000", "127.0.0.1", "127.0.0.1:99999", "::1:80", "a b:1"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            bind(wrong, None, 1, None)
+    for key in ("", "two words", "ümlaut"):
+        with pytest.raises(ConfigError, match="API key"):
+            bind("127.0.0.1:0", key, 1, None)
+    door = bind("localhost:0", None, 1, None)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen"):
+        bind(f"127.0.0.1:{taken.getsockname()[1]}", None, 1, None)
+    other = bind(f"127.0.0.1:{door.bound.getsockname()[1]}", None, 1, None)
+    door.bound.listen()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        other.serve(cast(Engine, None), cast(Settings, None))
+    other.close()
+    door.close()
+
+
+def test_a_models_name_does_not_say_where_it_lies(tmp_path: Any) -> None:
+    (tmp_path / "llama").mkdir()
+    assert name_of(str(tmp_path / "llama")) == "llama"
+    assert name_of("someone/llama") == "someone/llama"
+
+
+# ---- clients that leave, and a full queue ----
+
+
+def idle(served: Served) -> bool:
+    return served.figure("vllm:num_requests_running") + served.figure("vllm:num_requests_waiting") == 0
+
+
+def aborted(served: Served) -> float:
+    page = httpx.get(f"{served.url}/metrics").text
+    lines = [line for line in page.splitlines() if 'finished_reason="abort"' in line and "_total" in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_its_text(slow: Served, stream: bool) -> None:
+    made, ended = slow.figure("vllm:generation_tokens_total"), aborted(slow)
+    with socket.create_connection(slow.address) as client:
+        client.sendall(raw_post(body("completions") | LONG | {"stream": stream}))
+        if stream:
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        else:
+            until(lambda: slow.figure("vllm:num_requests_running") == 1)
+    until(lambda: idle(slow))
+    assert aborted(slow) == ended + 1
+    assert slow.figure("vllm:generation_tokens_total") - made < 400
+    assert slow.is_well()
+
+
+def test_openais_client_leaves_a_stream(slow: Served) -> None:
+    ended = aborted(slow)
+    with slow.client().completions.create(
+        model=MODEL, prompt="123", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    ) as chunks:
+        next(iter(chunks))
+    until(lambda: idle(slow))
+    assert aborted(slow) == ended + 1
+
+
+def raw_post(fields: dict[str, Any], path: str = "completions") -> bytes:
+    content = json.dumps(fields).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content
+
+
+def test_a_full_queue_says_when_to_come_again(slow: Served) -> None:
+    """And who waits may leave: the one at work is unharmed."""
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(slow.address) as waiting:
+        first = pool.submit(slow.post, max_tokens=200, ignore_eos=True)
+        until(lambda: slow.figure("vllm:num_requests_running") == 1)
+        waiting.sendall(raw_post(body("completions")))
+        until(lambda: slow.figure("vllm:num_requests_waiting") == 1)
+        response = slow.post()
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "overloaded"
+        waiting.close()
+        until(lambda: slow.figure("vllm:num_requests_waiting") == 0)
+        assert first.result(BOUND).json()["usage"]["completion_tokens"] == 200
+    assert slow.figure("pearl:http_refused_total") >= 1
+
+
+def test_pieces_come_as_they_are_made(slow: Served) -> None:
+    """Not all at the end: the first chunk is here while the text is being written."""
+    with slow.client().completions.create(
+        model=MODEL, prompt="123", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    ) as chunks:
+        first = next(iter(chunks))
+        assert slow.figure("vllm:num_requests_running") == 1
+        text = first.choices[0].text + "".join(chunk.choices[0].text for chunk in chunks)
+    assert len(text) == 100
+
+
+# ---- hostile HTTP ----
+
+
+def test_bodies_that_are_no_request(served: Served) -> None:
+    for content, status in (
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"3", 400),
+        (b'{"model": "\xff"}', 400),
+        (b"[" * 200_000, 400),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        (b'{"seed": ' + b"9" * 10_000 + b"}", 400),
+        (b'{"model": "toy-model", "prompt": "1", "temperature": NaN}', 400),
+        (b'{"\\ud800": 1}', 400),
+        (b" " * (app_module.MOST_BODY + 1), 413),
+    ):
+        response = httpx.post(
+            f"{served.url}/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == status, content[:50]
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert served.is_well()
+
+
+def test_a_body_without_an_announced_size_is_bounded_while_it_comes(served: Served) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(app_module.MOST_BODY // 65536 + 2):
+            yield b" " * 65536
+
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{served.url}/v1/completions", content=endless(), headers=headers)
+    assert response.status_code == 413
+    assert served.is_well()
+
+
+def test_all_bodies_together_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MOST_BODIES", 10)
+    response = served.post()
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    monkeypatch.undo()
+    assert served.is_well()
+
+
+def answer(served: Served, sent: bytes) -> bytes:
+    """What comes back until the server closes the connection."""
+    with socket.create_connection(served.address, timeout=BOUND) as client:
+        client.sendall(sent)
+        return received(client)
+
+
+def received(client: socket.socket) -> bytes:
+    came = b""
+    with suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            came += part
+    return came
+
+
+def test_headers_are_bounded(served: Served) -> None:
+    many = b"".join(b"x-%d: %s\r\n" % (number, b"a" * 100) for number in range(1000))
+    for head in (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + many + b"\r\n", b"GET /" + b"a" * 100_000):
+        came = answer(served, head)
+        assert came == b"" or came.startswith(b"HTTP/1.1 400"), came[:100]
+    assert answer(served, b"\x16\x03\x01 what is this\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert served.is_well()
+
+
+def test_a_slow_header_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that comes byte by byte, nor a second one; others are served meanwhile."""
+    monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.5)
+    for sent in (b"", b"GET / HTTP/1.1\r\n"):
+        with socket.create_connection(served.address, timeout=BOUND) as client:
+            client.sendall(sent)
+            assert served.is_well()
+            assert ended(client)
+    with socket.create_connection(served.address, timeout=BOUND) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        assert cut_off(client, b"G", b"E")
+
+
+def cut_off(client: socket.socket, *bytes_: bytes) -> bool:
+    """Whether the server ends the connection while a header comes byte by byte."""
+    end = time.monotonic() + BOUND
+    try:
+        while time.monotonic() < end:
+            for byte in bytes_:
+                client.sendall(byte)
+                time.sleep(0.02)
+    except OSError:
+        return True
+    return False
+
+
+def ended(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "BODY_SECONDS", 0.3)
+    came = answer(served, raw_post(body("completions"))[:-5])
+    assert came.startswith(b"HTTP/1.1 408")
+    assert served.is_well()
+
+
+def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedProtocol, "most_connections", 20)
+    clients = [socket.create_connection(served.address, timeout=BOUND) for _ in range(60)]
+    try:
+        assert clients[-1].recv(4096).startswith(b"HTTP/1.1 503")
+    finally:
+        for client in clients:
+            client.close()
+    until(lambda: _answers(served))
+
+
+def _answers(served: Served) -> bool:
+    try:
+        return served.is_well()
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.parametrize("patience", [1.0, 10 * BOUND])
+def test_a_client_that_does_not_read_holds_nobody_up(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Its text is written at the engine's pace, and the next one begins; at some time the client is cut off."""
+    monkeypatch.setattr(BoundedProtocol, "take_seconds", patience)
+    door = bind("127.0.0.1:0", None, 8, None)
+    door.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    with Served(engine, door) as served, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(served.address)
+        client.settimeout(BOUND)
+        client.sendall(raw_post(body("completions") | LONG | {"stream": True}))
+        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        assert served.is_well()
+        until(lambda: idle(served))
+        if patience > BOUND:
+            assert served.server.server_state.tasks, "the answer is written, but not taken"
+            came = b""
+            while not came.endswith(b"0\r\n\r\n"):
+                came += client.recv(65536)
+            assert b"[DONE]" in came, "all of it was kept"
+        else:
+            until(lambda: not served.server.server_state.tasks)
+            assert b"[DONE]" not in received(client)
+
+
+def test_garbage_in_the_middle_of_an_answer(slow: Served) -> None:
+    with socket.create_connection(slow.address, timeout=BOUND) as client:
+        client.sendall(raw_post(body("completions") | LONG | {"stream": True}))
+        client.recv(100)
+        client.sendall(b"\x00garbage\r\n\r\n" * 100)
+    until(lambda: idle(slow))
+    assert slow.is_well()
+
+
+# ---- the engine's end, and the command ----
+
+
+def test_a_lost_engine_is_told() -> None:
+    """To who waits for a text, to who comes later, and to probes."""
+    with (
+        chatting_engine(target_pace=0.03, draft_pace=0.01) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        unfinished = pool.submit(lambda: served.post(**LONG))
+        until(lambda: served.figure("vllm:num_requests_running") == 1)
+        kill_target(engine)
+        assert unfinished.result(BOUND).status_code == 503
+        until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+        response = served.post()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
+
+
+def test_a_loss_is_noticed_while_nobody_asks() -> None:
+    with chatting_engine() as engine, Served(engine, bind("127.0.0.1:0", None, 8, None)) as served:
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        kill_target(engine)
+        until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+
+
+def kill_target(engine: Engine) -> None:
+    launcher: Any = engine._launcher
+    os.kill(launcher.target.pid, signal.SIGKILL)
+
+
+def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
+    """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
+    with (
+        chatting_engine(target_timeout=2.0, target_pace=0.03, draft_pace=0.01) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        unfinished = pool.submit(lambda: served.post(**LONG))
+        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        launcher: Any = engine._launcher
+        os.kill(launcher.target.pid, signal.SIGSTOP)
+        assert unfinished.result(BOUND).status_code == 503
+
+
+def test_a_server_that_ends_tells_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is being served has a moment more; then its stream ends with an error, and so do those who wait."""
+    monkeypatch.setattr(listen_module, "STOP_SECONDS", 0.2)
+    with chatting_engine(target_pace=0.03, draft_pace=0.01) as engine, ThreadPoolExecutor(2) as pool:
+        with Served(engine, bind("127.0.0.1:0", None, 8, None)) as served:
+            first = pool.submit(lambda: served.post(stream=True, **LONG))
+            until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+            second = pool.submit(served.post)
+            until(lambda: served.figure("vllm:num_requests_waiting") == 1)
+        last = first.result(BOUND).text.strip().split("\n\n")[-1]
+        assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert second.result(BOUND).status_code == 503
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)])
+def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", TOY, "--draft", TOY]
+    settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.05"]
+    server = subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    url = next(line.split()[-1] for line in server.stderr if line.startswith("OpenAI's API: "))
+    asked = {"model": "toy", "prompt": "123"}
+    assert httpx.post(f"{url}/completions", json=asked, timeout=BOUND).json()["usage"]["completion_tokens"] == 5
+    asked_long = {**asked, "max_tokens": 500, "stream": True}
+    with httpx.stream("POST", f"{url}/completions", json=asked_long, timeout=BOUND) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.send_signal(number)
+        assert "shutting_down" in "".join(lines)
+    assert server.wait(BOUND) == code
+    assert "Traceback" not in server.stderr.read()
+    server.stderr.close()
+
+
+def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A while after its target is lost, with the exit code that says so."""
+    monkeypatch.setattr(listen_module, "LOST_SECONDS", 0.1)
+    with chatting_engine() as engine, ThreadPoolExecutor(1) as pool:
+        door = bind("127.0.0.1:0", None, 8, None)
+        ended = pool.submit(door.serve, engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
+        until(lambda: httpx_answers(f"{door.url}/health"))
+        kill_target(engine)
+        assert isinstance(ended.exception(BOUND), TargetLost)
+
+
+def httpx_answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before a model loads."""
+    monkeypatch.delenv("PEARL_API_KEY", raising=False)
+    for arguments, said in (
+        (["--http", "0.0.0.0:0"], "takes an API key"),
+        (["--http", "nonsense"], "HOST:PORT"),
+        (["--http-queue", "3"], "go with --http"),
+        (["--http", "127.0.0.1:0", "--draft", "none", "--method", "pearl"], "needs a draft"),
+    ):
+        run = CliRunner().invoke(cli, ["serve", *arguments])
+        assert isinstance(run.exception, ConfigError)
+        assert said in str(run.exception)
+    for name in [name for name in sys.modules if name.startswith("pearl.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    run = CliRunner().invoke(cli, ["serve", "--http", "127.0.0.1:0"])
+    assert isinstance(run.exception, ConfigError)
+    assert "pip install 'pearl-runtime[server]'" in str(run.exception)
+
+
+def test_api_errors_are_openais() -> None:
+    error = ApiError(429, "later", retry_after=3)
+    assert error.headers == {"retry-after": "3"}
+    assert error.body == {"error": {"message": "later", "type": "rate_limit_error", "param": None, "code": None}}
+
+
+# ---- as a service ----
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+
+
+@pytest.mark.parametrize("name", ["serve.sh", "pearl.service", "Dockerfile"])
+def test_what_starts_it_uses_flags_that_there_are(name: str) -> None:
+    text = (LAUNCH / name).read_text()
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?=[ \"'=,\n])", text))
+    ours = {flag for parameter in serve.params for flag in parameter.opts}
+    others = {"--dry-run", "--build-arg", "--rm", "--gpus", "--now", "--no-cache-dir", "--create-home", "--interval"}
+    assert "--http" in used
+    assert used <= ours | others | {"--start-period"}, used - ours
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    unit = (LAUNCH / "pearl.service").read_text().replace("/opt/pearl/.venv/bin/pearl", sys.executable)
+    (tmp_path / "pearl.service").write_text(unit)
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pearl.service")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, "pearl.service" in run.stderr) == (0, False), run.stderr

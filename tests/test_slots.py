@@ -1,0 +1,378 @@
+"""Several requests at once: each text is the one that its request gets alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pearl import Engine, SamplingParams
+from pearl.cli import cli
+from pearl.config import DecodingConfig
+from pearl.drafting.model import ModelProposer
+from pearl.errors import ModelError, PearlError
+from pearl.lab.bench.slots import Loops
+from pearl.lab.simulate import Timing, VirtualProposer, simulate
+from pearl.models.loading import load_runner
+from pearl.models.runner import Feed, WrappedRunner
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import (
+    Deliver,
+    Draft,
+    DraftJoined,
+    End,
+    Forward,
+    Forwarded,
+    Open,
+    Sample,
+    Sampled,
+    Send,
+    Wait,
+)
+from pearl.protocol.messages import Begin, Committed, Decoding, Sampling, Submit
+from pearl.protocol.request_machine import PREFILL_CHUNK, SHARED_CHUNK
+from pearl.protocol.scheduler import Scheduler
+from pearl.protocol.sequence import extend_digest
+from pearl.trace.latency import latencies
+from pearl.trace.reading import read
+from pearl.trace.replay import replay
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.test_llama_runner import KINDS
+from tests.tiny import tiny_model
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7] * 90, [1, 2, 3, 4], [8, 9], [1, 2]]
+SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+METHODS = ("ar", "ngram", "sd", "ssd", "pearl", "auto")
+CPU = torch.device("cpu")
+
+
+def tokens(engine: Engine, params: SamplingParams, prompts: Sequence[object] = PROMPTS, **options: object) -> object:
+    return [result.tokens for result in engine.generate(prompts, params, **options)]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Engine]:
+    with Engine(TOY, TOY, slots=4) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Engine]:
+    with Engine(TOY, TOY) as engine:
+        yield engine
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_texts_side_by_side_are_those_of_each_alone(several: Engine, alone: Engine, method: str, rule: str) -> None:
+    decoding = DecodingConfig(method=method, rule=rule, window="fixed", gamma=3)
+    if method == "auto" and rule == "ratio":  # whether the draft rests decides what is drawn by ratio
+        decoding = DecodingConfig(method="pearl", rule="uno", epsilon=0.1)
+    assert tokens(several, SEEDED, decoding=decoding) == tokens(alone, SEEDED, decoding=decoding)
+    assert tokens(several, GREEDY, decoding=decoding) == [greedy_text(prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str, tmp_path: Path) -> None:
+    """Both runners, proposals from everywhere, in float32 and by the product's own executors."""
+    path = str(tiny_model(kind))
+    texts = {}
+    for slots in (1, 3):
+        runners = [
+            load_runner(path, device=CPU, dtype="float32", slots=slots, spare=spare, max_context=192)
+            for spare in (0, 8)
+        ]
+        assert runners[0].capabilities.slots == slots
+        texts[slots] = run_together(slots, *runners)
+    assert texts[1] == texts[3]
+    assert all(len(text) == 20 for text in texts[3].values())
+
+
+def run_together(slots: int, target: object, draft: object) -> dict[int, list[int]]:
+    """Three requests, with all forwards that are ready computed as one; commands of a worker in the loops' order."""
+    coordinator, drafter = Coordinator(slots=slots), Drafter(192, slots)
+    executor = TargetExecutor(target)  # type: ignore[arg-type]
+    drafts = DraftExecutor(ModelProposer(draft, target.vocab_size, texts=slots))  # type: ignore[arg-type, attr-defined]
+    found: dict[int, list[int]] = {}
+    ended = 0
+    asked = [
+        Submit(
+            number,
+            tuple(range(3 + number, 40 + 40 * number)),
+            57 + 39 * number,
+            Sampling(0.9, seed=number),
+            Decoding("pearl", "fixed", 3, "ratio" if number == 1 else "coupled", (), 8, 4, 4),
+        )
+        for number in range(3)
+    ]
+    here, there = [*coordinator.handle(DraftJoined(192, 0.01))], list[object]()
+    for one in asked:
+        here += coordinator.handle(one)
+    most = 0
+    while ended < len(asked):
+        ready: list[Forward] = []
+        while here:
+            match here.pop(0):
+                case Send(message):
+                    there += drafter.handle(message)
+                case Deliver(Committed(request, _, new)):
+                    found.setdefault(request, []).extend(new)
+                case End():
+                    ended += 1
+                case Deliver() | Wait():
+                    pass
+                case Forward() as forward:
+                    ready.append(forward)
+                case command:
+                    event = executor.execute(command)
+                    here += coordinator.handle(event) if event is not None else []
+        for answer in executor.forward(ready) if ready else ():
+            here += coordinator.handle(answer)
+        most = max(most, len(ready))
+        waiting: list[Draft] = []
+        while there:
+            match there.pop(0):
+                case Send(message):
+                    here += coordinator.handle(message)
+                case Wait():
+                    pass
+                case Draft() as draft_:
+                    waiting.append(draft_)
+                case Open() as opens if waiting:  # perhaps another request takes their slot
+                    there.insert(0, opens)
+                    break
+                case command:
+                    drafts.execute(command)
+        for drafted in drafts.draft(waiting) if waiting else ():
+            there += drafter.handle(drafted)
+    assert most == slots
+    return found
+
+
+def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(alone: Engine) -> None:
+    params = SEEDED.model_copy(update={"max_tokens": 120})
+    wanted = tokens(alone, params, PROMPTS[:4], method="auto")
+    with Engine(TOY, TOY, slots=4, target_pace=0.01, draft_pace=0.003) as engine:
+        streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
+        for stream in streams:
+            next(stream)
+        assert engine.draft_pid is not None
+        os.kill(engine.draft_pid, signal.SIGKILL)
+        for stream in streams:
+            list(stream)
+        assert [stream.result.tokens for stream in streams] == wanted
+
+
+def test_one_that_is_cancelled_makes_room_and_harms_no_other(several: Engine) -> None:
+    long = GREEDY.model_copy(update={"max_tokens": 300})
+    streams = [several.stream(prompt, long, method="pearl") for prompt in PROMPTS[:4]]
+    waiting = several.stream(PROMPTS[4], GREEDY, method="pearl")
+    next(streams[1])
+    streams[1].close()
+    assert [token for piece in waiting for token in piece.tokens] == greedy_text(PROMPTS[4], 24)
+    for number in (0, 2, 3):
+        assert [t for piece in streams[number] for t in piece.tokens] == greedy_text(PROMPTS[number], 300)
+    assert streams[1].result.finish_reason == "cancelled"
+
+
+def test_what_is_refused_is_refused_alone(several: Engine) -> None:
+    with pytest.raises(PearlError, match="context"):
+        several.generate([[1], [1] * 600, [2]], GREEDY)
+    assert tokens(several, GREEDY, [[1], [2]]) == [greedy_text([1], 24), greedy_text([2], 24)]
+
+
+def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with Engine(TOY, TOY, slots=3, trace=str(path)) as engine:
+        results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
+    trace = read(path)
+    assert replay(trace).difference is None
+    found = latencies(trace)
+    assert [each.num_generated_tokens for each in found] == [24] * len(PROMPTS)
+    assert [each.num_prompt_tokens for each in found] == [len(prompt) for prompt in PROMPTS]
+    steps = [result.statistics.tokens_per_step for result in results]
+    assert [each.tokens_per_step for each in found] == pytest.approx(steps)
+    together = [one.args["requests"] for one in trace.target if "requests" in one.args]
+    assert max(map(len, together)) == 3
+    fates = [fate for one in trace.draft for fate in one.args.get("fates", [one.args.get("fate")]) if fate]
+    judged = sum(fate in ("accepted", "rejected") for fate in fates)
+    assert judged == sum(result.statistics.num_judged_draft_tokens for result in results)
+
+
+# ---- who goes when ----
+
+
+def submitted(number: int, prompt: Sequence[int], method: str = "ar") -> Submit:
+    return Submit(number, tuple(prompt), len(prompt) + 8, Sampling(), Decoding(method))
+
+
+def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:
+    """So that none of their tokens waits for more than one part."""
+    coordinator = Coordinator(slots=2)
+    (*_, whole) = coordinator.handle(submitted(1, [1] * 2000))
+    assert isinstance(whole, Forward)
+    assert len(whole.tokens) == PREFILL_CHUNK
+    (*_, first) = coordinator.handle(submitted(2, [2] * 100))
+    assert isinstance(first, Forward)
+    assert len(first.tokens) == SHARED_CHUNK
+    (part,) = coordinator.handle(Forwarded(request=1))
+    assert isinstance(part, Forward)
+    assert (part.start, len(part.tokens)) == (PREFILL_CHUNK, SHARED_CHUNK)
+
+
+def test_the_draft_reads_long_prefixes_in_small_parts_too() -> None:
+    drafter = Drafter(4096, slots=2)
+
+    def begun(number: int, prefix: tuple[int, ...]) -> Draft:
+        begin = Begin(number, 0, prefix, len(prefix) + 4, Sampling(), "coupled", extend_digest(0, prefix))
+        (*_, draft) = drafter.handle(begin)
+        assert isinstance(draft, Draft)
+        return draft
+
+    assert len(begun(1, (1,) * 2000).tokens) == PREFILL_CHUNK
+    assert len(begun(2, (2,) * 2000).tokens) == SHARED_CHUNK
+
+
+def test_a_request_gets_the_slot_that_has_read_most_of_its_prompt() -> None:
+    scheduler = Scheduler(slots=3)
+    for slot, text in enumerate(([1, 2, 3], [4, 5, 6], [4, 5, 7, 8])):
+        scheduler.sequences[slot].restart(text)
+        scheduler.sequences[slot].feed(10)
+    for number, prompt in enumerate([[4, 5, 6, 9], [4, 5, 7, 8, 1], [9]]):
+        scheduler.submit(submitted(number, prompt))
+    assert [scheduler.admit()[1] for _ in range(3)] == [1, 2, 0]  # type: ignore[index]
+    for slot in (2, 0, 1):
+        scheduler.release(slot)
+    scheduler.submit(submitted(3, [30]))
+    assert scheduler.admit()[1] == 2, "where none has any of it, the one whose text is oldest"  # type: ignore[index]
+
+
+def test_forward_times_are_those_of_all_that_was_fed() -> None:
+    coordinator = Coordinator(slots=2)
+    for number in (1, 2):
+        coordinator.handle(submitted(number, (number, 3)))
+    for number in (1, 2):  # parts of a prompt beside it: this says nothing of what a window takes
+        (sample,) = coordinator.handle(Forwarded(0.5, beside=None, request=number))
+        assert isinstance(sample, Sample)
+    assert coordinator.speeds.measured == ()
+    coordinator.handle(Sampled((5,), request=1))
+    coordinator.handle(Forwarded(0.25, beside=3, request=1))
+    assert coordinator.speeds.measured == ((4, 0.25),)
+    assert coordinator.running[1].request.beside == 3
+
+
+def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
+    """Of two that change over at will neither would know what made it faster."""
+    coordinator = Coordinator(slots=3)
+    coordinator.handle(DraftJoined(100, 0.01))
+    for number in (1, 2):
+        decoding = Decoding("auto", "stream", None, "coupled", (), 8)
+        coordinator.handle(Submit(number, (1, 2), 90, Sampling(), decoding))
+    one, other = coordinator.running.values()
+    assert (one._compares, other._compares) == (True, False)
+    assert not other.request.is_resting, "nothing is known yet"
+    one.choice.comparisons, one.choice.gain = 4.0, -1.0
+    coordinator.handle(Submit(3, (1, 2), 90, Sampling(), Decoding("auto", "stream", None, "coupled", (), 8)))
+    third = coordinator.running[3]
+    assert third.request.is_resting
+    assert not third.choice.is_spread, "the draft still drafts for others, on its own cores"
+
+
+# ---- what fails alone ----
+
+
+class _Choking(WrappedRunner):
+    """Gives no numbers after a token 9."""
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        found = super().forward(feeds)
+        for feed, rows in zip(feeds, found, strict=True):
+            if int(feed.tokens[-1]) == 9:
+                rows.fill_(torch.nan)
+        return found
+
+
+@pytest.mark.parametrize("branches", [0, 4])
+def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int) -> None:
+    _, draft = alpha_pair(32, 0.5)
+    executor = DraftExecutor(ModelProposer(_Choking(ToyRunner(32, draft)), 32, texts=2))
+    for slot, text in enumerate(((1, 2), (3, 9))):
+        executor.execute(Open(text, Sampling(1.0), "coupled", slot=slot, branches=branches, request=slot))
+    asked = [Draft(0, text, 4, request=slot) for slot, text in enumerate(((1, 2), (3, 9)))]
+    good, bad = executor.draft(asked)
+    assert (len(good.tokens), good.failure) == (1, "")
+    assert (bad.tokens, bool(bad.failure), bad.request) == ((), True, 1)
+
+
+def test_models_with_a_cache_of_one_sequence_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"cache holds one sequence: leave slots at 1"):
+        load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", forwards="transformers", slots=2)
+
+
+def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pearl.models.loading.available_memory", lambda: 1 << 18)
+    load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
+    with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
+        load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)
+
+
+# ---- how much faster ----
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("method", ["ar", "sd", "pearl"])
+def test_loops_with_one_slot_are_the_simulation(method: str, rule: str) -> None:
+    """To the moment; and what several slots write is what one writes."""
+    timing = Timing(1.0, lambda fed: 4.0, delay=0.25)
+    decoding = Decoding(method, "fixed", 4, rule, (), *((8, 4, 4) if method == "pearl" else ()))
+    asked = [Submit(1 + i, (3, i), 62, Sampling(1.0, seed=i), decoding) for i in range(5)]
+
+    def pair() -> tuple[TargetExecutor, DraftExecutor]:
+        target, draft = (ToyRunner(32, model, slots=9) for model in alpha_pair(32, 0.7))
+        proposer = VirtualProposer(draft, 32, lambda fed: 1.0, texts=3)
+        return TargetExecutor(target), DraftExecutor(proposer)
+
+    for submit in asked[:2]:
+        alone = Loops(*pair(), timing, 1).run([submit])
+        wanted = simulate(submit, *pair(), timing)
+        assert alone.tokens == {submit.request: wanted.tokens}
+        assert alone.seconds == pytest.approx(wanted.seconds)
+    one, three = (Loops(*pair(), timing, slots).run(asked) for slots in (1, 3))
+    assert one.tokens == three.tokens
+    assert 1.5 < one.seconds / three.seconds < 3.5, "a forward of several takes as long here as one of one"
+
+
+def test_bench_slots(tmp_path: Path) -> None:
+    """An emulated pair, whose forwards last as long whatever they are fed: slots pay, and the clock says how much."""
+    to, png = tmp_path / "slots.json", tmp_path / "slots.png"
+    paces = ["--target-pace", "0.02", "--draft-pace", "0.005"]
+    some = ["1", "3", "--limit", "6", "--rounds", "1", "--max-tokens", "40", "--ignore-eos"]
+    command = ["bench", "slots", *some, "--target", TOY, "--draft", TOY, *paces, "--json", str(to), "--png", str(png)]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0, done.output
+    assert "6 texts of up to 40 tokens at once, method auto, 1 rounds in turns" in done.output
+    result = json.loads(to.read_text())
+    one, three = result["slots"]
+    assert (one["slots"], three["slots"]) == (1, 3)
+    assert (one["over_one"], one["differing"], three["differing"]) == (1.0, 0, 0)
+    assert three["over_one"] == pytest.approx(three["rate"] / one["rate"])
+    assert all(0 < row["of_simulated"] < 1.2 for row in (one, three))
+    assert png.stat().st_size > 5000
+    assert CliRunner().invoke(cli, ["bench", "plot", str(to), "--png", str(png)]).exit_code == 0
+    many = CliRunner().invoke(cli, ["bench", "slots", "--limit", "65", "--target", TOY, "--draft", TOY, *paces])
+    assert "65 texts at once are too many" in str(many.exception)
+    refused = CliRunner().invoke(cli, ["bench", "slots", "--slots", "3"])
+    assert "name the numbers of slots as arguments" in str(refused.exception)

@@ -1,0 +1,43 @@
+"""Runs in virtual time, t_draft 1 s, with their traces; and traces that somebody has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.trace import chrome
+from pearl.trace.reading import Trace, read
+from pearl.trace.recorder import part_path
+
+VOCAB, PROMPT = 12, (1, 2, 3)
+
+
+def recorded(
+    path: Path,
+    decoding: Decoding,
+    t_target: float = 5.0,
+    alpha: float = 1.0,
+    tokens: int = 500,
+    delay: float = 0.0,
+    rule: str = "ratio",
+) -> tuple[Outcome, Trace]:
+    """A run in virtual time, t_draft 1, and its trace."""
+    target, draft = alpha_pair(VOCAB, alpha)
+    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(1.0, seed=5), decoding)
+    parts = part_path(path, "target", 1), part_path(path, "draft", 2)
+    outcome = simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts)
+    chrome.merge(path)
+    return outcome, read(path)
+
+
+def altered(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    document = json.loads(path.read_text())
+    change(document)
+    to.write_text(json.dumps(document))
+    return to
