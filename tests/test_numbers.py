@@ -171,7 +171,7 @@ def test_health_comes_of_any_times(usual: float, announced: float, took: list[fl
     assert health.silent >= -10.0, "a draft cannot ask for ever"
     with contextlib.suppress(DraftLost):
         for seconds in took:
-            health.took(seconds, speeds)
+            health.took(1, seconds, speeds)
 
 
 # ---- what the loops do with them ----

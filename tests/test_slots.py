@@ -81,7 +81,9 @@ def test_texts_side_by_side_are_those_of_each_alone(several: Engine, alone: Engi
     decoding = DecodingConfig(method=method, rule=rule, window="fixed", gamma=3)
     if method == "auto" and rule == "ratio":  # whether the draft rests decides what is drawn by ratio
         decoding = DecodingConfig(method="pearl", rule="uno", epsilon=0.1)
-    assert tokens(several, SEEDED, decoding=decoding) == tokens(alone, SEEDED, decoding=decoding)
+    wanted, found = (engine.generate(PROMPTS, SEEDED, decoding=decoding) for engine in (alone, several))
+    assert not any(result.statistics.draft_lost for result in wanted + found), "then the target goes on by itself"
+    assert [result.tokens for result in found] == [result.tokens for result in wanted]
     assert tokens(several, GREEDY, decoding=decoding) == [greedy_text(prompt, 24) for prompt in PROMPTS]
 
 

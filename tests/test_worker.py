@@ -48,6 +48,7 @@ from pearl.protocol.messages import (
     Verdict,
     Welcome,
 )
+from pearl.protocol.window import Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel
@@ -996,6 +997,23 @@ def losing(lost: list[object], request: int) -> Callable[[Endpoint], Endpoint]:
         return endpoint
 
     return lossy
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_slow_tokens_are_counted_by_request(requests: int) -> None:
+    """A forward for four that was slow is one slow forward: eight of them end a draft, not two."""
+    health, speeds = DraftHealth(10.0), Speeds()
+    health.calibrated(0.001)
+    for _ in range(2):
+        for _ in range(7):
+            for request in range(requests):
+                health.took(request, 0.5, speeds)
+        health.took(0, 0.001, speeds)
+    for _ in range(7):
+        for request in range(requests):
+            health.took(request, 0.5, speeds)
+    with pytest.raises(DraftLost, match=r"500 ms a token, where 1\.0 ms are usual"):
+        health.took(0, 0.5, speeds)
 
 
 def test_lost_message_is_made_good(loops: MakeLoops) -> None:

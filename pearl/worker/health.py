@@ -11,7 +11,7 @@ from pearl.silence import SLACK, Silence
 
 _TOO_SLOW = 20.0  # times what its token took when it joined
 _LEAST_SLOW = 0.01  # seconds; a token that takes less is never slow: a busy machine's noise is as large
-_SLOW_TOKENS = 8  # slow tokens in a row after which the draft is given up; or when they have taken `timeout` in all
+_SLOW_TOKENS = 8  # slow tokens of a request in a row that end it; or as many as have taken `timeout` in all
 _MOST_ALLOWED = 10  # times `timeout`: the longest silence that a draft may announce
 _STALLED_BEATS = 2  # heartbeats of an idle draft while the target waits for it: a message was lost, begin anew
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is given up
@@ -31,9 +31,9 @@ class DraftHealth:
 
     def joined(self) -> None:
         """Begin anew: another draft has connected."""
-        self._slow_tokens = self._stalled_beats = 0
+        self._stalled_beats = 0
         self._passed: dict[int, int] = {}  # request that waits -> tokens drafted for others since
-        self._slow_seconds = 0.0
+        self._slow: dict[int, tuple[int, float]] = {}  # request -> its slow tokens in a row, their seconds
         self._silence.heard()
 
     def calibrated(self, seconds: float) -> None:
@@ -65,16 +65,20 @@ class DraftHealth:
         self._passed |= dict.fromkeys(found, 0)
         return found
 
-    def took(self, seconds: float, speeds: Speeds) -> None:
-        """Note the seconds that a token took. Raises `DraftLost` after several that took too long to be worth it."""
+    def took(self, request: int, seconds: float, speeds: Speeds) -> None:
+        """Note the seconds that a token took. Raises `DraftLost` after several that took too long to be worth it.
+
+        They are counted by request, for one slow forward may be that of a token for each of many.
+        """
         if not seconds:  # unknown: the forward was fed more than one token
             return
         # The cheap comparison first: the target's time is interpolated, and this runs for every token.
         if seconds <= max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW) or seconds <= 2 * speeds.t_target(1):
-            self._slow_tokens, self._slow_seconds = 0, 0.0
+            self._slow.clear()
             return
-        self._slow_tokens, self._slow_seconds = self._slow_tokens + 1, self._slow_seconds + seconds
-        if self._slow_tokens >= _SLOW_TOKENS or self._slow_seconds > self._timeout:
+        tokens, total = self._slow.get(request, (0, 0.0))
+        self._slow[request] = tokens, total = tokens + 1, total + seconds
+        if tokens >= _SLOW_TOKENS or total > self._timeout:
             raise DraftLost(f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual")
 
     def stalled(self, work: str, awaited: bool) -> bool:

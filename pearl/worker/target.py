@@ -247,7 +247,7 @@ class TargetWorker:
         if watch is not None:
             watch.draft_waited = max(watch.draft_waited, message.waited)
         self._handle(message)
-        self._draft.health.took(message.seconds, self._coordinator.speeds)
+        self._draft.health.took(message.request, message.seconds, self._coordinator.speeds)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """The one that says how long a token takes it admits the draft; the first of all makes us ready."""
