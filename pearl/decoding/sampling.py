@@ -98,8 +98,13 @@ def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -
     if not probs.is_cpu:
         return pick_on_device(probs, key, otherwise)
     weights = probs.numpy()
-    # Sums of blocks first, then within the block that is hit: an accumulation over all takes ten times as long.
-    sums = np.add.accumulate(np.add.reduceat(weights, np.arange(0, len(weights), _PICK_BLOCK), dtype=np.float64))
+    # Sums of blocks first, then within the block that is hit: an accumulation over all takes ten times as long. Of
+    # blocks float32 is enough: it rounds no more than the probabilities have been, and takes a fifth of the time.
+    whole = len(weights) - len(weights) % _PICK_BLOCK
+    of_blocks = probs[:whole].view(-1, _PICK_BLOCK).sum(-1).numpy()
+    if whole < len(weights):
+        of_blocks = np.append(of_blocks, weights[whole:].sum())
+    sums = np.add.accumulate(of_blocks, dtype=np.float64)
     total = float(sums[-1])
     if total == 0 and otherwise is not None:
         return pick(otherwise, key)
@@ -190,8 +195,8 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
     """
     if not logits.is_cpu or logits.dtype is not torch.float32 or len(logits) % _BLOCK or len(logits) < _BLOCK * count:
         return None
-    blocks = logits.view(-1, _BLOCK).amax(-1)
-    ids = np.flatnonzero(logits.numpy() >= blocks.topk(count).values[-1].item())
+    largest = logits.view(-1, _BLOCK).amax(-1).numpy()
+    ids = np.flatnonzero(logits.numpy() >= np.partition(largest, -count)[-count])
     return ids if count <= len(ids) <= _MOST_ABOVE * count else None  # NaN is not above, and many may be equal
 
 
@@ -248,5 +253,11 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
     Returns draws [..., 2].
     """
+    if logits.is_cpu and logits.dtype is torch.float32:  # in numpy: a tenth of the time
+        if logits.dim() > 1:
+            return torch.stack([greedy(row) for row in logits])
+        row = logits.numpy()
+        first = int(row.argmax())
+        return _draw(row.item(first), first)
     best, token = logits.max(-1)
     return torch.stack((best.double(), token.double()), -1)

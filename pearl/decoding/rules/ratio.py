@@ -70,32 +70,50 @@ class RatioTarget:
         start: int,
         launched: torch.Tensor | None = None,
     ) -> Judgement:
+        if logits.is_cpu:
+            return self._judge_on_host(logits, tokens, rows, start, launched)
         target = probabilities(logits, self.sampling) if launched is None else launched
-        if not logits.is_cpu:
-            rows = [row.to(logits.device) for row in rows]  # some come over the channel, sparse ones through the host
-        chances = zip(_chosen(target, tokens), _chosen(rows, tokens), strict=True)
-        for i, (target_prob, draft_prob) in enumerate(chances):
-            u = uniform(self._key(start + i, Purpose.ACCEPT))
-            if not accepts(u, target_prob + self._epsilon, draft_prob):
-                rest = self._after_rejection(target[i], rows[i])
-                draw = pick(rest, self._key(start + i, Purpose.CORRECTION), otherwise=target[i])
-                return Judgement(i, read_draw(draw), self._odds(target, rows[: i + 1]))
-        return Judgement(len(tokens), None, self._odds(target, rows))
+        draft = torch.stack([row.to(logits.device) for row in rows])  # some come sparse, through the host
+        ids = torch.tensor(tokens, device=logits.device).unsqueeze(1)
+        sums = torch.stack(self._sums(target, draft), -1)
+        chosen = torch.cat((target.gather(1, ids), draft.gather(1, ids), sums), 1)  # read in one copy
+        each: list[tuple[float, float]] = []
+        for i, (target_prob, draft_prob, *both) in enumerate(chosen.tolist()):
+            each.append((both[0], both[1]))
+            if not self._accepts(start + i, target_prob, draft_prob):
+                return Judgement(i, self._correct(start + i, target[i], draft[i]), _odds(each))
+        return Judgement(len(tokens), None, _odds(each))
+
+    def _judge_on_host(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor],
+        start: int,
+        launched: torch.Tensor | None,
+    ) -> Judgement:
+        """Row by row: none behind a rejection is computed, and large temporaries cost ten times as much."""
+        each: list[tuple[float, float]] = []
+        for i, (token, draft) in enumerate(zip(tokens, rows, strict=True)):
+            target = probabilities(logits[i], self.sampling) if launched is None else launched[i]
+            mass, bias = self._sums(target, draft)
+            each.append((mass.item(), bias.item()))
+            # Through numpy, whose scalars are cheapest.
+            if not self._accepts(start + i, target.numpy().item(token), draft.numpy().item(token)):
+                return Judgement(i, self._correct(start + i, target, draft), _odds(each))
+        return Judgement(len(tokens), None, _odds(each))
+
+    def _accepts(self, position: int, target_prob: float, draft_prob: float) -> bool:
+        return accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob + self._epsilon, draft_prob)
+
+    def _correct(self, position: int, target: torch.Tensor, draft: torch.Tensor) -> int:
+        """The token in place of a rejected one, by the distributions [vocab] at its position."""
+        rest = self._after_rejection(target, draft)
+        return read_draw(pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target))
 
     def _after_rejection(self, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
         """What the correction is drawn from [vocab], not normalised."""
         return residual(target, draft)
-
-    def _odds(self, target: torch.Tensor, rows: Sequence[torch.Tensor]) -> Odds:
-        """Of the positions of `rows`."""
-        if target.is_cpu:  # row by row: large temporaries cost ten times as much
-            each = [one for pair in zip(target, rows, strict=False) for one in self._sums(*pair)]
-            sums = torch.stack(each).view(-1, 2)
-        else:
-            sums = torch.stack(self._sums(target[: len(rows)], torch.stack([*rows])), -1)
-        numbers = sums.tolist()
-        chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in numbers]
-        return Odds(sum(chances), sum(chance * (1 - chance) for chance in chances), sum(bias for _, bias in numbers))
 
     def _sums(self, target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How likely what is drafted from each row is accepted, and the bias: [...]. target, draft: [..., vocab]."""
@@ -115,13 +133,7 @@ class RatioTarget:
         return self._keys(position, purpose)
 
 
-def _chosen(rows: torch.Tensor | Sequence[torch.Tensor], tokens: Sequence[int]) -> list[float]:
-    """rows[i][tokens[i]] for all i: from a GPU in one copy, on the host through numpy, whose scalars are cheapest."""
-    if not rows[0].is_cpu:
-        ids = torch.tensor(tokens, device=rows[0].device).unsqueeze(1)
-        together = rows if isinstance(rows, torch.Tensor) else torch.stack([*rows])
-        return together.gather(1, ids).squeeze(1).tolist()
-    if isinstance(rows, torch.Tensor):
-        numbers = rows.numpy()
-        return [numbers.item(i, token) for i, token in enumerate(tokens)]
-    return [row.numpy().item(token) for row, token in zip(rows, tokens, strict=True)]
+def _odds(sums: Sequence[tuple[float, float]]) -> Odds:
+    """Of positions of which each has (how likely what is drafted is accepted, bias)."""
+    chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in sums]
+    return Odds(sum(chances), sum(chance * (1 - chance) for chance in chances), sum(bias for _, bias in sums))
