@@ -8,6 +8,7 @@ import time
 import tracemalloc
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -159,6 +160,11 @@ SUBMIT = m.Submit(1, (1, 2), 10, m.Sampling(), m.Decoding(), (2,), ("end",))
 BEGIN = m.Begin(1, 0, (1, 2), 10, m.Sampling(), "ratio", 5)
 DRAFT = m.DraftTokens(1, 0, 2, (7,), 0.5)
 COMMITTED = m.Committed(1, 0, (4, 5), (m.Provenance.ACCEPTED, m.Provenance.BONUS))
+
+
+def test_the_page_describes_the_version_that_is_spoken() -> None:
+    page = Path(codec.__file__).with_name("WIRE.md").read_text()
+    assert page.startswith(f"# The wire, version {m.PROTOCOL_VERSION}\n")
 
 
 def test_every_message_has_a_pinned_code() -> None:

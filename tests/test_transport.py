@@ -24,7 +24,7 @@ import zmq
 
 from pearl.decoding.distribution import Distribution, Form
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
-from pearl.protocol.messages import DraftTokens, Finish, Message, Ping
+from pearl.protocol.messages import DraftTokens, Finish, Message, Ping, Pong
 from pearl.transport import address as addresses
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
@@ -159,7 +159,11 @@ class TestEndpoints:
     def test_big_rows_arrive_whole(self, link: Link) -> None:
         rows = tuple(Distribution(os.urandom(200_000), Form.FRAME) for _ in range(5))
         message = DraftTokens(1, 0, 3, (1, 2, 3, 4, 5), 0.1, rows)
-        link.connect().send(message)
+        draft = link.connect()
+        draft.send(Ping(1))
+        ((peer, _),) = collect(link.listener, 1)
+        link.listener.trust(peer)
+        draft.send(message)
         assert [got for _, got in collect(link.listener, 1)] == [message]
 
     @pytest.mark.parametrize(
@@ -419,6 +423,48 @@ class TestZeroMQ:
         connection = ZmqConnection(listener.address)
         connection.send(Ping(1))
         assert [message for _, message in collect(listener, 1)] == [Ping(1)]
+        connection.close()
+        listener.close()
+
+    @pytest.mark.parametrize("control", ["ipc", "tcp"])
+    @pytest.mark.parametrize("number", [2, 200, 20_000])
+    def test_frames_where_one_belongs_cost_their_sender_the_connection(
+        self, directory: Path, control: str, number: int
+    ) -> None:
+        """To read them is work, and ZeroMQ has no limit of its own. The rest of them hides nobody's messages."""
+        listener = ZmqListener(bind_address(control, directory))
+        connection = ZmqConnection(listener.address)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            stranger.connect(listener.address)
+            stranger.send_multipart([b"\x91\x63"] * number)
+            ((peer, error),) = collect(listener, 1)
+            assert isinstance(error, RemoteProtocolError)
+            assert monitor.poll(WAIT * 1000)
+            stranger.disable_monitor()
+            monitor.close(0)
+        connection.send(Ping(1))
+        ((other, message),) = collect(listener, 1)
+        assert (message, other != peer) == (Ping(1), True)
+        listener.send(Pong(1, 2), other)
+        assert [message for _, message in collect(connection, 1)] == [Pong(1, 2)]
+        connection.close()
+        listener.close()
+
+    def test_only_who_sends_too_many_frames_is_cut_off(self, directory: Path) -> None:
+        """The number of a file descriptor may be another's by the time that a message is read."""
+        listener = ZmqListener(bind_address("ipc", directory))
+        connection = ZmqConnection(listener.address)
+        connection.send(Ping(1))
+        assert collect(listener, 1)
+        with socket.socketpair()[0] as other, open(directory / "file", "wb") as file:
+            for descriptor in (other.fileno(), file.fileno(), 9999):
+                listener._disconnect(descriptor)
+            other.getpeername()  # still connected
+        (directory / "file").unlink()
+        connection.send(Ping(2))
+        assert [message for _, message in collect(listener, 1)] == [Ping(2)]
         connection.close()
         listener.close()
 

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, T
 from pearl.protocol.messages import Message
 from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
-from pearl.transport.codec import MAX_FRAME, encode, received
+from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
 from pearl.transport.gate import Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
 
@@ -40,9 +41,12 @@ _QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than
 _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
 _MAX_TAKEN = 64 << 20  # bytes that one `receive` takes, or one message
+_DROPPED_AT_ONCE = 256  # frames of a message that is refused; each is 2 us, and the interpreter lock twice
+_PAUSE_SECONDS = 5e-3  # after these, for others to compute and to send
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_RCVMORE = int(zmq.RCVMORE)
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -96,6 +100,7 @@ class _Socket:
         os.set_blocking(self._waker, False)
         self._woken = False
         self._more = False  # something is known to be there to be read
+        self._dropping = False  # the rest of a message is still to be read, and forgotten
         self._lock = threading.Lock()  # the socket itself is for one thread at a time
         self._glance, self._poll = select.poll(), select.poll()  # one who waits in a poll keeps it from others
         for poll in (self._glance, self._poll):
@@ -126,16 +131,61 @@ class _Socket:
 
     def _take(self) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
+        if self._dropping:
+            time.sleep(_PAUSE_SECONDS)
         with self._lock:
             self._check_open()
             if not self._more and not self._glance.poll(0):  # a fifth of the time, and between two forwards the rule
                 return messages
             size = 0
-            while len(messages) < MAX_BATCH and size < _MAX_TAKEN and _readable(self._socket):
-                messages.append(self._socket.recv_multipart(_NOBLOCK))
+            if self._dropping:
+                self._drop()
+            while not self._dropping and len(messages) < MAX_BATCH and size < _MAX_TAKEN and _readable(self._socket):
+                messages.append(self._read())
                 size += sum(map(len, messages[-1]))
             self._pass_on()
         return messages
+
+    def _read(self) -> list[bytes]:
+        """The frames of a message. Of one with too many these are the first, and its sender's connection is ended."""
+        frames = [self._socket.recv(_NOBLOCK)]
+        most = self._most_frames(frames[0])
+        while self._socket.getsockopt(_RCVMORE):
+            if len(frames) == most:
+                last = self._socket.recv(_NOBLOCK, copy=False)
+                self._disconnect(int(last.get(zmq.SRCFD)))
+                frames.append(last.bytes)
+                self._drop()
+                break
+            frames.append(self._socket.recv(_NOBLOCK))
+        return frames
+
+    def _most_frames(self, first: bytes) -> int:
+        """How many frames a message may have whose first is this."""
+        return MAX_FRAMES
+
+    def _drop(self) -> None:
+        """Read of a message that is refused what is left, or some of it: nothing else can be read before its end."""
+        for _ in range(_DROPPED_AT_ONCE):
+            self._dropping = bool(self._socket.getsockopt(_RCVMORE))
+            if not self._dropping:
+                return
+            self._socket.recv(_NOBLOCK)
+
+    def _disconnect(self, descriptor: int) -> None:
+        """End the connection that a message came by: ZeroMQ has limits of its own for bytes, none for frames.
+
+        Its file descriptor may have been closed since, and be another's now: one that is not connected to this
+        socket's address is left alone.
+        """
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                name = connection.getsockname()
+                at = f"ipc://{name}" if isinstance(name, str) else f":{name[1]}"
+                if self._socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(at):
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has gone by itself
 
     def _check_open(self) -> None:
         if self._closed:
@@ -263,6 +313,10 @@ class ZmqListener(_Socket):
             took = time.thread_time() - began
         self._gate.decoded(peer, took, isinstance(message, Exception))
         return [(peer, message)]
+
+    def _most_frames(self, first: bytes) -> int:
+        """Only a draft's messages have rows beside their header; and each its sender's name before it."""
+        return 1 + MAX_FRAMES if self._gate.trusts(first) else 2
 
     def trust(self, peer: Peer) -> None:
         self._gate.trust(peer)
