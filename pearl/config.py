@@ -381,7 +381,7 @@ class SamplingParams(Section):
     """How tokens are drawn and where the text ends. None: the checkpoint's own default, as transformers reads it."""
 
     temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the checkpoint's.")
-    top_k: int | None = Field(None, ge=0, description="Keep the k likeliest tokens; 0: all.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="Keep the k likeliest tokens; 0: all.")
     top_p: float | None = Field(None, gt=0, le=1, description="Keep the likeliest tokens that hold this probability.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Default: drawn, and reported.")

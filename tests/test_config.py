@@ -87,6 +87,7 @@ def test_core_that_is_not_there_is_refused() -> None:
         (SamplingParams, {"top_p": 0}, "top_p"),
         (SamplingParams, {"top_p": 1.01}, "top_p"),
         (SamplingParams, {"top_k": -1}, "top_k"),
+        (SamplingParams, {"top_k": 2**31}, "top_k"),
         (SamplingParams, {"seed": -1}, "seed"),
         (SamplingParams, {"seed": 2**64}, "seed"),
         (SamplingParams, {"max_tokens": 0}, "max_tokens"),
