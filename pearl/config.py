@@ -37,6 +37,9 @@ from pearl.errors import ConfigError
 LEAST_TEMPERATURE = 1e-4
 MOST_TEMPERATURE = 1e30
 LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+MOST_PENALTY = 2.0  # OpenAI's range
+MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain or impossible
 
 # What `pearl.protocol.window.METHODS` says of them, for who must not import the protocol; a test compares the two.
 DRAFTLESS = ("ar", "ngram")  # methods that need no draft
@@ -390,6 +393,27 @@ class SamplingParams(Section):
     stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
 
+    repetition_penalty: float | None = Field(
+        None,
+        ge=LEAST_REPETITION_PENALTY,
+        le=MOST_REPETITION_PENALTY,
+        description="Above 1: make tokens that prompt or text have less likely; default: the checkpoint's.",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-MOST_PENALTY,
+        le=MOST_PENALTY,
+        description="Is taken from the logit of each token that was generated.",
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="Likewise, times how often it was."
+    )
+    logit_bias: tuple[tuple[int, float], ...] = Field(
+        (),
+        max_length=MAX_BIASES,
+        description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several times).",
+    )
+
     @field_validator("temperature", "top_p", "min_p")
     @classmethod
     def _within_float32(cls, value: float | None, known: ValidationInfo) -> float | None:
@@ -405,6 +429,23 @@ class SamplingParams(Section):
         if isinstance(stops, (list, tuple)) and any(s == "" for s in stops):
             raise ValueError("a stop string must not be empty")
         return stops
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        return tuple(value.items()) if isinstance(value, Mapping) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bounded(cls, value: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        for token, bias in value:
+            if not 0 <= token < 2**31 or not abs(bias) <= MOST_BIAS:
+                raise ValueError(
+                    f"takes token ids, and numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}: {token}, {bias:g}"
+                )
+        if len(dict(value)) < len(value):
+            raise ValueError("has a token id twice")
+        return value
 
     def with_seed(self) -> SamplingParams:
         """Itself, with a seed drawn where none was given."""
@@ -430,10 +471,6 @@ UNSUPPORTED = {
     "best_of": "one text a request",
     "logprobs": "log-probabilities are not reported",
     "prompt_logprobs": "log-probabilities are not reported",
-    "repetition_penalty": "penalties depend on the text so far and are not built in",
-    "presence_penalty": "penalties depend on the text so far and are not built in",
-    "frequency_penalty": "penalties depend on the text so far and are not built in",
-    "logit_bias": "logits are not changed",
     "num_beams": "no beam search",
     "typical_p": "filters are top_k, top_p and min_p",
 }

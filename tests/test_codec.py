@@ -52,7 +52,22 @@ vocabs = st.integers(0, codec.MAX_VOCAB)
 temperatures = st.floats(0, allow_infinity=False, allow_nan=False)
 names = st.text(max_size=16)
 samplings = st.builds(
-    m.Sampling, temperatures, positions, st.floats(0, 1, exclude_min=True), st.floats(0, 1), words, counts
+    m.Sampling,
+    temperatures,
+    positions,
+    st.floats(0, 1, exclude_min=True),
+    st.floats(0, 1),
+    words,
+    counts,
+    st.none()
+    | st.builds(
+        m.Shaping,
+        positions,
+        st.floats(0.01, 100),
+        st.floats(-2, 2),
+        st.floats(-2, 2),
+        st.dictionaries(positions, st.floats(-100, 100), max_size=4).map(lambda biases: tuple(biases.items())),
+    ),
 )
 epsilons = st.lists(st.tuples(st.just("epsilon"), st.floats(0, 1)), max_size=1).map(tuple)
 rules = st.sampled_from(["ratio", "coupled"]).map(lambda name: (name, ())) | st.tuples(st.just("lenient"), epsilons)
@@ -251,7 +266,8 @@ def _ids(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}i", *values)
 
 
-SAMPLING = [0.5, 0, 1.0, 0.0, 0, 0]
+SHAPING = [2, 1.5, 0.5, -0.5, struct.pack("<id", 3, 1.0)]
+SAMPLING = [0.5, 0, 1.0, 0.0, 0, 0, SHAPING]
 DECODING = ["pearl", "stream", None, "ratio", []]
 LENIENT = m.Begin(1, 0, (1, 2), 10, m.Sampling(), "lenient", 5, (("epsilon", 0.5),))
 
@@ -340,6 +356,22 @@ def _swap(values: list, index: int, value: object) -> list:
         ],
         (BEGIN, {"parameters": [["epsilon", 0.5]]}),
         (SUBMIT, {"decoding": _swap(DECODING, 4, [["epsilon", 0.5]])}),
+        *[
+            (SUBMIT, {"sampling": _swap(SAMPLING, 6, _swap(SHAPING, index, value))})
+            for index, value in (
+                (0, -1),
+                (1, 0.0),
+                (1, 101.0),
+                (2, 2.5),
+                (3, float("nan")),
+                (4, b"1234"),
+                (4, struct.pack("<id", -1, 1.0)),
+                (4, struct.pack("<id", 1, 101.0)),
+                (4, struct.pack("<id", 1, float("nan"))),
+                (4, struct.pack("<id", 1, 1.0) * 2),
+                (4, b"".join(struct.pack("<id", token, 1.0) for token in range(1025))),
+            )
+        ],
         (BEGIN, {"rule": "any"}),
         (BEGIN, {"rule": 1}),
         (BEGIN, {"digest": -1}),

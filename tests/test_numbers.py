@@ -71,7 +71,7 @@ FLOATS = (
     1e39,
     1e308,
 )
-SAMPLING = m.Sampling(1.0, 5, 0.9, 0.1, 1, 1)
+SAMPLING = m.Sampling(1.0, 5, 0.9, 0.1, 1, 1, m.Shaping(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)
 BEGIN = m.Begin(1, 0, PREFIX, 6, SAMPLING, "ratio", extend_digest(0, PREFIX))
 EXAMPLES: tuple[m.Message, ...] = (

@@ -346,9 +346,15 @@ def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine)
         ({"model": 3}, "model"),
         ({"logprobs": 0}, "logprobs"),
         ({"logprobs": 5}, "logprobs"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": False}, "frequency_penalty"),
-        ({"logit_bias": {"3": 1}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"3": 101}}, "logit_bias"),
+        ({"logit_bias": {"3": True}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 1, "03": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": [3]}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{}]}, "tools"),
         ({"echo": True}, "echo"),
@@ -431,6 +437,17 @@ def refusal(asked: dict[str, Any], chat: bool) -> ApiError | None:
     except ApiError as error:
         return error
     return None
+
+
+def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: Engine) -> None:
+    asked = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3, "temperature": 1, "seed": 5}
+    params = SamplingParams(**asked, max_tokens=40, logit_bias=((4, 3.0), (7, -100.0)), ignore_eos=True)  # type: ignore[arg-type]
+    wanted = engine.generate(["123"], params)[0].text
+    biases = {"4": 3, "7": -100.0}
+    answer = served.post(prompt="123", max_tokens=40, ignore_eos=True, logit_bias=biases, **asked).json()
+    assert answer["choices"][0]["text"] == wanted
+    plain = served.post(prompt="123", max_tokens=40, ignore_eos=True, temperature=1, seed=5).json()
+    assert plain["choices"][0]["text"] != wanted
 
 
 def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:

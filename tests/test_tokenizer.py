@@ -246,10 +246,10 @@ class TestDefaults:
         assert load_tokenizer(str(checkpoint))[1].eos == (1,)
 
     def test_what_is_not_supported_is_named(self, checkpoint: Path) -> None:
-        """Qwen2.5's repetition_penalty of 1.05 changes the text; 1.0 or what only sampling reads does not."""
+        """Qwen2.5's repetition_penalty of 1.05 is honoured; 1.0 or what only sampling reads changes nothing."""
         penalties = {"repetition_penalty": 1.05, "suppress_tokens": [3], "min_length": 0}
         found = defaults(checkpoint, typical_p=0.9, **penalties)
-        assert found.ignored == ("repetition_penalty", "suppress_tokens")
+        assert (found.repetition_penalty, found.ignored) == (1.05, ("suppress_tokens",))
         found = defaults(checkpoint, do_sample=True, repetition_penalty=1.0, typical_p=0.9)
         assert found.ignored == ("typical_p",)
 

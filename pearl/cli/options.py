@@ -121,7 +121,10 @@ def _bare(annotation: Any) -> Any:
 def _type(kind: Any) -> Any:
     if typing.get_origin(kind) is Literal:
         return click.Choice(typing.get_args(kind))
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+    if typing.get_origin(kind) is not tuple:
+        return kind
+    each = typing.get_args(kind)[0]
+    return typing.get_args(each) or each  # pairs are two arguments of the flag
 
 
 def _metavar(kind: Any) -> str | None:

@@ -43,7 +43,11 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     check_same_vocabulary(tokenizer, own, config.target, config.draft)
     given = settings.sampling
     asked = {"temperature": given.temperature or 0.0, "seed": given.seed or 0}
-    sampling = asdict(resolve_sampling(given.model_copy(update=asked), defaults))
+    if given.repetition_penalty is None:  # a checkpoint's own is left out
+        asked["repetition_penalty"] = 1.0
+    sampling = asdict(resolve_sampling(given.model_copy(update=asked), defaults, 0))
+    if sampling.pop("shaping") is not None:
+        raise ConfigError("a recording has the models' own logits: leave out penalties and logit_bias")
     sampling.pop("sample")
     with SafeConsole(stderr=True).status("loading the models") as status:
         target, draft = (make_runner(config.model(role), place(config, role)) for role in config.roles)

@@ -8,7 +8,7 @@ from typing import Any
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.models.tokenizer import GenerationDefaults
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
 from pearl.text import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -75,7 +75,7 @@ def submission(
         number,
         tuple(tokens),
         limit,
-        resolve_sampling(params, defaults),
+        resolve_sampling(params, defaults, len(tokens)),
         Decoding(
             decoding.method,
             decoding.window,
@@ -90,13 +90,20 @@ def submission(
     )
 
 
-def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sampling:
-    """The user's choices over the checkpoint's own defaults."""
+def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, prompt: int) -> Sampling:
+    """The user's choices over the checkpoint's own defaults, for a prompt of `prompt` tokens."""
     assert params.seed is not None
 
     def chosen(mine: Any, default: Any) -> Any:
         return default if mine is None else mine
 
+    shaping = Shaping(
+        prompt,
+        chosen(params.repetition_penalty, defaults.repetition_penalty),
+        params.presence_penalty,
+        params.frequency_penalty,
+        tuple(pair for pair in params.logit_bias if pair[1]),
+    )
     return Sampling(
         chosen(params.temperature, defaults.temperature),
         chosen(params.top_k, defaults.top_k),
@@ -104,4 +111,5 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults) -> Sa
         chosen(params.min_p, defaults.min_p),
         params.seed,
         params.sample,
+        None if shaping == Shaping(prompt) else shaping,
     )

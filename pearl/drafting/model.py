@@ -12,6 +12,7 @@ import torch
 from pearl.decoding.distribution import Distribution
 from pearl.decoding.rules import DraftHalf, make_draft_half
 from pearl.decoding.sampling import read_draw
+from pearl.decoding.shaping import Shaper, make_shaper
 from pearl.drafting.branches import Branch, Branches, Foresight
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
@@ -90,6 +91,7 @@ class _Text:
         most: guesses in one forward.
         branches: prepared for other outcomes; None where none are to be.
         hedges: the most of them in one forward.
+        shaper: changes its logits; None where they are taken as they are.
     """
 
     rule: DraftHalf
@@ -98,6 +100,7 @@ class _Text:
     most: int
     branches: Branches | None
     hedges: int
+    shaper: Shaper | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +163,18 @@ class ModelProposer:
         half = make_draft_half(command.rule, command.sampling, command.parameters)
         place = self._slots.setdefault(command.slot, command.slot)
         self._open = {number: each for number, each in self._open.items() if each.slot != place}
-        # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that.
-        index = text_index(command.prompt, self._datastore) if command.lookup and not self.chains else None
+        shaper = make_shaper(command.sampling.shaping, command.prompt)
+        # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that. And
+        # where the text changes the logits, a row of its own is drawn from each.
+        is_plain = not self.chains and shaper is None
+        index = text_index(command.prompt, self._datastore) if command.lookup and is_plain else None
         branches, hedges = None, command.branches
-        if hedges and not self.chains and (spare := self._spare()):
+        if hedges and is_plain and (spare := self._spare()):
             branches = Branches(self.runner, spare, self._foresight)
-        self._open[command.request] = _Text(half, place, index, command.lookup, branches, hedges)
+        self._open[command.request] = _Text(half, place, index, command.lookup, branches, hedges, shaper)
+
+    def chained(self, request: int) -> bool:
+        return self.chains and self._open[request].shaper is None
 
     def _spare(self) -> list[int]:
         """Slots that neither a text has nor its branches: an equal share for each text."""
@@ -221,6 +230,9 @@ class ModelProposer:
         """What to feed for one request; `beside`: tokens that the forward is fed for others."""
         text = self._open[command.request]
         assert self.runner.length(text.slot) == command.start, (self.runner.length(text.slot), command)
+        if text.shaper is not None:
+            text.shaper.hold(command.start)
+            text.shaper.extend(command.tokens)
         if command.hedge:
             return self._hedging(text, command, beside)
         unfed = self._unfed(text, command)
@@ -248,6 +260,8 @@ class ModelProposer:
     ) -> LaunchedForward:
         """Draws one token, without waiting for what a device has not computed yet."""
         row = self._fit(logits)
+        if text.shaper is not None:
+            row = text.shaper.shape(row)
         draw, probs = text.rule.draft(row, command.start + len(command.tokens))
         features = self._features(row) if self._stop is not None else None
         following = None

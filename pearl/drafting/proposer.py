@@ -60,6 +60,10 @@ class Proposer(Protocol):
         """Get ready for a request. Raises `RequestError` where it cannot be served."""
         ...
 
+    def chained(self, request: int) -> bool:
+        """Whether this request's forwards may be launched one after the other, before the host knows what to feed."""
+        ...
+
     def rollback(self, length: int, request: int) -> None:
         """Forget all but the first `length` tokens of the request's text."""
         ...

@@ -30,7 +30,6 @@ TOY_LIMIT = 140_000  # there are more printable characters than that, and no voc
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
 _UNSUPPORTED: Mapping[str, object] = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
@@ -63,7 +62,7 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
 class GenerationDefaults:
     """The generation settings of a checkpoint, for those that the user does not set.
 
-    temperature 0: greedy. top_k 0, top_p 1, min_p 0: off.
+    temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off.
     `ignored` names options of its generation_config.json that would change the text and are not supported.
     """
 
@@ -73,6 +72,7 @@ class GenerationDefaults:
     min_p: float = 0.0
     eos: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
 
 
 class HFTokenizer:
@@ -267,6 +267,7 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
         top_k=int(_first(config.top_k, unset_top_k)),
         top_p=float(_first(config.top_p, 1.0)),
         min_p=float(_first(config.min_p, 0.0)),
+        repetition_penalty=float(_first(config.repetition_penalty, 1.0)),
         eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
         ignored=_ignored(config, samples),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Role(Enum):
@@ -47,8 +47,25 @@ class Source(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Shaping:
+    """How the text before them changes logits; see `pearl.decoding.shaping`. `prompt`: tokens that were not generated.
+
+    A `repetition_penalty` of 1 and other penalties of 0 do nothing. `logit_bias`: (token id, what is added).
+    """
+
+    prompt: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to turn logits into tokens; all resolved. `temperature` 0 is greedy; top_k 0, top_p 1, min_p 0: off."""
+    """How to turn logits into tokens; all resolved. `temperature` 0 is greedy; top_k 0, top_p 1, min_p 0: off.
+
+    `shaping`: None where logits are taken as they are.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -56,6 +73,7 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     sample: int = 0
+    shaping: Shaping | None = None
 
 
 @dataclass(frozen=True, slots=True)

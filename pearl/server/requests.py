@@ -22,8 +22,9 @@ LONGEST_STOP = 1000  # characters
 MOST_MESSAGES = 4096
 LEGACY_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes where max_tokens is missing
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "ignore_eos")  # as SamplingParams
-_NUMBERS = ("temperature", "top_p", "min_p")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# As in SamplingParams.
+_SAMPLING = (*_NUMBERS, "top_k", "seed", "max_tokens", "stop", "ignore_eos", "logit_bias")
 _WHOLE = ("top_k", "seed", "max_tokens")
 _COMMON = {"model", "n", "stream", "stream_options", *_SAMPLING}
 _CHAT = {*_COMMON, "messages", "max_completion_tokens"}
@@ -33,10 +34,6 @@ _ROLES = ("system", "user", "assistant")
 
 # Fields that are known but not served -> values that ask for nothing. Null does so for every field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
@@ -252,6 +249,8 @@ def _sampling_value(name: str, field: str, value: Any) -> Any:
         raise ApiError(400, f"{field} must be a number, not {_kind(value)}", param=field)
     elif name in _WHOLE and type(value) is not int:
         raise ApiError(400, f"{field} must be a whole number, not {_kind(value)}", param=field)
+    elif name == "logit_bias":
+        value = _biases(value)
     elif name == "ignore_eos" and not isinstance(value, bool):
         raise ApiError(400, f"{field} must be true or false, not {_kind(value)}", param=field)
     try:
@@ -260,6 +259,16 @@ def _sampling_value(name: str, field: str, value: Any) -> Any:
         said = str(error).partition(": ")[2] or str(error)
         raise ApiError(400, f"{field}: {said}", param=field) from None
     return value
+
+
+def _biases(value: Any) -> tuple[tuple[int, Any], ...]:
+    """Of an object whose keys are token ids, which JSON has as text."""
+    if not isinstance(value, dict) or not all(key.isdecimal() and key.isascii() for key in value):
+        raise ApiError(400, "logit_bias must be an object of token ids", param="logit_bias")
+    for bias in value.values():
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise ApiError(400, f"logit_bias must have numbers, not {_kind(bias)}", param="logit_bias")
+    return tuple((int(key[:20]), bias) for key, bias in value.items())
 
 
 def _stops(value: Any) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 import pearl.errors
+from pearl.config import LEAST_REPETITION_PENALTY, MAX_BIASES, MOST_BIAS, MOST_PENALTY, MOST_REPETITION_PENALTY
 from pearl.decoding.distribution import Distribution, Form
 from pearl.decoding.registry import MAX_PARAMETERS, Parameters, find
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
@@ -41,6 +42,7 @@ from pearl.protocol.messages import (
     Resync,
     Role,
     Sampling,
+    Shaping,
     Source,
     Submit,
     Trace,
@@ -80,6 +82,7 @@ MAX_STATISTICS = 1 << 20  # bytes of UTF-8
 
 _MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _MAX_NAME = 64
+_BIAS = struct.Struct("<id")  # token id, what is added to its logit
 _MAX_VALUES = 64 + 3 * MAX_RUN  # in one header: the fields, and MAX_RUN entries that are pairs
 _LIMITS = {
     "max_array_len": MAX_RUN,  # no token list is a msgpack array, so arrays are short
@@ -129,6 +132,22 @@ def _parameters(value: object) -> Parameters:
 
 def _pack_parameters(parameters: Parameters) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in parameters]
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """Of distinct tokens."""
+    if type(value) is not bytes or len(value) % _BIAS.size or len(value) > MAX_BIASES * _BIAS.size:
+        raise ValueError(f"must be the bytes of at most {MAX_BIASES} pairs (int32 LE, float64 LE)")
+    pairs = tuple(_BIAS.iter_unpack(value))
+    if any(token < 0 or not abs(bias) <= MOST_BIAS for token, bias in pairs):
+        raise ValueError(f"must have token ids and biases from {-MOST_BIAS:g} to {MOST_BIAS:g}")
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise ValueError("has a token twice")
+    return pairs
+
+
+def _pack_biases(pairs: Sequence[tuple[int, float]]) -> bytes:
+    return b"".join(_BIAS.pack(*pair) for pair in pairs)
 
 
 def _pack_rows(rows: Sequence[Distribution]) -> list[Any]:
@@ -190,6 +209,17 @@ _ERRORS = [
 ]
 
 
+_PENALTY = real(-MOST_PENALTY, MOST_PENALTY)
+_SHAPING = nested(
+    Shape(
+        Shaping,
+        prompt=_POSITION,
+        repetition_penalty=real(LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY),
+        presence_penalty=_PENALTY,
+        frequency_penalty=_PENALTY,
+        logit_bias=Kind(_biases, _pack_biases),
+    )
+)
 _SAMPLING = nested(
     Shape(
         Sampling,
@@ -199,6 +229,7 @@ _SAMPLING = nested(
         min_p=real(0.0, 1.0),
         seed=_WORD,
         sample=_COUNT,
+        shaping=optional(_SHAPING),
     )
 )
 _DECODING = nested(

@@ -57,6 +57,9 @@ class Admission:
             return problem
         if max(submit.prompt) >= self._vocab_size:
             return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {self._vocab_size - 1}"
+        shaping = sampling.shaping
+        if shaping is not None and (beyond := [token for token, _ in shaping.logit_bias if token >= self._vocab_size]):
+            return f"logit_bias names token id {beyond[0]}, the model has ids up to {self._vocab_size - 1}"
         if submit.limit > self._context or submit.limit <= len(submit.prompt):
             length = len(submit.prompt)
             return f"prompt of {length} tokens and limit {submit.limit} do not fit a context of {self._context}"

@@ -135,7 +135,7 @@ class Ahead:
             undoes = isinstance(command, Rollback) and forgotten is not None and command.request == forgotten.request
             if forgotten is not None and not undoes:
                 self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
-            if self._proposer.chains and isinstance(command, Draft) and command.budget:
+            if isinstance(command, Draft) and command.budget and self._proposer.chained(command.request):
                 return _Begun(self._launch(command))
             if isinstance(command, Sequence):
                 return self._executor.draft(command)

@@ -16,6 +16,7 @@ from pearl.decoding.registry import Needs, RuleSpec
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
+from pearl.decoding.shaping import Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
@@ -81,6 +82,7 @@ class _Request:
     Attributes:
         text: tells when a stop string is complete; None where there are none.
         prompt: the text that it began with.
+        shaper: changes its logits; None where they are taken as they are.
         index: what guesses are made from; None where nobody has asked for guesses.
         logits: [rows, vocab], of its last forward: of the last tokens that it was fed.
         launched: of these rows what judging needs, begun with the forward; None where it was not.
@@ -93,6 +95,7 @@ class _Request:
     spec: RuleSpec
     text: TextStream | None
     prompt: tuple[int, ...]
+    shaper: Shaper | None
     index: TextIndex | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
@@ -191,7 +194,7 @@ class TargetExecutor:
             case Spread(everywhere):
                 self._spread(everywhere)
             case Keep(path):
-                self.runner.keep(path, self._requests[command.request].slot)
+                self._keep(path, self._requests[command.request])
             case Forward():
                 return self._forward([command])[0]
             case Judge():
@@ -210,7 +213,8 @@ class TargetExecutor:
             assert self._text_stream is not None
             text = self._text_stream(command.prompt, command.stops)
         direct = DirectDraw(command.sampling)
-        self._requests[command.request] = _Request(command.slot, rule, direct, spec, text, command.prompt)
+        shaper = make_shaper(command.sampling.shaping, command.prompt)
+        self._requests[command.request] = _Request(command.slot, rule, direct, spec, text, command.prompt, shaper)
 
     def _guess(self, command: Guess) -> Guessed:
         """See `Guess`. A runner that takes no trees gets a chain behind the text."""
@@ -241,7 +245,7 @@ class TargetExecutor:
         ]
         logits = self.runner.forward(feeds)
         for command, request, rows in zip(commands, requests, logits, strict=True):
-            request.logits, request.fed, request.launched = rows, command, None
+            request.logits, request.fed, request.launched = _shaped(request.shaper, command, rows), command, None
             if self._launches and command.rows:
                 request.launched = request.rule.launch(request.logits, request.positions())
         self.runner.synchronize()
@@ -252,6 +256,12 @@ class TargetExecutor:
             Forwarded(now - began, now, None if has_prompts else fed - len(command.tokens), request=command.request)
             for command in commands
         ]
+
+    def _keep(self, path: Sequence[int], request: _Request) -> None:
+        self.runner.keep(path, request.slot)
+        if request.shaper is not None:
+            assert request.fed is not None
+            request.shaper.extend(request.fed.tokens[node] for node in path)
 
     def _judge(self, command: Judge) -> Judged:
         request = self._requests[command.request]
@@ -306,6 +316,16 @@ class TargetExecutor:
                 if request.text.stopped:
                     return count
         return None
+
+
+def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:
+    """The rows that the rules see."""
+    if shaper is None:
+        return logits
+    shaper.hold(fed.start)
+    if fed.parents is None:
+        return shaper.chain(logits, fed.tokens)
+    return shaper.tree(logits, fed.tokens, fed.parents)
 
 
 class DraftExecutor:

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from pearl.client.request import resolve_sampling
 from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
-from pearl.errors import StartError
+from pearl.errors import ConfigError, StartError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
+from pearl.protocol.messages import Shaping
 from pearl.worker.build import settled
 
 
@@ -156,11 +157,15 @@ class Generate:
 
 def _generate_options(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
     """The sampling settings as keyword arguments of `generate`."""
-    sampling = resolve_sampling(params, defaults)
+    sampling = resolve_sampling(params, defaults, 0)
+    shaping = sampling.shaping or Shaping(0)
+    if shaping != Shaping(0, shaping.repetition_penalty):
+        raise ConfigError("transformers has a repetition_penalty, none of the other penalties, and other biases")
+    penalty = {"repetition_penalty": shaping.repetition_penalty}
     if sampling.temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None, **penalty}
     filters = {"top_k": sampling.top_k or None, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
-    return {"do_sample": True, "temperature": sampling.temperature, **filters}
+    return {"do_sample": True, "temperature": sampling.temperature, **filters, **penalty}
 
 
 @dataclass(frozen=True)

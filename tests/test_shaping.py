@@ -1,0 +1,261 @@
+"""Penalties and biases: logits as a function of the prefix. So what holds without them holds with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from pearl import Engine, SamplingParams
+from pearl.cli import cli
+from pearl.config import DecodingConfig
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import probabilities, read_draw
+from pearl.decoding.shaping import Shaper, make_shaper
+from pearl.drafting.model import ModelProposer
+from pearl.errors import ConfigError, RequestError
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
+from pearl.protocol.window import METHODS
+from pearl.worker.ahead import Ahead
+from pearl.worker.execute import DraftExecutor
+from tests.conftest import TOY
+from tests.test_look_ahead import TIMINGS
+from tests.tiny import tiny_model
+
+VOCAB, PROMPT = 6, (1, 2, 3, 1)
+ALL = Shaping(len(PROMPT), 1.5, 0.7, 0.4, ((2, -1.5), (5, 0.9)))
+SHAPINGS = [ALL, Shaping(len(PROMPT), 2.0), Shaping(len(PROMPT), presence_penalty=1.5)]
+SHAPINGS += [Shaping(len(PROMPT), frequency_penalty=-0.5), Shaping(len(PROMPT), logit_bias=((0, 100.0),))]
+
+tokens = st.integers(0, VOCAB - 1)
+shapings = st.builds(
+    Shaping,
+    st.integers(0, 6),
+    st.floats(0.1, 4),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.dictionaries(tokens, st.floats(-9, 9), max_size=3).map(lambda d: tuple(d.items())),
+)
+
+
+def brute_force(logits: torch.Tensor, text: Sequence[int], shaping: Shaping) -> torch.Tensor:
+    """Token by token, in the words of the definition."""
+    shaped = logits.clone()
+    for token in range(len(logits)):
+        value = logits[token] + torch.tensor(dict(shaping.logit_bias).get(token, 0.0))
+        if token in text:
+            value = value * shaping.repetition_penalty if value < 0 else value / shaping.repetition_penalty
+        times = Counter(text[shaping.prompt :])[token]
+        if times:
+            value = value - (torch.tensor(shaping.frequency_penalty) * times + shaping.presence_penalty)
+        shaped[token] = value
+    return shaped
+
+
+@settings(max_examples=50)
+@given(shapings, st.lists(tokens, max_size=8), st.lists(tokens, max_size=8), st.data())
+def test_logits_are_shaped_as_defined_however_the_text_came(
+    shaping: Shaping, prompt: list[int], more: list[int], data: st.DataObject
+) -> None:
+    """Held in parts, forgotten and fed again, or taken from the prompt where a cache had kept it."""
+    text = [*prompt, *more]
+    shaper = Shaper(shaping, prompt)
+    for length in data.draw(st.lists(st.integers(0, len(prompt)), max_size=3)):
+        shaper.hold(length)
+        shaper.extend(text[length : data.draw(st.integers(length, len(text)))])
+    shaper.hold(0)
+    shaper.extend(text)
+    logits = torch.linspace(-2, 2, VOCAB)
+    before = logits.clone()
+    torch.testing.assert_close(shaper.shape(logits), brute_force(logits, text, shaping))
+    assert torch.equal(logits, before), "a copy is changed"
+
+
+@settings(max_examples=50)
+@given(shapings, st.lists(tokens, min_size=1, max_size=6), st.data())
+def test_a_tree_is_shaped_path_by_path(shaping: Shaping, prompt: list[int], data: st.DataObject) -> None:
+    nodes = data.draw(st.lists(tokens, min_size=1, max_size=6))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
+    rows = data.draw(st.integers(0, len(nodes)))
+    shaper = Shaper(shaping, prompt)
+    shaper.hold(len(prompt))
+    logits = torch.randn(rows, VOCAB)
+    shaped = shaper.tree(logits, nodes, parents)
+    for row, node in enumerate(range(len(nodes) - rows, len(nodes))):
+        path, at = list[int](), node
+        while at >= 0:
+            path, at = [nodes[at], *path], parents[at]
+        torch.testing.assert_close(shaped[row], brute_force(logits[row], [*prompt, *path], shaping))
+    logits = torch.randn(min(2, len(nodes)), VOCAB)
+    chain = shaper.chain(logits, nodes)
+    for row in range(len(logits)):
+        text = [*prompt, *nodes[: len(nodes) - len(logits) + row + 1]]
+        torch.testing.assert_close(chain[row], brute_force(logits[row], text, shaping))
+
+
+def test_a_repetition_penalty_is_that_of_transformers_bit_for_bit() -> None:
+    logits, text = torch.randn(VOCAB), [1, 3, 3, 4]
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([text]), logits[None].clone())[0]
+    shaper = Shaper(Shaping(2, 1.3), text)
+    shaper.hold(4)
+    assert torch.equal(shaper.shape(logits), theirs)
+
+
+def test_where_nothing_is_to_be_changed_nothing_is_done() -> None:
+    assert make_shaper(None, PROMPT) is None
+
+
+# ---- texts ----
+
+
+def reference(sampling: Sampling, count: int) -> list[int]:
+    """What the target says by itself under the direct draw, found without any of the runtime."""
+    target, _ = alpha_pair(VOCAB, 0.6)
+    draw, text = DirectDraw(sampling), list(PROMPT)
+    assert sampling.shaping is not None
+    for _ in range(count):
+        logits = torch.log(target(text))
+        text.append(read_draw(draw(brute_force(logits, text, sampling.shaping), len(text))))
+    return text[len(PROMPT) :]
+
+
+def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, count: int = 24, extras: int = 4) -> list[int]:
+    target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
+    decoding = Decoding(method, "stream", None, rule, (), extras, extras, extras)
+    submit = Submit(1, PROMPT, len(PROMPT) + count, sampling, decoding)
+    return list(simulate(submit, *paired_executors(target, draft), timing).tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shaping", SHAPINGS, ids=lambda shaping: str(SHAPINGS.index(shaping)))
+def test_a_direct_text_is_that_of_the_shaped_target(method: str, shaping: Shaping) -> None:
+    for temperature, timing in product((0.0, 1.0), TIMINGS):
+        sampling = Sampling(temperature, seed=7, shaping=shaping)
+        assert decoded(method, "coupled", sampling, timing) == reference(sampling, 24)
+
+
+def test_a_shaped_text_is_another_one() -> None:
+    plain = decoded("ar", "coupled", Sampling(1.0, seed=7), TIMINGS[0])
+    for shaping in SHAPINGS:
+        assert decoded("ar", "coupled", Sampling(1.0, seed=7, shaping=shaping), TIMINGS[0]) != plain
+
+
+@pytest.mark.parametrize(("method", "rule"), [("sd", "ratio"), ("pearl", "ratio"), ("pearl", "coupled")])
+def test_sampled_texts_have_the_shaped_targets_distribution(method: str, rule: str) -> None:
+    count, texts = 2, 1500
+    found = Counter(
+        tuple(decoded(method, rule, Sampling(1.0, seed=seed, shaping=ALL), TIMINGS[seed % 4], count))
+        for seed in range(texts)
+    )
+    target, _ = alpha_pair(VOCAB, 0.6)
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(count):
+        longer = {}
+        for so_far, chance in expected.items():
+            text = [*PROMPT, *so_far]
+            probs = probabilities(brute_force(torch.log(target(text)), text, ALL), Sampling(1.0))
+            longer |= {(*so_far, token): chance * float(prob) for token, prob in enumerate(probs) if prob}
+        expected = longer
+    assert set(found) <= set(expected)
+    common = [text for text, chance in expected.items() if chance * texts >= 5]
+    observed, wanted = [float(found[text]) for text in common], [expected[text] * texts for text in common]
+    observed.append(texts - sum(observed))
+    wanted.append(texts - sum(wanted))
+    assert stats.chisquare(observed, wanted).pvalue > 1e-5
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+def test_forwards_that_the_text_shapes_are_not_chained(rule: str) -> None:
+    """A device would draw the next token before the host knew the one before it."""
+    _, draft = alpha_pair(VOCAB, 0.6)
+
+    def drafted(chains: bool, run: Callable[[DraftExecutor], list[int]]) -> list[int]:
+        return run(DraftExecutor(ModelProposer(ToyRunner(VOCAB, draft), VOCAB, chains=chains)))
+
+    def run(executor: DraftExecutor) -> list[int]:
+        from pearl.protocol.events import Draft, Drafted, Open
+
+        found: list[int] = []
+        with Ahead(executor, lambda: True) as ahead:
+            ahead.execute(Open(PROMPT, Sampling(1.0, seed=3, shaping=ALL), rule, request=1))
+            start, fed = 0, PROMPT
+            while len(found) < 20:
+                event = ahead.execute(Draft(start, fed, 20 - len(found), len(found), request=1))
+                assert isinstance(event, Drafted)
+                start, fed = start + len(fed), event.tokens
+                found += event.tokens
+        return found
+
+    assert drafted(True, run) == drafted(False, run)
+
+
+@pytest.mark.parametrize("forwards", ["auto", "transformers"])
+def test_text_of_a_checkpoint_is_that_of_generate_with_its_penalty(forwards: str) -> None:
+    path = str(tiny_model("llama"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = [[7, 30, 9, 12, 30], [40, 41, 42, 43] * 5]
+    asked = SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.4, ignore_eos=True)
+    pair = {"target_dtype": "float32", "draft_dtype": "float32", "slots": 1 if forwards == "transformers" else 2}
+    with Engine(path, str(tiny_model("llama", noise=0.05)), forwards=forwards, **pair) as engine:
+        for method in ("ar", "ngram", "sd", "pearl"):
+            found = engine.generate(prompts, asked, decoding=DecodingConfig(method=method))
+            for prompt, result in zip(prompts, found, strict=True):
+                options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.4, "pad_token_id": 0}
+                out = model.generate(torch.tensor([prompt]), eos_token_id=None, **options)
+                assert result.tokens == out[0, len(prompt) :].tolist(), method
+        plain = engine.generate(prompts, asked.model_copy(update={"repetition_penalty": None}))
+        assert [r.tokens for r in plain] != [r.tokens for r in found]
+        (first, *_) = plain[0].tokens
+        only = SamplingParams(temperature=1, seed=1, max_tokens=8, logit_bias={44: 100}, ignore_eos=True)  # type: ignore[arg-type]
+        never = SamplingParams(temperature=0, max_tokens=8, logit_bias=((first, -100.0),), ignore_eos=True)
+        assert engine.generate(prompts[0], only)[0].tokens == [44] * 8
+        assert first not in engine.generate(prompts[0], never)[0].tokens
+
+
+# ---- what is asked for ----
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty"),
+        ({"logit_bias": {-1: 1}}, "logit_bias: takes token ids"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias: takes token ids, and numbers from -100 to 100"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": [(1, 2.0), (1, 3.0)]}, "logit_bias: has a token id twice"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"logit_bias": 5}, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given_: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SamplingParams(**given_)  # type: ignore[arg-type]
+
+
+def test_a_bias_for_a_token_that_the_model_has_not_is_refused(toy: Engine) -> None:
+    asked = SamplingParams(max_tokens=4, logit_bias=((32, 1.0),))
+    with pytest.raises(RequestError, match="logit_bias names token id 32, the model has ids up to 31"):
+        toy.generate([1], asked)
+
+
+def test_flags() -> None:
+    command = ["generate", "abc", "--target", TOY, "--draft", "none", "--method", "ar", "--max-tokens", "6"]
+    flags = ["--logit-bias", "4", "100", "--logit-bias", "5", "-100", "--presence-penalty", "0.5", "--ignore-eos"]
+    done = CliRunner().invoke(cli, [*command, *flags, "--json"])
+    assert done.exit_code == 0, done.output
+    assert '"logit_bias": [[4, 100.0], [5, -100.0]]' in done.output
+    unlikely = CliRunner().invoke(cli, [*command, "--logit-bias", "4", "200"])
+    assert "logit_bias: takes token ids, and numbers from -100 to 100" in str(unlikely.exception)
