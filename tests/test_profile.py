@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pearl.errors import ConfigError
 from pearl.protocol.window import Profile, Speeds
 from pearl.worker import profile
 from tests.conftest import TOY
+from tests.tiny import tiny_model
 
 FOUND = Profile(0.01, 0.6, ((1, 0.04), (4, 0.05)), ((1, 0.03),), -0.4, 5.0, 12, 30.0, ((True, 50.0), (False, 33.0)))
 
@@ -125,3 +127,43 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     assert s.num_tokens_without_draft == 0
     assert s.draft_speedup == pytest.approx(2.718, abs=0.01)
     assert s.t_target["200"] == 0.25
+
+
+def measured(**settings: Any) -> tuple[tuple[int, float], ...]:
+    """What an engine of a pair knows of its target's times when it has started."""
+    with Engine(str(tiny_model("llama")), str(tiny_model("qwen2")), max_context=64, **settings) as engine:
+        assert engine.welcome.t_draft > 0
+        return engine.welcome.t_target
+
+
+def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
+    first = measured()
+    assert [fed for fed, _ in first] == [1, 2, 4, 8]
+    (file,) = (cache / "profiles").iterdir()
+    written = file.read_text()
+    assert measured() == first
+    assert file.read_text() == written
+    assert measured(profile="none") != first, "no two measurements are equal"
+    assert measured(target_dtype="float32", draft_dtype="float32") != first
+    file.write_text(written[:99])
+    assert measured() != first
+    file.write_text(written)
+    os.utime(file, (1, 1))
+    (other := file.with_name("other-times.json")).touch()
+    os.utime(other, (1, 1))
+    assert measured() != first, "of long ago"
+    assert file.read_text() != written
+    assert not other.exists(), "nobody takes it any more"
+
+
+def test_a_profile_goes_before_what_a_start_has_measured(cache: Path) -> None:
+    pair = {"target": str(tiny_model("llama")), "draft": str(tiny_model("qwen2")), "max_context": 64}
+    measured()
+    profile.save(EngineConfig(**pair), FOUND)
+    assert measured() == FOUND.t_target
+
+
+def test_of_toys_nothing_is_kept(cache: Path) -> None:
+    with Engine(TOY, TOY):
+        pass
+    assert not (cache / "profiles").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,21 @@ from pearl.models.tokenizer import (
 )
 from pearl.text import Tokenizer
 from tests.test_text import byte_fallback, byte_level
+from tests.tiny import CHAT_TEMPLATE
 
 TEMPLATE = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt here') }}{% endif %}"
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>bot:{% endif %}"
 )
+
+
+def said(tokenizer: Tokenizer, chat: list[dict[str, str]]) -> str | None:
+    """The prompt; None: the template refuses."""
+    try:
+        return tokenizer.chat_text(chat)
+    except RequestError:
+        return None
 
 
 def backend_of(tokenizer: HFTokenizer) -> PreTrainedTokenizerBase:
@@ -143,6 +153,46 @@ class TestKeptTokenizer:
             file.write_text(damage.ljust(size))  # as long as it was
             assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
             assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+
+    def test_vocabularies_are_compared_without_reading_tokens(
+        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What a draft needs at a start, and what a target needs of its draft."""
+        made, _ = load_tokenizer(str(checkpoint))
+        kept, other = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
+        monkeypatch.setattr(KeptTokenizer, "_tokenizer", property(lambda self: pytest.fail("read")))
+        check_same_vocabulary(kept, other, "kept", "other")
+        assert vocabulary_digest(kept, kept.vocab_size) == vocabulary_digest(made, made.vocab_size)
+
+    @pytest.mark.parametrize(
+        ("template", "is_plain"),
+        [
+            (CHAT_TEMPLATE, True),
+            ("{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+             "{{ m.content | trim }}{% if loop.last %}{% break %}{% endif %}\n  {% endfor %}{{ eos_token }}", True),
+            ("{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}", True),
+            ("{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}", True),
+            ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", False),
+            ("{% set ns = namespace(_x=0) %}", True),  # refused by both
+            ("{{ ''.__class__.__mro__ }}", True),
+            ("{{ dict.__class__ }}{{ dict.mro() }}", True),
+        ],
+    )  # fmt: skip
+    def test_templates_are_rendered_as_transformers_does(
+        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, template: str, is_plain: bool
+    ) -> None:
+        """Without it, where it is a plain one; a way out of the sandbox is none in either."""
+        (checkpoint / "chat_template.jinja").write_text(template)
+        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
+        assert isinstance(kept, KeptTokenizer)
+        assert kept._is_plain_chat == is_plain
+        for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
+            chat = [{"role": role, "content": f" <b> {role} & é\n"} for role in roles]
+            with monkeypatch.context() as patch:
+                if is_plain:
+                    patch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+                found = said(kept, chat)
+            assert found == said(made, chat)
 
     def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()

@@ -23,7 +23,7 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
 
     `brief`: of none, for they are known already; but the model is tried once.
     """
-    base = _fill(runner)
+    base = 0 if brief else _fill(runner)
     _seconds(runner, base, 1)  # the first forwards of a process pay for what later ones do not
     if brief:
         runner.rollback(0)

@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,7 @@ CONVERTED = "converted"  # the cache's part that is bounded; the embedded pair s
 DEFAULT_GIGABYTES = 50.0
 _FORMAT = 1  # of what is kept; raise it where the same files would be converted otherwise
 _SIZES = "sizes.json"
+_IN_USE = 24 * 3600.0  # seconds since it was used: what a convenience must not displace
 
 
 def silent(_message: str) -> None:
@@ -40,12 +42,12 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pearl"
 
 
-def stamp(files: Iterable[Path], contents: bool = False) -> str:
-    """16 hexadecimal digits that change with any of the files, and with what converts them.
+def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] = ()) -> str:
+    """16 hexadecimal digits that change with any of the files, with what converts them, and with `also`, as JSON.
 
     By path, size and time of a file; or by its name and `contents`, where that does not take long.  Raises `OSError`.
     """
-    found: list[object] = [_FORMAT, version("transformers")]
+    found: list[object] = [_FORMAT, version("transformers"), *also]
     for path in files:
         if contents:
             found.append((path.name, hashlib.blake2b(path.read_bytes()).hexdigest()))
@@ -81,6 +83,18 @@ def find(name: str) -> Path | None:
     with suppress(OSError):  # another user's, or a file system that is read only
         os.utime(final)
     return final
+
+
+def fits(size: int) -> bool:
+    """Whether so many bytes have room beside all that was used within a day, and twice on the disk: for what can do
+    without being kept.
+
+    Else two that are used in turn might displace one another at each start. Raises `ConfigError`, `OSError`.
+    """
+    root, oldest = cache_directory() / CONVERTED, time.time() - _IN_USE
+    root.mkdir(parents=True, exist_ok=True)
+    used = sum(each for last, each, _ in _conversions(root) if last > oldest)
+    return size + used <= _bound() and 2 * size <= shutil.disk_usage(root).free
 
 
 def built_once(
@@ -175,13 +189,18 @@ def _remove_oldest(root: Path, room: float) -> None:
 
     A process that has mapped the files of what is removed keeps them until it ends.
     """
+    total = 0
+    for _, size, directory in sorted(_conversions(root), reverse=True):
+        total += size
+        if total > room:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _conversions(root: Path) -> list[tuple[float, int, Path]]:
+    """When each was used last, and the bytes that it takes."""
     found = []
     for directory in root.iterdir():
         with suppress(OSError):  # it is being removed by another process
             if directory.is_dir() and not directory.name.startswith("."):
                 found.append((directory.stat().st_mtime, sum(_sizes(directory).values()), directory))
-    total = 0
-    for _, size, directory in sorted(found, reverse=True):
-        total += size
-        if total > room:
-            shutil.rmtree(directory, ignore_errors=True)
+    return found

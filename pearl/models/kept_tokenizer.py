@@ -2,7 +2,8 @@
 
 To import what makes it takes seconds in each process of a run, for it imports torch and much of torch's compiler. What
 comes of it is one object of the `tokenizers` library, a chat template and some settings: these are kept in the cache,
-for the files as they are and the version of transformers.
+for the files as they are and the version of transformers.  And a digest of all tokens: who only compares vocabularies,
+as a draft does, reads nothing else.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _READ = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # what tokenizers and settings are read from
 _TOKENIZER, _ABOUT = "tokenizer.json", "about.json"
+_FORMAT = 2  # of what is written to them
 _OF_BASE = ("_encode_plus", "_decode", "decode", "__call__", "convert_ids_to_tokens", "apply_chat_template")
 _PROBES = (
     "Hello, world!  Two spaces, a\ttab\nand\n\n  lines.",
@@ -33,22 +38,37 @@ _PROBES = (
     "Grüße, Ελληνικά, русский, 中文字符, 日本語, עברית, العربية, हिन्दी, 👩‍🚀\u00a0\ufffd\u2028",
     "",
 )
+_SAID = ("system", "Be <brief> & kind."), ("user", 'What\'s "new"?'), ("assistant", "Ünïts."), ("user", "?")
+_TURNS = [{"role": role, "content": f"  {text}\n"} for role, text in _SAID]
+_CONVERSATIONS = (_TURNS[1:2], _TURNS[:2], _TURNS[1:], _TURNS, _TURNS[:1], _TURNS[2:3])
 
 
 class KeptTokenizer:
     """The tokenizer in a directory that `keep` has written. Gives what `HFTokenizer` gives."""
 
     def __init__(self, directory: Path) -> None:
-        import tokenizers
-
         about = json.loads((directory / _ABOUT).read_text())
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._file = directory / _TOKENIZER
+        if about["checksum"] != _checksum(self._file):
+            raise ValueError("its tokens have changed")
         self.vocab_size: int = about["vocab_size"]
         self.settings: dict[str, Any] = about["settings"]
+        self.digest: bytes = bytes.fromhex(about["digest"])  # of all tokens: see `vocabulary_digest`
         self._template, self._special = about["chat_template"], about["special_tokens"]
-        self._pieces = [self._tokenizer.id_to_token(id) for id in range(self.vocab_size)]
+        self._is_plain_chat: bool = about["is_plain_chat"]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_file(str(self._file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def _pieces(self) -> list[str | None]:
+        return [self._tokenizer.id_to_token(id) for id in range(self.vocab_size)]
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
@@ -64,10 +84,14 @@ class KeptTokenizer:
     def chat_text(self, messages: list[dict[str, str]]) -> str | None:
         if self._template is None:
             return None
-        from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
-
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with refusals_explained():
+            if self._is_plain_chat and all(_is_plain_message(message) for message in given):
+                from pearl.models.chat_template import render
+
+                return render(self._template, given, self._special)
+            from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
+
             made: Any = render_jinja_template(
                 [given], chat_template=self._template, add_generation_prompt=True, **self._special
             )
@@ -104,12 +128,15 @@ def read(directory: Path) -> KeptTokenizer | None:
         return None
 
 
-def keep(directory: Path, tokenizer: PreTrainedTokenizerBase, ours: Tokenizer, settings: dict[str, Any]) -> bool:
+def keep(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, ours: Tokenizer, settings: dict[str, Any], digest: bytes
+) -> bool:
     """Keep the tokenizer of the checkpoint in `directory` for `read`, and return whether that was possible.
 
     Args:
         ours: what is made of `tokenizer` otherwise; what was kept must give the same.
         settings: anything else to keep with it, as JSON.
+        digest: of all its tokens.
     """
     if not _is_plain(tokenizer):
         return False
@@ -117,12 +144,16 @@ def keep(directory: Path, tokenizer: PreTrainedTokenizerBase, ours: Tokenizer, s
     def build(building: Path, progress: object) -> None:
         building.mkdir()
         tokenizer.backend_tokenizer.save(str(building / _TOKENIZER))
-        about = {
+        about: dict[str, Any] = {
+            "checksum": _checksum(building / _TOKENIZER),
             "vocab_size": ours.vocab_size,
             "chat_template": tokenizer.get_chat_template() if tokenizer.chat_template is not None else None,
             "special_tokens": tokenizer.special_tokens_map,
             "settings": settings,
+            "digest": digest.hex(),
+            "is_plain_chat": False,
         }
+        about["is_plain_chat"] = _is_plain_chat(about["chat_template"], about["special_tokens"], ours)
         (building / _ABOUT).write_text(json.dumps(about))
         if not _same(KeptTokenizer(building), ours):
             raise ModelError("it does not give the same")
@@ -135,11 +166,15 @@ def keep(directory: Path, tokenizer: PreTrainedTokenizerBase, ours: Tokenizer, s
     return True
 
 
+def _checksum(file: Path) -> int:
+    return zlib.crc32(file.read_bytes())
+
+
 def _name(directory: Path) -> str:
     """By the contents of all files that may matter. Raises `OSError`."""
     found = (*directory.iterdir(), *directory.glob("additional_chat_templates/*"))
     files = [path for path in sorted(found) if path.suffix in _READ and path.is_file()]
-    return f"tokenizer-{stamp(files, contents=True)}"
+    return f"tokenizer-{stamp(files, contents=True, also=[_FORMAT, version('jinja2')])}"
 
 
 def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -167,3 +202,24 @@ def _same(kept: KeptTokenizer, ours: Tokenizer) -> bool:
                 return False
     spread = list(range(0, size, max(1, size // 500)))
     return kept.decode(spread) == ours.decode(spread)
+
+
+def _is_plain_message(message: dict[str, Any]) -> bool:
+    return message.keys() <= {"role", "content"} and all(type(value) is str for value in message.values())
+
+
+def _is_plain_chat(template: str | None, special: dict[str, Any], ours: Tokenizer) -> bool:
+    """Whether our own rendering of some conversations is what transformers makes of them, or refuses."""
+    from pearl.models.chat_template import render
+
+    def made(by: Callable[[], str | None]) -> str | None:
+        try:
+            with refusals_explained():
+                return by()
+        except RequestError:
+            return None
+
+    return template is not None and all(
+        made(lambda chat=chat: render(template, chat, special)) == made(lambda chat=chat: ours.chat_text(chat))  # type: ignore[misc]
+        for chat in _CONVERSATIONS
+    )

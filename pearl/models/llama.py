@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pearl.models import attention
 from pearl.models.feeds import Feed, Layout, lay_out
 from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
+from pearl.models.kept_matrices import Findings
 from pearl.models.matrices import (
     Matrix,
     Rounding,
@@ -114,6 +116,7 @@ class LlamaRunner:
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         rounding: how matrices are rounded, or stored, on a CPU: see `matrices.matrix`.
+        findings: what was found out about these weights before, on this CPU.
     """
 
     def __init__(
@@ -126,8 +129,9 @@ class LlamaRunner:
         records: bool = True,
         record: Record | None = None,
         rounding: Rounding = "",
+        findings: Findings | None = None,
     ) -> None:
-        config, inner = model.config, model.model
+        config, inner, findings = model.config, model.model, findings or Findings()
         self._group = group
         self.context, self.vocab_size = context, int(config.vocab_size)
         self.device, self.dtype = model.device, model.dtype
@@ -149,13 +153,14 @@ class LlamaRunner:
         with torch.inference_mode():
             self._embedding = inner.embed_tokens.weight
             is_bf16 = packs(self._embedding) and self.dtype == torch.bfloat16
-            self._layers = [_layer(layer, rounding) for layer in inner.layers]
+            self._layers = [_layer(layer, rounding, findings) for layer in inner.layers]
             self._norm = inner.norm.weight
-            self._head = matrix(model.lm_head, rounding=rounding, wide=True)
+            self._head = matrix(model.lm_head, rounding=rounding, wide=True, laid=findings.laid)
             self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
             cache_dtype, invariant = self.dtype, True
             if self._graphs is None:
-                cache_dtype, invariant = self._probe()
+                self._least_rows, dtype_name, invariant = findings.probed(self._probe)
+                cache_dtype = getattr(torch, dtype_name)
             self._positions = torch.arange(room + PREFILL, device=self.device)
             self._cos, self._sin = self._angles(inner.rotary_emb, cache_dtype)
             shape = (slots, len(self._layers), self._kv_heads, room, self._head_dim)
@@ -179,11 +184,10 @@ class LlamaRunner:
             self._slots.wrote(slot, FED)
             self._slots.rollback(0, slot)
 
-    def _probe(self) -> tuple[torch.dtype, bool]:
+    def _probe(self) -> tuple[int, str, bool]:
         """Find how rows become independent of one another on this CPU.
 
-        Raises `self._least_rows`, to which forwards are padded, as needed.  Returns the cache's dtype, and whether
-        rows are independent then.
+        Returns to how many rows forwards are padded, the cache's dtype, and whether rows are independent then.
         """
         layer, hidden = self._layers[0], self._embedding.shape[1]
         inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
@@ -193,12 +197,12 @@ class LlamaRunner:
             least_rows(lambda x, by=by: by(x, None), probe_rows(width, self.dtype))  # type: ignore[misc]
             for by, width in [*products, (self._head, hidden)]
         ]
-        self._least_rows = max(self._least_rows, *found)
         dtypes = [torch.float32]
         if self.dtype == torch.bfloat16 and multiplies_bf16():
             dtypes.insert(0, torch.bfloat16)
         invariant = [dtype for dtype in dtypes if self._attention_is_invariant(dtype)]
-        return (invariant or dtypes)[0], all(found) and bool(invariant)
+        dtype = str((invariant or dtypes)[0]).removeprefix("torch.")
+        return max(self._least_rows, *found), dtype, all(found) and bool(invariant)
 
     def _attention_is_invariant(self, dtype: torch.dtype) -> bool:
         """Whether attention to four blocks of keys gives a query the same bits whatever stands beside it."""
@@ -404,17 +408,18 @@ class LlamaRunner:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _layer(layer: Any, rounding: Rounding) -> _Layer:
+def _layer(layer: Any, rounding: Rounding, findings: Findings) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    one = partial(matrix, rounding=rounding, laid=findings.laid)
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
     return _Layer(
         layer.input_layernorm.weight,
-        matrix(attention.q_proj, attention.k_proj, attention.v_proj, rounding=rounding),
+        one(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm,
         k_norm,
-        matrix(attention.o_proj, rounding=rounding),
+        one(attention.o_proj),
         layer.post_attention_layernorm.weight,
-        matrix(mlp.gate_proj, mlp.up_proj, rounding=rounding),
-        matrix(mlp.down_proj, rounding=rounding),
+        one(mlp.gate_proj, mlp.up_proj),
+        one(mlp.down_proj),
     )

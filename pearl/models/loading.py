@@ -19,6 +19,7 @@ from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
 from pearl.models.hub import in_cache
 from pearl.models.kept import Progress, silent
+from pearl.models.kept_matrices import findings_of
 from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.memory import available_memory, cache_bytes, check_room, gigabytes, needed
 from pearl.models.runner import ModelRunner
@@ -113,7 +114,11 @@ def load_runner(
         slots += min(spare, left // 2) if device.type == "cpu" else 0
         runner: ModelRunner
         if ours:
-            runner = LlamaRunner(model, context, group, slots=slots, records=forwards == "auto", rounding=rounding)
+            known = None
+            if isinstance(model, Decoder) and device.type == "cpu" and group.size == 1:
+                known = findings_of(Path(path), rounding, str(model.dtype))
+            records = forwards == "auto"
+            runner = LlamaRunner(model, context, group, slots=slots, records=records, rounding=rounding, findings=known)
         else:
             from pearl.models.hf import HFRunner
 

@@ -8,6 +8,7 @@ that number for the CPU at hand: which kernel serves a shape differs between ins
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from pearl.errors import ModelError
+from pearl.models.packed import multiply, pack
 
 Rounding = Literal["", "int8", "int4", "stored"]
 Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
@@ -61,39 +63,88 @@ def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
     return irregular(_TOGETHER, width, dtype)
 
 
-def matrix(*linears: Any, rounding: Rounding = "", wide: bool = False) -> Matrix:
+@dataclass(frozen=True)
+class Rounded:
+    """Rounded weights in the layout of their kernel, of int8 or of int4: multiplies rows by them.
+
+    Attributes:
+        rows: of the matrix; the int4 kernel has whole panels of them.
+    """
+
+    steps: torch.Tensor
+    scales: torch.Tensor
+    rows: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.steps.dtype == torch.int8:
+            return torch._weight_int8pack_mm(x, self.steps, self.scales)
+        result = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.steps, _INT4_GROUP, self.scales)
+        return result if result.shape[1] == self.rows else result[:, : self.rows].contiguous()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights as oneDNN lays them out: multiplies rows of their dtype by them.
+
+    Attributes:
+        memory: what the matrix stands in, where it is not its own.
+    """
+
+    matrix: torch.Tensor
+    memory: torch.Tensor | None = None
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return multiply(x, self.matrix, bias, y)
+
+
+Laid = Rounded | Packed  # how weights are laid out for a kernel of this processor
+Make = Callable[[], Laid]
+
+
+def matrix(
+    *linears: Any, rounding: Rounding = "", wide: bool = False, laid: Callable[[Make], Laid] = lambda make: make()
+) -> Matrix:
     """Return several linear layers of one input as one matrix, their outputs side by side.
 
     Takes the weights away from the layers, so that a large model is never in memory twice.  `rounding` "int8": each
     row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": as "int4" where the weights are so
-    already, else float32, whose results stay so where they are to be `wide`.  Raises `ModelError` for widths that
-    "int8" and "int4" cannot have.
+    already, else float32, whose results stay so where they are to be `wide`.  `laid` may give what was made of these
+    weights before, which are then not read.  Raises `ModelError` for widths that "int8" and "int4" cannot have.
     """
-    weight = torch.cat([each.weight for each in linears]) if len(linears) > 1 else linears[0].weight.detach()
+    weights = [each.weight.detach() for each in linears]
     bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
     for each in linears:
         each.weight = None
-    if rounding:
-        product: Callable[[torch.Tensor], torch.Tensor] | None
-        if rounding == "stored":
-            product = _in_4_bits(weight, stored=True) or _in_32_bits(weight, wide)
-        else:
-            product = _in_8_bits(weight) if rounding == "int8" else _in_4_bits(weight)
+    if not rounding and not packs(weights[0]):
+        weight = _stacked(weights)
+        return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
+    product = laid(lambda: _lay_out(_stacked(weights), rounding))
+    if not rounding:
+        assert isinstance(product, Packed)
+        return lambda x, y: product(x, bias, y)
 
-        def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-            assert product is not None
-            result = product(x)
-            for more in (bias, y):
-                result = result if more is None else result + more
-            return result
+    def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        # Of weights that are not stored in 4 bits, in float32: for rows of a narrower dtype, which results have too.
+        result = product(x) if isinstance(product, Rounded) else product(x.float())
+        result = result if wide else result.to(x.dtype)
+        for more in (bias, y):
+            result = result if more is None else result + more
+        return result
 
-        return multiply_rounded
-    if packs(weight):
-        packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
-        return lambda x, y: (
-            multiply(x, packed, bias, "none", [], "") if y is None else multiply.binary(x, y, packed, bias, "add")
-        )
-    return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
+    return multiply_rounded
+
+
+def _stacked(weights: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(weights) if len(weights) > 1 else weights[0]
+
+
+def _lay_out(weight: torch.Tensor, rounding: Rounding) -> Laid:
+    if rounding == "int8":
+        return _in_8_bits(weight)
+    rounded = _in_4_bits(weight, stored=rounding == "stored") if rounding else None
+    return rounded or Packed(pack(weight.float() if rounding else weight))
 
 
 def _check_width(weight: torch.Tensor, dtype: str, least: int) -> None:
@@ -104,16 +155,16 @@ def _check_width(weight: torch.Tensor, dtype: str, least: int) -> None:
         )
 
 
-def _in_8_bits(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _in_8_bits(weight: torch.Tensor) -> Rounded:
     _check_width(weight, "int8", _INT8_COLUMNS)
     scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
     steps = torch.empty(weight.shape, dtype=torch.int8)
     for some, into, scale in zip(weight.split(1024), steps.split(1024), scales.split(1024), strict=True):
         into.copy_((some.float() / scale[:, None].float()).round_().clamp_(-127, 127))
-    return lambda x: torch._weight_int8pack_mm(x, steps, scales)
+    return Rounded(steps, scales, len(steps))
 
 
-def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Rounded | None:
     """Groups of 32 weights, each from its least to its largest in 16 steps: exactly the weights of a Q4_1 file, and of
     a Q4_0 file, up to the rounding of scales to the dtype of `weight`.
 
@@ -135,24 +186,7 @@ def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Callable[[torch.Te
         steps = ((groups - middle[..., None]) / step[..., None]).round_().add_(8).clamp_(0, 15)
         packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.view(len(some), -1).int(), 1))
         scales.append(scale.transpose(0, 1))
-    panels, factors = torch.cat(packed), torch.cat(scales, 1).contiguous()
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        result = torch.ops.aten._weight_int4pack_mm_for_cpu(x, panels, _INT4_GROUP, factors)
-        return result if result.shape[1] == rows else result[:, :rows].contiguous()
-
-    return product
-
-
-def _in_32_bits(weight: torch.Tensor, wide: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For rows of a narrower dtype, which the results have too where they are not `wide`."""
-    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight.float()), torch.ops.mkldnn._linear_pointwise
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        result = multiply(x.float(), packed, None, "none", [], "")
-        return result if wide else result.to(x.dtype)
-
-    return product
+    return Rounded(torch.cat(packed), torch.cat(scales, 1).contiguous(), rows)
 
 
 def _steps(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:

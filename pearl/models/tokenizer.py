@@ -19,7 +19,7 @@ from pearl.errors import ModelError, RequestError
 from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.models.kept import Progress, silent
-from pearl.models.kept_tokenizer import refusals_explained
+from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
 from pearl.models.recorded import RecordedTexts, read_texts
 from pearl.text import REPLACEMENT, Tokenizer
 
@@ -185,6 +185,8 @@ def load_tokenizer(
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
     """Raises `ModelError` unless every id that both have is the same token. Ids of one alone are padding."""
     size = min(target.vocab_size, draft.vocab_size)
+    if isinstance(target, KeptTokenizer) and isinstance(draft, KeptTokenizer) and target.digest == draft.digest:
+        return  # what is kept of them says so: neither need be read
     if (wanted := _pieces(target, size)) == (found := _pieces(draft, size)):
         return
     id = next(id for id in range(size) if wanted[id] != found[id])
@@ -196,6 +198,8 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str,
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` from afar."""
+    if isinstance(tokenizer, KeptTokenizer) and size == tokenizer.vocab_size:
+        return tokenizer.digest
     return hashlib.blake2b(json.dumps(_pieces(tokenizer, size)).encode(), digest_size=16).digest()
 
 
@@ -226,7 +230,8 @@ def _from_checkpoint(path: str, trust_remote_code: bool) -> tuple[Tokenizer, Gen
     tokenizer = HFTokenizer(of_transformers)
     defaults = _defaults(_generation_config(path, trust_remote_code), tokenizer.eos)
     if directory is not None:
-        kept_tokenizer.keep(directory, of_transformers, tokenizer, asdict(defaults))
+        digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
+        kept_tokenizer.keep(directory, of_transformers, tokenizer, asdict(defaults), digest)
     return tokenizer, defaults
 
 

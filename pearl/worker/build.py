@@ -38,6 +38,7 @@ from pearl.worker.draft_link import TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.profile import load as load_profile
+from pearl.worker.profile import times
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.settings import WorkerSettings
@@ -62,7 +63,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        spread, profile = _spreader(config), load_profile(config)
+        spread, profile, (known, keep) = _spreader(config), load_profile(config), times(config)
         taken = devices_of(config, model.role)
         if told := shared_gpus(config):
             log.warning("%s", told)
@@ -85,7 +86,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
                 stopping=lifeline.closed.is_set,
                 tracer=tracer,
                 channel=partial(make_channel, runner.vocab_size) if make_channel else None,
-                profile=profile,
+                profile=profile or known,
+                measured=keep,
             )
             with torch.inference_mode():
                 worker.run()

@@ -1,5 +1,7 @@
 """Profiles: what `pearl calibrate` has measured of a pair on this machine, kept for the engines that come after.
 
+Where there is none, the forward times that a start has measured are kept for a day, so that the next need not.
+
 A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
 are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, but for those
 whose rule makes them depend on the window (`ratio` under `sd`).
@@ -10,6 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
+from pearl.models.checkpoint import is_toy
 from pearl.models.kept import cache_directory
 from pearl.protocol.window import Profile
 from pearl.trace.recorder import where_and_what
@@ -39,6 +45,8 @@ _MEASURED_WITH = (  # settings that what is measured depends on
     "draft_pace",
 )
 _PROFILE = TypeAdapter(Profile)
+_TIMES = "-times.json"
+_TIMES_SECONDS = 24 * 3600.0  # that what a start has measured is taken: something else may have kept the machine busy
 
 
 def key(config: EngineConfig) -> dict[str, Any]:
@@ -65,7 +73,12 @@ def path_of(config: EngineConfig) -> Path:
 def save(config: EngineConfig, profile: Profile) -> Path:
     """Keeps it for the engines that come after; returns where. Raises `ConfigError` where it cannot be written."""
     path = path_of(config)
-    document = {"format": FORMAT, "key": key(config), "profile": _PROFILE.dump_python(profile, mode="json")}
+    _write(path, key(config), profile)
+    return path
+
+
+def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
+    document = {"format": FORMAT, "key": key, "profile": _PROFILE.dump_python(profile, mode="json")}
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +86,35 @@ def save(config: EngineConfig, profile: Profile) -> Path:
         beside.replace(path)
     except OSError as error:
         raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
-    return path
+
+
+def times(config: EngineConfig) -> tuple[Profile | None, Callable[[Profile], None]]:
+    """What starts have measured of this pair within a day, if anything; and how to keep what this one measures.
+
+    To be asked before this process is pinned. Of toys nothing is kept, nor where `config.profile` wants none.
+    """
+    if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
+        return None, lambda profile: None
+    path, of = path_of(config), key(config)
+    path = path.with_name(f"{path.stem}{_TIMES}")
+
+    def keep(measured: Profile) -> None:
+        try:
+            _write(path, of, Profile(t_draft=measured.t_draft, t_target=measured.t_target))
+            for other in path.parent.glob(f"*{_TIMES}"):
+                if not _is_recent(other):
+                    other.unlink(missing_ok=True)
+        except (ConfigError, OSError) as error:  # the next start measures again
+            log.debug("%s", error)
+
+    with suppress(OSError, ConfigError):
+        if _is_recent(path):
+            return _read(path), keep
+    return None, keep
+
+
+def _is_recent(path: Path) -> bool:
+    return 0 <= time.time() - path.stat().st_mtime < _TIMES_SECONDS
 
 
 def load(config: EngineConfig) -> Profile | None:

@@ -75,6 +75,7 @@ class TargetWorker:
     Args:
         channel: opens the tensor channel to the draft; None: dense distributions come as frames.
         profile: what is known of the pair; None: nothing.
+        measured: told what has been measured of the pair where nothing was known, once requests can be served.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class TargetWorker:
         tracer: Tracer,
         channel: Callable[[], TensorChannel] | None = None,
         profile: Profile | None = None,
+        measured: Callable[[Profile], None] = lambda profile: None,
     ) -> None:
         self._endpoint, self._executor, self._settings, self._tracer = endpoint, executor, settings, tracer
         self._ready, self._stopping = ready, stopping
+        self._measured = None if profile else measured
         self._slots = settings.slots
         self._coordinator = Coordinator(Speeds.of(profile) if profile else None, settings.slots)
         self._decide = tracer.deciding(self._coordinator)
@@ -207,6 +210,9 @@ class TargetWorker:
         self._is_ready = True
         self._ready()
         self._welcome()
+        profile = self._coordinator.speeds.profile
+        if self._measured is not None and profile.t_draft and profile.t_target:
+            self._measured(profile)
 
     def _welcome(self) -> None:
         """Introduces the engine to the fronts that have not been told, once requests can be served."""
