@@ -38,7 +38,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     console = SafeConsole(stderr=True)
     text = "" if torchrun.rank() else _prompt(prompt)  # before loading anything; torchrun's other rank needs none
     if connect is None:
-        settings.engine.check_method(settings.decoding.method)
+        settings.engine.check_decoding(settings.decoding)
     with running(settings.engine, console, connect) as engine:
         if engine is None:
             return

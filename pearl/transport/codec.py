@@ -19,6 +19,7 @@ import msgpack
 import pearl.errors
 from pearl.decoding.distribution import Distribution, Form
 from pearl.decoding.registry import MAX_PARAMETERS, Parameters, find
+from pearl.drafting.registry import check_stop, find_stop
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -115,8 +116,13 @@ def _rule(value: object) -> str:
     return find(name).name
 
 
+def _stop(value: object) -> str:
+    name: str = _NAME.check(value)
+    return find_stop(name).name
+
+
 def _parameters(value: object) -> Parameters:
-    """Pairs (name, finite value); whether the rule takes them is checked with the whole message."""
+    """Pairs (name, finite value); whether the rule or policy takes them is checked with the whole message."""
     if type(value) is not tuple or len(value) > MAX_PARAMETERS:
         raise ValueError(f"must be an array of at most {MAX_PARAMETERS} pairs (name, value)")
     for pair in value:
@@ -184,6 +190,7 @@ _TEXT = sized(str, _MAX_TEXT)
 _CUT_TEXT = Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
 _FINITE = real(-sys.float_info.max, sys.float_info.max)
 _RULE = Kind(_rule)
+_STOP = Kind(_stop)
 _PARAMETERS = Kind(_parameters, _pack_parameters)
 _ERRORS = [
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
@@ -212,6 +219,8 @@ _DECODING = nested(
         look_ahead=_GUESSES,
         draft_lookup=_GUESSES,
         branches=integer(0, MAX_BRANCHES + 1),
+        draft_stop=_STOP,
+        stop_parameters=_PARAMETERS,
     )
 )
 _SHAPES: dict[int, Shape] = {
@@ -271,6 +280,8 @@ _SHAPES: dict[int, Shape] = {
         lookup=_GUESSES,
         branches=integer(0, MAX_BRANCHES + 1),
         bonus=Kind(flag),
+        draft_stop=_STOP,
+        stop_parameters=_PARAMETERS,
     ),
     8: Shape(
         DraftTokens,
@@ -395,6 +406,7 @@ def _whole(message: Any, raw: Sequence[Frame]) -> Message:
 def _check_parameters(field: str, given: Decoding | Begin) -> None:
     try:
         find(given.rule).values(given.parameters)
+        check_stop(given.draft_stop, given.stop_parameters)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
 
