@@ -409,7 +409,7 @@ class DecodingConfig(Section):
     @model_validator(mode="after")
     def _stops_of_the_method(self) -> Self:
         try:
-            check_stop(self.draft_stop, self.stop_parameters)
+            check_stop(self.draft_stop).values(self.stop_parameters)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if self.draft_stop != FIXED and self.method not in STOPPING:

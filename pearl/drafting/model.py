@@ -259,7 +259,7 @@ class ModelProposer:
         """Draws one token, without waiting for what a device has not computed yet."""
         row = self._fit(logits)
         draw, probs = text.rule.draft(row, command.start + len(command.tokens))
-        features = self._features(row, draw) if text.window is not None else None
+        features = shape_of(row, draw[1:]) if text.window is not None else None
         following = None
         if self.chains:
             # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
@@ -380,7 +380,7 @@ class ModelProposer:
                 seen = text.branches.see(first + i, read_draw(draw), text.rule, row)
                 text.branches.drafted(first + i, seen)
             if text.window is not None:
-                features = self._features(row, draw)
+                features = shape_of(row, draw[1:])
                 paused = _pauses(text.window, first + i, read_draw(draw), features)
             if paused or (i < len(guesses) and read_draw(draw) != guesses[i]):
                 break
@@ -411,12 +411,6 @@ class ModelProposer:
         extras: dict[str, Any] = {"cached": cached, "paused": paused, "branches": launched.branches}
         return Drafted(tokens, seconds, rows, draw, **extras, request=command.request)
 
-    def _features(self, row: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-        probs = torch.softmax(row.float(), -1)
-        top = probs.topk(min(TOP, len(probs))).values
-        token = draw[1:].long().clamp(0, len(probs) - 1)  # of a row that is not finite it may be anything
-        return torch.cat((top, torch.special.entr(probs).sum()[None], probs[token]))
-
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """An id that only the target has stands for something this model cannot know; only acceptance suffers."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
@@ -427,6 +421,14 @@ class ModelProposer:
         if self._missing < 0:
             return logits[: self._missing]
         return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf)
+
+
+def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Of logits [vocab] what stop policies see: the `TOP` largest probabilities, the entropy, and `token`'s [1]."""
+    probs = torch.softmax(row.float(), -1)
+    top = probs.topk(min(TOP, len(probs))).values
+    known = token.long().clamp(0, len(probs) - 1)  # of a row that is not finite it may be anything
+    return torch.cat((top, torch.special.entr(probs).sum()[None], probs[known]))
 
 
 def _pauses(window: StopWindow, position: int, token: int, features: torch.Tensor) -> bool:

@@ -62,7 +62,7 @@ STOPS: dict[str, StopSpec] = {  # by name, the default first
         ),
         StopSpec(
             "oracle",
-            "behind the first token that the target rejects",
+            "behind the last token that the target accepts",
             "the recorded text: for pearl simulate alone",
             is_simulated=True,
         ),
@@ -77,13 +77,13 @@ def find_stop(name: str) -> StopSpec:
     return STOPS[name]
 
 
-def check_stop(name: str, parameters: Parameters) -> None:
-    """Raises ValueError for what an engine cannot do: an unknown policy or parameter, or one of the simulator."""
+def check_stop(name: str) -> StopSpec:
+    """As `find_stop`. Raises ValueError for a policy of the simulator too."""
     spec = find_stop(name)
-    spec.values(parameters)
     if spec.is_simulated:
         known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
         raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl simulate has it; choose {known}")
+    return spec
 
 
 def stops_table() -> str:

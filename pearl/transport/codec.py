@@ -118,7 +118,8 @@ def _rule(value: object) -> str:
 
 def _stop(value: object) -> str:
     name: str = _NAME.check(value)
-    return find_stop(name).name
+    check_stop(name)
+    return name
 
 
 def _parameters(value: object) -> Parameters:
@@ -397,16 +398,19 @@ def _whole(message: Any, raw: Sequence[Frame]) -> Message:
     if type(message) is Committed and len(message.tokens) != len(message.provenance):
         raise ValueError("Committed has not one provenance a token")
     if type(message) is Submit:
-        _check_parameters("Submit.decoding", message.decoding)
+        _check_parameters("Submit.decoding", "Submit.decoding", message.decoding)
     if type(message) is Begin:
-        _check_parameters("Begin.parameters", message)
+        _check_parameters("Begin.parameters", "Begin.stop_parameters", message)
     return message
 
 
-def _check_parameters(field: str, given: Decoding | Begin) -> None:
+def _check_parameters(of_rule: str, of_stop: str, given: Decoding | Begin) -> None:
+    """Raises ValueError, which begins with the field's name as it is given here."""
+    field = of_rule
     try:
         find(given.rule).values(given.parameters)
-        check_stop(given.draft_stop, given.stop_parameters)
+        field = of_stop
+        find_stop(given.draft_stop).values(given.stop_parameters)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
 
