@@ -35,7 +35,10 @@ from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
 from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.trace.figures import side_by_side
+from pearl.trace.report import report
 from pearl.worker.execute import DraftExecutor, TargetExecutor
+from tests import traced
 from tests.test_rules import overlapping
 from tests.test_verification import DRAFT, NEVER, TARGET, Table, p_value
 from tests.test_worker import MakeLoops, loops, simulated, submission
@@ -430,6 +433,17 @@ def test_a_policy_goes_through_both_workers(loops: MakeLoops, method: str, rule:
         ).statistics.num_draft_stops
         == 0
     )
+
+
+def test_a_trace_tells_how_often_drafting_was_ended(tmp_path: Path) -> None:
+    for stop, parameters in (("fixed", ()), ("threshold", (("confidence", 0.2),))):
+        asked = Decoding("sd", "fixed", 8, draft_stop=stop, stop_parameters=parameters)
+        outcome, trace = traced.recorded(tmp_path / f"{stop}.json", asked, alpha=0.5, tokens=100)
+        told = report(trace)
+        assert told.stops == outcome.counts.pauses == told.as_dict()["stops"]
+        assert (told.stops > 0) == (stop == "threshold")
+        shown = dict(side_by_side([told]))["draft tokens"][0]
+        assert (f"a stop policy ended {told.stops} windows" in shown) == (told.stops > 0)
 
 
 @pytest.mark.parametrize(
