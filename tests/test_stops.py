@@ -260,7 +260,7 @@ def decoded(
     else:
         pair = overlapping(32, 0.5)
     vocab = 32 if target is None else len(target)
-    theirs, ours = (ToyRunner(vocab, each) for each in pair)
+    theirs, ours = (ToyRunner(vocab, each, slots=9) for each in pair)
     made = policies or partial(make_policy, classifier=classifier())
     proposer = VirtualProposer(ours, vocab, lambda fed: 1.0, policies=made)
     submit = Submit(1, (0,), 1 + tokens, sampling, decoding)
@@ -289,6 +289,19 @@ def test_under_ratio_pearls_text_is_the_seeds(
 ) -> None:
     asked = Decoding(method, window, 6, "ratio", draft_stop=stop, stop_parameters=parameters)
     assert decoded(asked).tokens == decoded(Decoding(method, window, 6)).tokens
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize(("stop", "parameters"), RUNNING)
+def test_pearls_text_is_the_seeds_with_all_that_guesses_beside(
+    stop: str, parameters: tuple[tuple[str, float], ...], rule: str
+) -> None:
+    """Where branches become the text, and the draft takes several tokens of one forward."""
+    every = Decoding("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
+    asked = replace(every, draft_stop=stop, stop_parameters=parameters)
+    found = decoded(asked)
+    assert found.tokens == decoded(Decoding("pearl", "stream", 4, rule)).tokens
+    assert found.counts.pauses > 0
 
 
 TIMINGS = [
