@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +31,7 @@ from pydantic import (
 from pearl.decoding.registry import RULES, Parameters, find, named_parameters
 from pearl.device import Device
 from pearl.document import parse_yaml
+from pearl.drafting.registry import CAP, FIXED, STOPS, check_stop
 from pearl.errors import ConfigError
 
 # Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
@@ -45,6 +46,9 @@ MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain 
 DRAFTLESS = ("ar", "ngram")  # methods that need no draft
 BRANCHING = ("auto", "pearl", "ssd")  # methods whose draft may prepare for other outcomes
 LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies guesses too
+# Methods whose draft may stop where a policy says so. Not ssd and pearl-no-post-verify: what the one prepares no policy
+# sees, and the windows of the other would depend on when a verdict comes, and with them its text under ratio.
+STOPPING = ("auto", "sd", "pearl", "pearl-no-pre-verify")
 LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
 MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
 BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
@@ -131,6 +135,10 @@ class EngineConfig(Section):
         description="Directory of texts from which ngram and pearl guess too, beside the text so far; see "
         "pearl datastore --help.",
     )
+    disco: str | None = Field(
+        None,
+        description="File with the classifier of --draft-stop disco for this pair, as pearl disco train has made it.",
+    )
     target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
     draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
     control: str = Field(
@@ -212,7 +220,7 @@ class EngineConfig(Section):
     def _named(cls, value: str) -> str:
         return value if value in ("auto", "none") else os.path.abspath(os.path.expanduser(value))
 
-    @field_validator("datastore")
+    @field_validator("datastore", "disco")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
         return value and os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
@@ -241,6 +249,15 @@ class EngineConfig(Section):
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
             use = " or ".join(DRAFTLESS)
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
+
+    def check_decoding(self, decoding: DecodingConfig) -> None:
+        """Raises `ConfigError` where the method or the stop policy needs what this engine has not."""
+        self.check_method(decoding.method)
+        if STOPS[decoding.draft_stop].is_trained and self.disco is None:
+            raise ConfigError(
+                f"draft_stop {decoding.draft_stop} needs a classifier of this pair: make one with pearl disco train, "
+                "and name its file with --disco"
+            )
 
     def model(self, role: ModelRole) -> ModelConfig:
         """The settings of one model, and those that both have."""
@@ -291,12 +308,24 @@ _Decoding = TypeVar("_Decoding", bound="DecodingConfig")
 
 
 def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
-    """The section with what rules declare: the values that `rule` may have, and an optional field a parameter."""
+    """The section with what rules and stop policies declare: the values that `rule` and `draft_stop` may have, and an
+    optional field a parameter.
+    """
     summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
     choice = Field(next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
-    fields: dict[str, Any] = {"rule": (Literal[tuple(RULES)], choice)}
-    for name, declared in named_parameters(RULES.values()).items():
-        described = " ".join(f"Of rule {rule}: {one}: {one.description}." for rule, one in declared.items())
+    policies = "; ".join(f"{spec.name}: {spec.description}" for spec in STOPS.values())
+    stop = Field(
+        FIXED,
+        description=f"Where the draft ends a window before its bound. {policies}. For methods {', '.join(STOPPING)}; "
+        f"under sd --gamma is then the bound, {CAP} by default. It changes no text but that of sd under a rule whose "
+        "text depends on drafts, and never its distribution.",
+    )
+    fields: dict[str, Any] = {"rule": (Literal[tuple(RULES)], choice), "draft_stop": (Literal[tuple(STOPS)], stop)}
+    of_rules, of_stops = named_parameters(RULES.values()), named_parameters(STOPS.values())
+    assert not set(of_rules) & set(of_stops), "a flag is either a rule's or a stop policy's"
+    for name, declared in (of_rules | of_stops).items():
+        whose = "rule" if name in of_rules else "draft_stop"
+        described = " ".join(f"Of {whose} {owner}: {one}: {one.description}." for owner, one in declared.items())
         low, high = min(one.low for one in declared.values()), max(one.high for one in declared.values())
         kind = next(iter(declared.values())).kind
         fields[name] = (kind | None, Field(None, ge=low, le=high, description=described))
@@ -317,6 +346,7 @@ class DecodingConfig(Section):
     window: Literal["stream", "fixed"] = Field("stream", description="stream: no full windows; fixed: the paper's.")
     gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
     rule: str = next(iter(RULES))
+    draft_stop: str = FIXED
     look_ahead: Guesses = Field(
         None,
         description="Most guesses, n-grams of the text so far, that the target verifies in a forward beside what is "
@@ -353,9 +383,23 @@ class DecodingConfig(Section):
 
     @property
     def parameters(self) -> Parameters:
-        """Those that are set, as they travel: (name, value)."""
-        given = ((name, getattr(self, name, None)) for name in named_parameters(RULES.values()))
+        """Those of the rule that are set, as they travel: (name, value)."""
+        return self._set(named_parameters(RULES.values()))
+
+    @property
+    def stop_parameters(self) -> Parameters:
+        """Likewise of the stop policy."""
+        return self._set(named_parameters(STOPS.values()))
+
+    def _set(self, names: Iterable[str]) -> Parameters:
+        given = ((name, getattr(self, name, None)) for name in names)
         return tuple((name, value) for name, value in given if value is not None)
+
+    @property
+    def gamma_in_use(self) -> int | None:
+        """`gamma`; where a policy ends the windows of a target that waits for them, a bound that seldom does."""
+        waits = self.method == "sd" and self.draft_stop != FIXED
+        return CAP if waits and self.gamma is None else self.gamma
 
     @model_validator(mode="after")
     def _parameters_of_the_rule(self) -> Self:
@@ -363,6 +407,19 @@ class DecodingConfig(Section):
             find(self.rule).values(self.parameters)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _stops_of_the_method(self) -> Self:
+        try:
+            check_stop(self.draft_stop).values(self.stop_parameters)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if self.draft_stop != FIXED and self.method not in STOPPING:
+            raise ConfigError(
+                f"draft_stop {self.draft_stop} is for methods {', '.join(STOPPING)}, not {self.method}, which takes "
+                f"{FIXED}"
+            )
         return self
 
     @model_validator(mode="after")

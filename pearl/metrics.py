@@ -32,6 +32,7 @@ class Statistics:
         guessed_by_source: those committed by who guessed them, "n-gram" or "datastore": the surer where both did.
         accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
             confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
+        num_draft_stops: windows that the stop policy ended before their bound.
         num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
         expected_rejections: the sum of the chances, at each position judged, that its token is rejected: for rule ratio
             of the total variation distances between draft and target. None where nothing was judged so.
@@ -79,6 +80,7 @@ class Statistics:
     num_guesses: int = 0
     guessed_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    num_draft_stops: int = 0
     num_rejections: int = 0
     expected_rejections: float | None = None
     expected_rejections_sd: float | None = None
@@ -192,6 +194,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         num_guesses=counts.guesses,
         guessed_by_source={source.value: n for source, n in counts.guessed.items()},
         accepted_by_source={source.value: count for source, count in counts.sources.items()},
+        num_draft_stops=counts.pauses,
         num_rejections=counts.rejected,
         expected_rejections=counts.odds.rejections if counts.odds else None,
         expected_rejections_sd=sqrt(counts.odds.variance) if counts.odds else None,

@@ -198,12 +198,20 @@ class ScriptDraft:
     """A draft that writes the same text, but for the positions in `wrong`.
 
     `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
+    `stops`: positions behind which its stop policy ends drafting.
     """
 
-    def __init__(self, text: Sequence[int], wrong: Collection[int] = (), foresees: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        text: Sequence[int],
+        wrong: Collection[int] = (),
+        foresees: Collection[int] = (),
+        stops: Collection[int] = (),
+    ) -> None:
         self.text = tuple(text)
         self.wrong = frozenset(wrong)
         self.foresees = frozenset(foresees)
+        self.stops = frozenset(stops)
         self.cache = Cache()
         self.branches: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -224,7 +232,7 @@ class ScriptDraft:
                     return Drafted()
                 known = len(self.cache.tokens)
                 branches = self._prepared(known - pending, known + budget)
-                return Drafted((self._says(self.cache.tokens),), branches=branches)
+                return Drafted((self._says(self.cache.tokens),), branches=branches, paused=known in self.stops)
         raise AssertionError(command)
 
     def _says(self, prefix: Sequence[int]) -> int:

@@ -73,20 +73,27 @@ epsilons = st.lists(st.tuples(st.just("epsilon"), st.floats(0, 1)), max_size=1).
 rules = st.sampled_from(["ratio", "coupled"]).map(lambda name: (name, ())) | st.tuples(st.just("lenient"), epsilons)
 
 
+confidences = st.lists(st.tuples(st.just("confidence"), st.floats(0, 1)), max_size=1).map(tuple)
+stops = st.sampled_from(["fixed", "heuristic", "disco"]).map(lambda name: (name, ())) | st.tuples(
+    st.just("threshold"), confidences
+)
 guesses = st.tuples(st.integers(0, 256), st.integers(0, 256))
 
 
 @st.composite
 def decodings(draw: st.DrawFn) -> m.Decoding:
     method, window = draw(st.sampled_from(sorted(METHODS))), draw(st.sampled_from(WINDOWS))
-    return m.Decoding(method, window, draw(st.none() | st.integers(1, 1024)), *draw(rules), *draw(guesses))
+    gamma, branches = draw(st.none() | st.integers(1, 1024)), draw(st.integers(0, 64))
+    return m.Decoding(method, window, gamma, *draw(rules), *draw(guesses), branches, *draw(stops))
 
 
 @st.composite
 def begins(draw: st.DrawFn) -> m.Begin:
     rule, parameters = draw(rules)
     start = (draw(counts), draw(counts), draw(tokens), draw(positions), draw(samplings))
-    return m.Begin(*start, rule, draw(words), parameters, draw(guesses)[0])
+    stop, of_stop = draw(stops)
+    begin = m.Begin(*start, rule, draw(words), parameters, draw(guesses)[0])
+    return dataclasses.replace(begin, bonus=draw(st.booleans()), draft_stop=stop, stop_parameters=of_stop)
 
 
 cells = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4 * n))
@@ -268,8 +275,10 @@ def _ids(*values: int) -> bytes:
 
 SHAPING = [2, 1.5, 0.5, -0.5, struct.pack("<id", 3, 1.0)]
 SAMPLING = [0.5, 0, 1.0, 0.0, 0, 0, SHAPING]
-DECODING = ["pearl", "stream", None, "ratio", []]
+DECODING = ["pearl", "stream", None, "ratio", [], 0, 0, 0, "fixed", []]
 LENIENT = m.Begin(1, 0, (1, 2), 10, m.Sampling(), "lenient", 5, (("epsilon", 0.5),))
+
+STOPPED = dataclasses.replace(BEGIN, draft_stop="threshold", stop_parameters=(("confidence", 0.5),))
 
 
 def _swap(values: list, index: int, value: object) -> list:
@@ -351,7 +360,10 @@ def _swap(values: list, index: int, value: object) -> list:
             ]
             for message, changes in [
                 (LENIENT, lambda values: {"parameters": values}),
-                (SUBMIT, lambda values: {"decoding": ["pearl", "stream", None, "lenient", values]}),
+                (
+                    SUBMIT,
+                    lambda values: {"decoding": ["pearl", "stream", None, "lenient", values, 0, 0, 0, "fixed", []]},
+                ),
             ]
         ],
         (BEGIN, {"parameters": [["epsilon", 0.5]]}),
@@ -395,7 +407,24 @@ def _swap(values: list, index: int, value: object) -> list:
         (DRAFT, {"rows": [1, [[b"1234", b"1234"]] * 2]}),
         (DRAFT, {"rows": [2, []]}),
         (DRAFT, {"known": DRAFT.start + 1}),
-        (SUBMIT, {"decoding": ["ngram", "stream", None, "ratio", [], 257, 0]}),
+        (SUBMIT, {"decoding": DECODING[:-1]}),
+        *[
+            (SUBMIT, {"decoding": _swap(DECODING, index, value)})
+            for index, value in [
+                (5, 257),
+                (6, -1),
+                (7, 65),
+                (8, "any"),
+                (8, "oracle"),
+                (8, None),
+                (9, [["confidence", 0.5]]),
+                (9, None),
+            ]
+        ],
+        (BEGIN, {"draft_stop": "oracle"}),
+        (BEGIN, {"stop_parameters": [["confidence", 0.5]]}),
+        (STOPPED, {"stop_parameters": [["confidence", 1.5]]}),
+        (STOPPED, {"stop_parameters": [["epsilon", 0.5]]}),
         (DRAFT, {"rows": [3, [b"1234"]]}),
         (COMMITTED, {"provenance": b"\0"}),
         (COMMITTED, {"provenance": b"\0\5"}),
@@ -615,3 +644,12 @@ def _depth(value: object) -> int:
 @given(any_message)
 def test_the_pass_over_lengths_refuses_no_message(message: m.Message) -> None:
     extent.check_extent(encode(message)[0], codec.MAX_RUN, codec._MAX_VALUES)
+
+
+def test_a_sound_decoding_is_taken() -> None:
+    """Whose fields are changed above one by one: it must be refused for these alone."""
+    found = decode(_with(SUBMIT, decoding=DECODING))
+    assert isinstance(found, m.Submit)
+    assert found.decoding == m.Decoding()
+    page = (Path(codec.__file__).parent / "WIRE.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# The wire, version {m.PROTOCOL_VERSION}\n")

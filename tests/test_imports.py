@@ -32,7 +32,8 @@ LAYERS: list[set[str]] = [
     {"pearl.decoding"},
     {"pearl.protocol"},
     {"pearl.config"},
-    {"pearl.decoding.registry"},  # of the package above, what configuration and codec read: no torch
+    {"pearl.drafting.registry"},  # of the packages above, what configuration and codec read: no torch
+    {"pearl.decoding.registry"},
     {"pearl.device", "pearl.document"},
     {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
 ]

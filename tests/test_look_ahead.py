@@ -326,9 +326,11 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
             self.seen.append(features.index)
             return features.index == 2
 
+        def told(self, accepted: int) -> None: ...
+
     policy = Third()
     repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())
-    proposer = ModelProposer(repeats, 4, policy)
+    proposer = ModelProposer(repeats, 4, lambda opened: policy)
     proposer.open(Open((0, 1, 2, 3) * 3, Sampling(), "coupled", lookup=8, request=1))
     found = proposer.collect(proposer.launch(Draft(0, (0, 1, 2, 3) * 3, 20, request=1)))
     assert (found.tokens, found.cached, found.paused) == ((0, 1, 2), 2, True)

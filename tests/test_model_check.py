@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl.config import STOPPING
 from pearl.errors import ProtocolError
 from pearl.protocol import telling
 from pearl.protocol.choice import Choice
@@ -31,7 +32,7 @@ from pearl.protocol.drafter import Counts as DraftCounts
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.fed import Fed
-from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Sampling, Source, Verdict
+from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenance, Resync, Sampling, Source, Verdict
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts as TargetCounts
 from pearl.protocol.request import RequestState
@@ -355,18 +356,19 @@ def explore(
     wrong: Collection[int],
     text: tuple[int, ...] = TEXT,
     faults: tuple[str, ...] = (),
+    origins: set[tuple[Provenance, ...]] | None = None,
     **ahead: Any,
 ) -> int:
     """Explores one pair to the end, checks every way it can end; how many there are.
 
     `ahead`: `look_ahead`, `branches` and `rule` of the request; `unguessed` and `trees` of `ScriptTarget`, `foresees`
-    of `ScriptDraft`.
+    and `stops` of `ScriptDraft`.  `origins`: takes the provenances of the texts.
     """
     target = {name: ahead.pop(name) for name in ("unguessed", "trees") if name in ahead}
-    foresees = ahead.pop("foresees", ())
+    drafts = ahead.pop("foresees", ()), ahead.pop("stops", ())
     sampling = Sampling(1.0 if ahead.get("rule") == "ratio" else 0.0)
     submit = submission(text, method, window=window, gamma=gamma, sampling=sampling, **ahead)
-    pair = FaultyPair([submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, foresees))
+    pair = FaultyPair([submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, *drafts))
     pair.faults = faults
     ends = 0
     for final in Exploration(pair).finals():
@@ -374,6 +376,8 @@ def explore(
         result = final.results[1]
         assert tuple(result.tokens) == text[len(PROMPT) :]
         check_counts(result, runs_ahead="look_ahead" in ahead)
+        if origins is not None:
+            origins.add(tuple(result.provenance))
         assert faults or result.counts.resyncs == 0
         ends += 1
     return ends
@@ -393,6 +397,26 @@ def test_every_interleaving_ends_with_the_right_text(method: str, window: str, g
     """Whatever the draft gets wrong, and in whatever order things happen."""
     for wrong in subsets(DRAFTED):
         assert explore(method, window, gamma, wrong) > 0
+
+
+@pytest.mark.parametrize("method", STOPPING[1:])
+@pytest.mark.parametrize("window", ["fixed", "stream"])
+def test_every_interleaving_with_a_stop_policy_ends_with_the_right_text(method: str, window: str) -> None:
+    """And under `sd` each token comes of the same row, however a window's end and a verdict race: of which one the
+    text depends under ratio.
+    """
+    for wrong in subsets(DRAFTED[:3]):
+        for stops in ((2,), (3,), (2, 3, 4, 5)):
+            origins: set[tuple[Provenance, ...]] = set()
+            assert explore(method, window, 3, wrong, rule="ratio", stops=stops, origins=origins) > 0
+            assert len(origins) == 1 or method != "sd"
+
+
+def test_every_interleaving_with_a_stop_policy_and_all_that_guesses_ends_with_the_right_text() -> None:
+    for wrong in ((3,), (2, 4)):
+        for stops in ((2,), (3, 4), DRAFTED):
+            settings = {"foresees": (3,), "branches": 8, "unguessed": (4,), "look_ahead": 16, "stops": stops}
+            assert explore("pearl", "stream", 2, wrong, rule="coupled", **settings) > 0
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])

@@ -360,13 +360,15 @@ class Unsure:
         self.seen.append(features)
         return features.index == 1
 
+    def told(self, accepted: int) -> None: ...
+
 
 @pytest.mark.parametrize(("method", "rule"), [("sd", "coupled"), ("pearl", "ratio")])
 def test_a_stop_policy_ends_windows_and_changes_no_text(method: str, rule: str) -> None:
     """A target that waits for a full window is told that there is no more to wait for."""
     policy, draft = Unsure(), alpha_pair(VOCAB, 0.5)[1]
     asked = submit(1, (3, 1), 40, method=method, rule=rule, window="fixed", gamma=6)
-    schedule = Schedule(1, 0, ModelProposer(ToyRunner(VOCAB, draft), VOCAB, stop=policy))
+    schedule = Schedule(1, 0, ModelProposer(ToyRunner(VOCAB, draft), VOCAB, lambda opened: policy))
     assert schedule.run([asked])[1] == alone(asked)
     assert max(features.index for features in policy.seen) == 1
     for features in policy.seen:

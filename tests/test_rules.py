@@ -162,7 +162,7 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
         ({"epsilon": 0.5}, "rule ratio has no parameter 'epsilon'"),
         (
             {"rule": "lenient", "delta": 0.5},
-            "unknown setting 'delta'; allowed are branches, draft_lookup, epsilon, gamma",
+            "unknown setting 'delta'; allowed are branches, confidence, draft_lookup, draft_stop, epsilon, gamma",
         ),
     ],
 )

@@ -90,6 +90,11 @@ _SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
             "Make a draft for a target, out of the target's own answers.",
             "pearl distill --target my-model --out my-draft",
         ),
+        "disco": (
+            "disco:disco",
+            "Train the classifier that tells a draft where to stop.",
+            "pearl disco train texts.npz --out pair.disco",
+        ),
         "evaluate-draft": (
             "evaluate:evaluate_draft",
             "How often the target would accept what a draft guesses.",

@@ -15,6 +15,7 @@ from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.terminal import SafeConsole
 from pearl.config import DRAFTLESS, Settings
 from pearl.decoding.registry import find
+from pearl.drafting.registry import FIXED
 from pearl.engine import Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.printable import printable
@@ -38,7 +39,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     console = SafeConsole(stderr=True)
     text = "" if torchrun.rank() else _prompt(prompt)  # before loading anything; torchrun's other rank needs none
     if connect is None:
-        settings.engine.check_method(settings.decoding.method)
+        settings.engine.check_decoding(settings.decoding)
     with running(settings.engine, console, connect) as engine:
         if engine is None:
             return
@@ -97,6 +98,8 @@ def summary(settings: Settings, result: Result) -> Table:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     window = f", window {decoding.window}" if decoding.method not in DRAFTLESS else ""
+    if decoding.draft_stop != FIXED:
+        window += f", stopped by {decoding.draft_stop} {s.num_draft_stops} times"
     table.add_row("method", f"{decoding.method}{window}, rule {find(decoding.rule_in_use).label}, seed {result.seed}")
     rate = f"{s.tokens_per_second:.1f} tokens/s" if s.tokens_per_second else "too short for a rate"
     table.add_row("text", f"{s.num_generated_tokens} tokens, ended by {result.finish_reason}; {rate} after the first")

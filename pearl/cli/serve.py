@@ -52,7 +52,7 @@ def serve(
     if http is None and (http_queue is not None or http_model is not None):
         raise ConfigError("--http-queue and --http-model go with --http HOST:PORT")
     if http is not None:
-        settings.engine.check_method(settings.decoding.method)
+        settings.engine.check_decoding(settings.decoding)
     door = None
     if http is not None and not torchrun.rank():
         door = _bind(http, api_key or None, _QUEUE if http_queue is None else http_queue, http_model)

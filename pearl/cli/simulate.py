@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.check import check
+from pearl.cli.disco import stops
 from pearl.cli.numbers import STDOUT, Number, Times, json_option, refuse_options, write_json
 from pearl.cli.record import record
 from pearl.cli.sweep import sweep
@@ -22,9 +23,8 @@ from pearl.errors import ConfigError
 from pearl.lab.experiments import texts
 from pearl.lab.experiments.compare import compare
 from pearl.lab.experiments.estimate import Estimate, speedup
-from pearl.lab.experiments.recorded import Recorded, interpolated, recorded
+from pearl.lab.experiments.recorded import Recorded, recorded, timing_of
 from pearl.lab.experiments.workload import Totals, Workload, independent, run
-from pearl.lab.simulate import Timing
 from pearl.models.recorded import read_texts
 from pearl.trace.reading import read
 
@@ -133,7 +133,7 @@ def _of_texts(
     for name, value in others.items():
         if value is not None:
             raise ConfigError(f"--{name} is what --texts tells: leave one of them out")
-    return texts.workload(read_texts(file), _timing(t_draft, t_target, delay, jitter), seed)
+    return texts.workload(read_texts(file), timing_of(t_draft, t_target, delay, jitter), seed)
 
 
 def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:
@@ -141,15 +141,6 @@ def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, s
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is what --trace tells: leave one of them out")
     return recorded(read(trace), delay / 1e3, jitter, seed)
-
-
-def _timing(t_draft: dict[int, float] | None, t_target: dict[int, float] | None, delay: float, jitter: float) -> Timing:
-    """From milliseconds by tokens fed."""
-    drafts, verifies = (
-        interpolated({n: ms / 1e3 for n, ms in times.items()})
-        for times in (t_draft or {1: 10.0}, t_target or {1: 50.0})
-    )
-    return Timing(drafts(1), verifies, delay / 1e3, jitter, t_draft_fed=drafts)
 
 
 def _independent(
@@ -162,7 +153,7 @@ def _independent(
     jitter: float,
     seed: int,
 ) -> Workload:
-    timing = _timing(t_draft, t_target, delay, jitter)
+    timing = timing_of(t_draft, t_target, delay, jitter)
     return independent(timing, 0.8 if acceptance is None else acceptance, requests or 200, tokens or 128, seed, _BLOCK)
 
 
@@ -249,4 +240,5 @@ def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
 
 simulate.add_command(check)
 simulate.add_command(record)
+simulate.add_command(stops)
 simulate.add_command(sweep)

@@ -262,7 +262,7 @@ class Client:
     def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
         values = decoding.model_dump(exclude_unset=True) if decoding else {}
         chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
-        self.config.check_method(chosen.method)
+        self.config.check_decoding(chosen)
         return chosen
 
     def start_trace(self, path: str | Path) -> None:

@@ -79,10 +79,12 @@ def submission(
         Decoding(
             decoding.method,
             decoding.window,
-            decoding.gamma,
+            decoding.gamma_in_use,
             decoding.rule_in_use,
             decoding.parameters,
             *decoding.guesses,
+            decoding.draft_stop,
+            decoding.stop_parameters,
         ),
         () if params.ignore_eos else defaults.eos,
         params.stop,

@@ -6,10 +6,11 @@ nothing but the standard library, since the command line starts without torch; h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
+from typing import Protocol
 
 MAX_PARAMETERS = 8  # of one rule
 Parameters = tuple[tuple[str, float], ...]  # (name, value); a parameter left out has its default
@@ -56,6 +57,23 @@ class Parameter:
         return self.kind(value)
 
 
+def checked_values(what: str, declared: Sequence[Parameter], given: Parameters) -> dict[str, float]:
+    """All declared parameters by name, those not given with their defaults.
+
+    `what`: whose they are. Raises ValueError, in one line that names what is allowed, for one that is unknown, repeated
+    or out of range.
+    """
+    known = {parameter.name: parameter for parameter in declared}
+    values: dict[str, float] = {}
+    for name, value in given:
+        if name not in known or name in values:
+            problem = f"{name!r} is given twice" if name in values else f"{what} has no parameter {name!r}"
+            takes = ", ".join(map(str, declared)) or "no parameters"
+            raise ValueError(f"{problem}; {what.rpartition(' ')[2]} takes {takes}")
+        values[name] = known[name].check(value)
+    return {name: values.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
+
+
 @dataclass(frozen=True)
 class RuleSpec:
     """What a rule is and needs.
@@ -83,23 +101,9 @@ class RuleSpec:
         """The name as it is shown: a rule that is not exact says so."""
         return self.name if self.is_exact else f"{self.name} (not exact)"
 
-    @property
-    def _takes(self) -> str:
-        return ", ".join(map(str, self.parameters)) or "no parameters"
-
     def values(self, parameters: Parameters) -> dict[str, float]:
-        """All parameters by name, those not given with their defaults.
-
-        Raises ValueError, in one line that names what is allowed, for one that is unknown, repeated or out of range.
-        """
-        known = {parameter.name: parameter for parameter in self.parameters}
-        given: dict[str, float] = {}
-        for name, value in parameters:
-            if name not in known or name in given:
-                what = f"{name!r} is given twice" if name in given else f"rule {self.name} has no parameter {name!r}"
-                raise ValueError(f"{what}; {self.name} takes {self._takes}")
-            given[name] = known[name].check(value)
-        return {name: given.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
+        """As `checked_values`."""
+        return checked_values(f"rule {self.name}", self.parameters, parameters)
 
 
 _EPSILON = Parameter("epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token")
@@ -129,7 +133,17 @@ def find(name: str) -> RuleSpec:
     return RULES[name]
 
 
-def named_parameters(specs: Iterable[RuleSpec]) -> dict[str, dict[str, Parameter]]:
+class Declared(Protocol):
+    """What declares parameters: a rule, a stop policy."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]: ...
+
+
+def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter]]:
     """Parameter name -> rule name -> declaration: rules may share a name, each with a range of its own."""
     found: dict[str, dict[str, Parameter]] = {}
     for spec in specs:

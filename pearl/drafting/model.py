@@ -17,7 +17,8 @@ from pearl.drafting.branches import Branch, Branches, Foresight
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
-from pearl.drafting.proposer import TOP, Features, Launched, StopPolicy
+from pearl.drafting.proposer import TOP, Launched, StopPolicy
+from pearl.drafting.stops import StopWindow, make_policy
 from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.runner import Feed, ModelRunner
@@ -58,7 +59,8 @@ class LaunchedForward:
         draws: each on its way to the host: [check value, token id]; none where nothing was to be drawn.
         probs: what each token was drawn from, on the device, where the rule needs it.
         following: the last token as [1] on the device; None on a CPU, where nothing is fed before the host knows it.
-        features: [TOP + 1] on its way to the host: largest probabilities, entropy, of the last; None where nobody asks.
+        features: [TOP + 2] on its way to the host: largest probabilities, entropy, the token's own probability, of the
+            last; None where nobody asks.
         fed: tokens that the forward was fed.
         cached: how many of the tokens drawn, from the first on, are among these.
         paused: what the stop policy says of the last; None where it is still to be asked.
@@ -92,6 +94,7 @@ class _Text:
         branches: prepared for other outcomes; None where none are to be.
         hedges: the most of them in one forward.
         shaper: changes its logits; None where they are taken as they are.
+        window: as its stop policy sees it; None where there is no policy.
     """
 
     rule: DraftHalf
@@ -101,6 +104,7 @@ class _Text:
     branches: Branches | None
     hedges: int
     shaper: Shaper | None
+    window: StopWindow | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class ModelProposer:
         runner: the draft model. A text's cache may move from one of its slots to another.
         vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
             probability 0.
-        stop: says where to stop; None: at the bound.
+        policies: makes the stop policy that a request asks for; None of it: drafting stops at the bound alone.
         chains: whether forwards are to be launched one after the other; None: where the runner's can be.
         texts: how many texts there may be at once: the runner's other slots are for branches.
         datastore: where guesses come from, beside the text.
@@ -139,7 +143,7 @@ class ModelProposer:
         self,
         runner: ModelRunner,
         vocab_size: int,
-        stop: StopPolicy | None = None,
+        policies: Callable[[Open], StopPolicy | None] = make_policy,
         chains: bool | None = None,
         texts: int = 1,
         datastore: Datastore | None = None,
@@ -148,7 +152,7 @@ class ModelProposer:
         self.device = runner.device
         self.chains = runner.capabilities.launches if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
-        self._stop = stop
+        self._policies = policies
         self._datastore = datastore
         self._open: dict[int, _Text] = {}  # by request
         self._times = ForwardTimes()
@@ -162,6 +166,10 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         half = make_draft_half(command.rule, command.sampling, command.parameters)
         place = self._slots.setdefault(command.slot, command.slot)
+        known = self._open.get(command.request)
+        window = known.window if known is not None else None  # given the prefix anew: its windows go on
+        if window is None and (policy := self._policies(command)) is not None:
+            window = StopWindow(policy, len(command.prompt))
         self._open = {number: each for number, each in self._open.items() if each.slot != place}
         shaper = make_shaper(command.sampling.shaping, command.prompt)
         # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that. And
@@ -171,7 +179,7 @@ class ModelProposer:
         branches, hedges = None, command.branches
         if hedges and is_plain and (spare := self._spare()):
             branches = Branches(self.runner, spare, self._foresight)
-        self._open[command.request] = _Text(half, place, index, command.lookup, branches, hedges, shaper)
+        self._open[command.request] = _Text(half, place, index, command.lookup, branches, hedges, shaper, window)
 
     def chained(self, request: int) -> bool:
         return self.chains and self._open[request].shaper is None
@@ -233,6 +241,8 @@ class ModelProposer:
         if text.shaper is not None:
             text.shaper.hold(command.start)
             text.shaper.extend(command.tokens)
+        if text.window is not None and after is None:
+            text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
             return self._hedging(text, command, beside)
         unfed = self._unfed(text, command)
@@ -263,7 +273,7 @@ class ModelProposer:
         if text.shaper is not None:
             row = text.shaper.shape(row)
         draw, probs = text.rule.draft(row, command.start + len(command.tokens))
-        features = self._features(row) if self._stop is not None else None
+        features = shape_of(row, draw[1:]) if text.window is not None else None
         following = None
         if self.chains:
             # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
@@ -383,7 +393,9 @@ class ModelProposer:
             if text.branches is not None:
                 seen = text.branches.see(first + i, read_draw(draw), text.rule, row)
                 text.branches.drafted(first + i, seen)
-            paused = self._stop is not None and self._pauses(self._features(row), command.pending + i)
+            if text.window is not None:
+                features = shape_of(row, draw[1:])
+                paused = _pauses(text.window, first + i, read_draw(draw), features)
             if paused or (i < len(guesses) and read_draw(draw) != guesses[i]):
                 break
         cached = len(draws) - 1
@@ -392,11 +404,6 @@ class ModelProposer:
         marks[-1].record()
         branches = () if text.branches is None else text.branches.proposals
         return LaunchedForward(command, marks, draws, rows, None, None, fed, cached, paused, branches)
-
-    def _pauses(self, features: torch.Tensor, index: int) -> bool:
-        assert self._stop is not None
-        *top, entropy = features.tolist()
-        return self._stop.stop(Features(tuple(top), entropy, index))
 
     def collect(self, launched: Launched) -> Drafted:
         assert isinstance(launched, LaunchedForward)
@@ -412,14 +419,11 @@ class ModelProposer:
         rows = tuple(map(Distribution, launched.probs))
         paused = bool(launched.paused)
         if launched.features is not None:
-            paused = self._pauses(launched.features, command.pending)
+            window = self._open[command.request].window
+            assert window is not None
+            paused = _pauses(window, command.start + len(command.tokens), tokens[0], launched.features)
         extras: dict[str, Any] = {"cached": cached, "paused": paused, "branches": launched.branches}
         return Drafted(tokens, seconds, rows, draw, **extras, request=command.request)
-
-    def _features(self, row: torch.Tensor) -> torch.Tensor:
-        probs = torch.softmax(row.float(), -1)
-        top = probs.topk(min(TOP, len(probs))).values
-        return torch.cat((top, torch.special.entr(probs).sum()[None]))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """An id that only the target has stands for something this model cannot know; only acceptance suffers."""
@@ -431,3 +435,16 @@ class ModelProposer:
         if self._missing < 0:
             return logits[: self._missing]
         return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf)
+
+
+def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Of logits [vocab] what stop policies see: the `TOP` largest probabilities, the entropy, and `token`'s [1]."""
+    probs = torch.softmax(row.float(), -1)
+    top = probs.topk(min(TOP, len(probs))).values
+    known = token.long().clamp(0, len(probs) - 1)  # of a row that is not finite it may be anything
+    return torch.cat((top, torch.special.entr(probs).sum()[None], probs[known]))
+
+
+def _pauses(window: StopWindow, position: int, token: int, features: torch.Tensor) -> bool:
+    *top, entropy, chosen = features.tolist()
+    return window.stops(position, token, top, entropy, chosen)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from pearl.protocol.events import Draft, Drafted, Open
+
+if TYPE_CHECKING:  # who checks a file of a stop policy starts without it
+    import torch
 
 TOP = 10  # probabilities in `Features`
 
@@ -87,20 +88,30 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a stop policy sees of a drafted token.
+    """What a stop policy sees of a drafted token. Probabilities are the draft's own: at temperature 1, unfiltered.
 
     Attributes:
-        top: the draft's largest probabilities before the draw, descending; at most `TOP`.
-        entropy: of the draft's distribution, nats.
-        index: tokens proposed since the prefix that the target last told, this one not counted.
+        top: the largest, descending; at most `TOP`.
+        entropy: of the whole distribution, nats.
+        chosen: of the token.
+        index: in its window, from 0.
+        position: in the generated text, from 0.
     """
 
     top: tuple[float, ...]
     entropy: float
+    chosen: float
     index: int
+    position: int
 
 
 class StopPolicy(Protocol):
-    """Whether drafting ends after a token, until the target's next verdict. A verdict begins a new window."""
+    """Where one request's draft ends a window before its bound. See `pearl.drafting.stops`."""
 
-    def stop(self, features: Features) -> bool: ...
+    def stop(self, features: Features) -> bool:
+        """Whether the window ends behind this token."""
+        ...
+
+    def told(self, accepted: int) -> None:
+        """A window is over: its first `accepted` tokens were accepted."""
+        ...

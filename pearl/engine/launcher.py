@@ -15,7 +15,7 @@ from pearl.client.client import Life
 from pearl.client.recording import logged_not_raised
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
-from pearl.engine.preflight import check_datastore, check_models, check_profile, check_toys
+from pearl.engine.preflight import check_classifier, check_datastore, check_models, check_profile, check_toys
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
 from pearl.errors import PearlError, StartError, TransportError
 from pearl.models.kept import Progress
@@ -95,6 +95,7 @@ class LocalLauncher:
 
     def launch(self, progress: Progress) -> str:
         config, directory = self.config, self.directory
+        check_classifier(config)
         check_models(config, ("target",) if self._elsewhere else config.roles, progress)
         check_toys(config)
         check_profile(config)

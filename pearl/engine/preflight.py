@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.datastore import check_tokenizer, read_header
+from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
 from pearl.models.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
 from pearl.models.kept import Progress, silent
@@ -60,6 +61,11 @@ def check_datastore(config: EngineConfig, progress: Progress) -> None:
     trust = config.trust_remote_code
     tokenizer, _ = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
     check_tokenizer(header, tokenizer, directory)
+
+
+def check_classifier(config: EngineConfig) -> None:
+    """Raises `ConfigError` for a classifier of stop policy disco that is none, or that is another pair's."""
+    classifier_of(config)
 
 
 def _check_device(model: ModelConfig) -> None:

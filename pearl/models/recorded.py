@@ -7,6 +7,8 @@ A file is a zip of numpy arrays (npz), each with the zip's checksum:
     lengths   int64 [texts, 2]: tokens of each prompt and of each answer
     ids       int32 [answer tokens, top]: what the draft holds likeliest at each position of the answers
     logits    float32 [answer tokens, top]: of these, before the temperature
+    features  float32 [answer tokens, 12]: of the draft's whole row at temperature 1, its ten largest probabilities, its
+              entropy in nats, and the probability of the token that it draws; older files lack them
 
 The last token of a row is the one that the draft draws there, likely or not.  So whoever draws again from the row finds
 that token, and the same runners-up.
@@ -31,6 +33,7 @@ from pearl.document import parse_json
 from pearl.errors import ModelError
 from pearl.protocol.messages import Sampling
 
+FEATURES = 12  # of a token, as stop policies see them
 _ARRAYS = {"header": "uint8", "tokens": "int32", "lengths": "int64", "ids": "int32", "logits": "float32"}
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
@@ -70,13 +73,14 @@ class Header(BaseModel):
 class RecordedText:
     """One of them. Row i of `ids` and `logits` [answer, top] is the draft's for answer[i], given all before it.
 
-    The last of a row is the token that the draft draws.
+    The last of a row is the token that the draft draws. `features`: [answer, FEATURES]; None in an older file.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     ids: _Ints
     logits: _Floats
+    features: _Floats | None = None
 
     @property
     def right(self) -> list[bool]:
@@ -99,6 +103,9 @@ def write_texts(path: Path, header: Header, texts: Sequence[RecordedText]) -> No
         "ids": np.concatenate([text.ids for text in texts]),
         "logits": np.concatenate([text.logits for text in texts]),
     }
+    features = [text.features for text in texts if text.features is not None]
+    if len(features) == len(texts):
+        arrays["features"] = np.concatenate(features)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
@@ -124,6 +131,8 @@ def _read(path: Path, changed: int) -> RecordedTexts:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in _ARRAYS}
+            if "features" in file.files:
+                arrays["features"] = file["features"]
         return _checked(arrays)
     except OSError as error:
         why = error.strerror or "it is not a file of numpy arrays"
@@ -158,9 +167,15 @@ def _checked(arrays: dict[str, Any]) -> RecordedTexts:
         raise ValueError(f"an EOS lies outside the vocabulary of {header.vocab_size}")
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite")
+    features = arrays.get("features")
+    if features is not None and (features.dtype != np.float32 or features.shape != (len(ids), FEATURES)):
+        raise ValueError("its features are not as many as its answers have tokens")
+    if features is not None and not (features.min() >= 0 and features.max() < 1e3):
+        raise ValueError("a feature is no probability or entropy")
     texts, start, row = [], 0, 0
     for prompt, answer in lengths.tolist():
         whole, rows = tuple(tokens[start : start + prompt + answer].tolist()), slice(row, row + answer)
-        texts.append(RecordedText(whole[:prompt], whole[prompt:], ids[rows], logits[rows]))
+        own = None if features is None else features[rows]
+        texts.append(RecordedText(whole[:prompt], whole[prompt:], ids[rows], logits[rows], own))
         start, row = start + prompt + answer, row + answer
     return RecordedTexts(header, tuple(texts))

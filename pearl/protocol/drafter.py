@@ -76,7 +76,7 @@ class DraftMachine(Machine):
         self.draft_until = 0
         self.counts = counts
         self._lost = False
-        self._paused = False  # by the stop policy, until the target says something
+        self._paused = False  # by the stop policy, until all that was drafted is judged
         self._is_hedged = False  # nothing more is worth preparing, until the target says something
         self._in_flight = 0  # tokens that the running forward was fed
         self._hedges = False  # the running forward is for other outcomes alone
@@ -97,7 +97,8 @@ class DraftMachine(Machine):
         self._part()
         self.sequence.restart(begin.tokens)
         rule, extras = (begin.rule, (), begin.parameters), (begin.lookup, begin.branches)
-        do(Open(begin.tokens, begin.sampling, *rule, self.slot, *extras, request=begin.request))
+        stop = begin.draft_stop, begin.stop_parameters
+        do(Open(begin.tokens, begin.sampling, *rule, self.slot, *extras, *stop, request=begin.request))
         self._go_on(do)
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
@@ -113,7 +114,8 @@ class DraftMachine(Machine):
             self._lose(verdict, do)
             return
         self.draft_until = verdict.draft_until
-        self._paused = self._is_hedged = False
+        self._paused = self._paused and seq.first_pending is not None
+        self._is_hedged = False
         self._go_on(do)
 
     def _finish(self, finish: Finish, do: Do) -> None:
@@ -190,7 +192,7 @@ class DraftMachine(Machine):
 
     def _part(self) -> None:
         """What is being drafted, and what was prepared, would continue a prefix that no longer stands."""
-        self._overtaken = True
+        self._overtaken, self._paused = True, False
         self._branches.clear()
         self._followed = None
 

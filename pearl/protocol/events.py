@@ -153,7 +153,7 @@ class Drafted:
         draw: seconds that it took to draw them.
         failure: why none could be drawn: its logits are not finite. Only this request's drafting ends by it.
         cached: how many of `tokens`, from the first on, the KV cache holds already.
-        paused: whether the stop policy ends drafting here until a verdict comes.
+        paused: whether the stop policy ends drafting here until these tokens are judged.
         branches: what follows under other outcomes, as far as it is drafted: each whole, from its outcome on.
     """
 
@@ -176,7 +176,7 @@ class Open:
     """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew).
 
     `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
-    other outcomes that it prepares continuations for at a time.
+    other outcomes that it prepares continuations for at a time; `draft_stop`: the policy that ends its windows.
     """
 
     prompt: tuple[int, ...]
@@ -187,6 +187,8 @@ class Open:
     slot: int = 0
     lookup: int = 0
     branches: int = 0
+    draft_stop: str = "fixed"
+    stop_parameters: tuple[tuple[str, float], ...] = ()  # of the policy
     request: int = field(default=-1, kw_only=True)
 
 

@@ -64,6 +64,7 @@ def take(request: RequestState, speeds: Speeds, message: DraftTokens, runs_ahead
 
 def _append(request: RequestState, message: DraftTokens) -> Taken:
     request.is_paused = message.paused
+    request.counts.pauses += message.paused
     request.propose(Proposal(message.start, message.tokens, message.rows, message.source))
     request.received = len(request.sequence.tokens)
     return Taken.PENDING

@@ -82,7 +82,8 @@ class Decoding:
 
     `parameters`: (name, value) of the rule's parameters; one left out has the rule's default.  `look_ahead`: the most
     guesses made without a model that the target is fed in one forward, and `draft_lookup` that the draft is; 0: none.
-    `branches`: the most other outcomes that the draft prepares continuations for at a time.
+    `branches`: the most other outcomes that the draft prepares continuations for at a time.  `draft_stop`: the policy
+    that ends the draft's windows before their bound, with its parameters.
     """
 
     method: str = "pearl"
@@ -93,6 +94,8 @@ class Decoding:
     look_ahead: int = 0
     draft_lookup: int = 0
     branches: int = 0
+    draft_stop: str = "fixed"
+    stop_parameters: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class Begin:
 
     `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
     other outcomes that it prepares continuations for at a time; `bonus`: the target draws the token behind a window
-    itself, so that is such an outcome too.
+    itself, so that is such an outcome too; `draft_stop`: the policy that ends windows, with its parameters.
     """
 
     request: int
@@ -181,6 +184,8 @@ class Begin:
     lookup: int = 0
     branches: int = 0
     bonus: bool = False
+    draft_stop: str = "fixed"
+    stop_parameters: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +200,7 @@ class DraftTokens:
         source: who guessed them.
         after: None for the main line; else the outcome (position, token) under which they hold: that this token, which
             the main line does not have there, is committed at this position. They continue what came for it before.
-        paused: whether the draft drafts no more until a verdict comes, though it may: its stop policy said so.
+        paused: whether the draft drafts no more, though it may, until these tokens are judged: its stop policy said so.
         known: how long a prefix the target had told the draft when it drafted them.
     """
 

@@ -33,6 +33,7 @@ class Counts:
     speedup: float | None = None  # with the draft over without, as compared within texts
     rejected: int = 0  # runs that ended in a rejection, of judgements whose odds are known
     odds: Odds | None = None  # of these judgements
+    pauses: int = 0  # windows that the draft's stop policy has ended
     late: int = 0  # draft tokens that agreed with what the target had committed before they came
     steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
@@ -53,7 +54,7 @@ class RequestState:
         is_undraftable: whether the draft cannot go on with this request.
         is_resting: whether the draft is not asked, for it does not pay.
         has_drafted: whether anything has come of the draft since it last began.
-        is_paused: whether the draft's stop policy has ended its drafting until a verdict comes.
+        is_paused: whether the draft's stop policy has ended its drafting until all that is pending is judged.
         opened_by: the outcome (position, token) that began this epoch; None where no rejection did.
         ending: why the request ends with what is committed, once that is known.
         told_draft, told_front: prefix lengths that these know of; 0: the draft does not take part.
@@ -184,6 +185,7 @@ class RequestState:
     def discard_pending(self) -> None:
         """What was drafted counts no more."""
         self.epoch += 1
+        self.is_paused = False
         self.draft_until = 0
         self.opened_by = None
         self.parted, self.received = -1, 0

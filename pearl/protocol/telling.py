@@ -21,9 +21,22 @@ def begin_draft(request: RequestState, speeds: Speeds, do: Do) -> None:
     seq, submit, decoding = request.sequence, request.submit, request.submit.decoding
     request.told_draft, request.is_paused = seq.committed, False
     prefix, until = tuple(seq.tokens[: seq.committed]), grant(request, speeds)
-    rule = submit.sampling, decoding.rule, seq.digest, decoding.parameters
-    extras = decoding.draft_lookup, decoding.branches, decoding.branches > 0 and request.method.bonus
-    do(Send(Begin(request.number, request.epoch, prefix, until, *rule, *extras)))
+    begin = Begin(
+        request.number,
+        request.epoch,
+        prefix,
+        until,
+        submit.sampling,
+        decoding.rule,
+        seq.digest,
+        decoding.parameters,
+        decoding.draft_lookup,
+        decoding.branches,
+        bonus=decoding.branches > 0 and request.method.bonus,
+        draft_stop=decoding.draft_stop,
+        stop_parameters=decoding.stop_parameters,
+    )
+    do(Send(begin))
 
 
 def announce(request: RequestState, speeds: Speeds, do: Do) -> None:
@@ -32,7 +45,8 @@ def announce(request: RequestState, speeds: Speeds, do: Do) -> None:
     if told and request.is_drafting and told < seq.committed:
         new, until = tuple(seq.tokens[told : seq.committed]), grant(request, speeds)
         do(Send(Verdict(request.number, request.epoch, told, new, until, seq.digest)))
-        request.told_draft, request.is_paused = seq.committed, False
+        request.told_draft = seq.committed
+        request.is_paused = request.is_paused and seq.first_pending is not None
     deliver_committed(request, do)
     if seq.committed < len(seq.tokens):
         preview(request, do)

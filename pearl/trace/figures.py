@@ -68,6 +68,8 @@ def _figures(r: Report) -> dict[str, str]:
         figures["steps that waited"] = ", ".join(f"{r.owners.get(k, 0)} for {k}" for k in ("draft", "transport"))
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
         figures["draft tokens"] = f"{r.drafted}: {fates}"
+        if r.stops:
+            figures["draft tokens"] += f"; a stop policy ended {r.stops} windows"
         if r.prepared:
             figures["draft tokens"] += f"; {r.prepared} prepared for other outcomes"
         figures["acceptance"] = f"{r.accepted / r.judged:.3f} of the judged" if r.judged else "-"

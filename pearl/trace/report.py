@@ -53,6 +53,7 @@ class Report:
         steps: verification forwards by kind; `owners`: by who owned the critical path: "draft" or "transport" where
             the target had to wait in that step (from the forward before to its own end), "target" where it did not.
         drafted, judged, accepted: draft tokens. `rejected` of the judged; the other drafted ones were `discarded`.
+        stops: windows that the draft's stop policy ended.
         prepared: tokens drafted for other outcomes. Those judged, as their outcome came, are in `drafted` too.
         histogram: accepted tokens of a run that ended in a correction or bonus -> runs.
         forwards: of the draft, and of the target by number of fed tokens.
@@ -79,6 +80,7 @@ class Report:
     accepted: int
     rejected: int
     discarded: int
+    stops: int
     prepared: int
     histogram: dict[int, int]
     forwards: dict[str, Forwards]
@@ -132,6 +134,7 @@ def report(trace: Trace) -> Report:
         accepted=fates["accepted"],
         rejected=fates["rejected"],
         discarded=fates["discarded"],
+        stops=sum(s.args.get("event", {}).get("paused", False) for s in target if s.name == "decide"),
         prepared=prepared.total(),
         histogram=histogram,
         forwards=forwards,

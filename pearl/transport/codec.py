@@ -20,6 +20,7 @@ import pearl.errors
 from pearl.config import LEAST_REPETITION_PENALTY, MAX_BIASES, MOST_BIAS, MOST_PENALTY, MOST_REPETITION_PENALTY
 from pearl.decoding.distribution import Distribution, Form
 from pearl.decoding.registry import MAX_PARAMETERS, Parameters, find
+from pearl.drafting.registry import check_stop, find_stop
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -118,8 +119,14 @@ def _rule(value: object) -> str:
     return find(name).name
 
 
+def _stop(value: object) -> str:
+    name: str = _NAME.check(value)
+    check_stop(name)
+    return name
+
+
 def _parameters(value: object) -> Parameters:
-    """Pairs (name, finite value); whether the rule takes them is checked with the whole message."""
+    """Pairs (name, finite value); whether the rule or policy takes them is checked with the whole message."""
     if type(value) is not tuple or len(value) > MAX_PARAMETERS:
         raise ValueError(f"must be an array of at most {MAX_PARAMETERS} pairs (name, value)")
     for pair in value:
@@ -203,6 +210,7 @@ _TEXT = sized(str, _MAX_TEXT)
 _CUT_TEXT = Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
 _FINITE = real(-sys.float_info.max, sys.float_info.max)
 _RULE = Kind(_rule)
+_STOP = Kind(_stop)
 _PARAMETERS = Kind(_parameters, _pack_parameters)
 _ERRORS = [
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
@@ -243,6 +251,8 @@ _DECODING = nested(
         look_ahead=_GUESSES,
         draft_lookup=_GUESSES,
         branches=integer(0, MAX_BRANCHES + 1),
+        draft_stop=_STOP,
+        stop_parameters=_PARAMETERS,
     )
 )
 _SHAPES: dict[int, Shape] = {
@@ -302,6 +312,8 @@ _SHAPES: dict[int, Shape] = {
         lookup=_GUESSES,
         branches=integer(0, MAX_BRANCHES + 1),
         bonus=Kind(flag),
+        draft_stop=_STOP,
+        stop_parameters=_PARAMETERS,
     ),
     8: Shape(
         DraftTokens,
@@ -417,15 +429,19 @@ def _whole(message: Any, raw: Sequence[Frame]) -> Message:
     if type(message) is Committed and len(message.tokens) != len(message.provenance):
         raise ValueError("Committed has not one provenance a token")
     if type(message) is Submit:
-        _check_parameters("Submit.decoding", message.decoding)
+        _check_parameters("Submit.decoding", "Submit.decoding", message.decoding)
     if type(message) is Begin:
-        _check_parameters("Begin.parameters", message)
+        _check_parameters("Begin.parameters", "Begin.stop_parameters", message)
     return message
 
 
-def _check_parameters(field: str, given: Decoding | Begin) -> None:
+def _check_parameters(of_rule: str, of_stop: str, given: Decoding | Begin) -> None:
+    """Raises ValueError, which begins with the field's name as it is given here."""
+    field = of_rule
     try:
         find(given.rule).values(given.parameters)
+        field = of_stop
+        find_stop(given.draft_stop).values(given.stop_parameters)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
 

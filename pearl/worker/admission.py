@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pearl.config import sampling_problem
+from pearl.config import STOPPING, sampling_problem
+from pearl.drafting.registry import FIXED, STOPS
 from pearl.errors import RequestError
-from pearl.protocol.messages import Submit
+from pearl.protocol.messages import Decoding, Submit
 from pearl.protocol.window import METHODS
 from pearl.transport.base import Peer
 
@@ -22,11 +23,17 @@ _LATER = "try again later"
 
 
 class Admission:
-    """Keeps what each request holds. `owners` is the worker's: number -> front, its number."""
+    """Keeps what each request holds. `owners` is the worker's: number -> front, its number.
 
-    def __init__(self, owners: Mapping[int, tuple[Peer, int]], vocab_size: int, context: int) -> None:
+    `has_classifier`: of stop policy disco.
+    """
+
+    def __init__(
+        self, owners: Mapping[int, tuple[Peer, int]], vocab_size: int, context: int, has_classifier: bool = False
+    ) -> None:
         self._owners = owners
         self._vocab_size, self._context = vocab_size, context
+        self._has_classifier = has_classifier
         self._held: dict[int, int] = {}
 
     def admit(self, number: int, front: Peer, submit: Submit) -> None:
@@ -50,6 +57,8 @@ class Admission:
             return "the prompt is empty: give at least one token"
         if submit.decoding.method not in METHODS:
             return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
+        if problem := self._stop_problem(submit.decoding):
+            return problem
         if "" in submit.stops:
             return "a stop string must not be empty"
         sampling = submit.sampling
@@ -63,4 +72,13 @@ class Admission:
         if submit.limit > self._context or submit.limit <= len(submit.prompt):
             length = len(submit.prompt)
             return f"prompt of {length} tokens and limit {submit.limit} do not fit a context of {self._context}"
+        return None
+
+    def _stop_problem(self, decoding: Decoding) -> str | None:
+        if decoding.draft_stop == FIXED:
+            return None
+        if decoding.method not in STOPPING:
+            return f"draft_stop {decoding.draft_stop} is for methods {', '.join(STOPPING)}, not {decoding.method}"
+        if STOPS[decoding.draft_stop].is_trained and not self._has_classifier:
+            return f"draft_stop {decoding.draft_stop} needs a classifier, and this engine was started without --disco"
         return None

@@ -16,7 +16,9 @@ import torch
 from pearl.config import BRANCHES, EngineConfig, ModelConfig, ModelRole
 from pearl.device import Device
 from pearl.drafting.datastore import Datastore, check_tokenizer
+from pearl.drafting.disco import classifier_of
 from pearl.drafting.model import ModelProposer
+from pearl.drafting.stops import make_policy
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.models.checkpoint import is_toy
 from pearl.models.kept import Progress, silent
@@ -80,7 +82,13 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
                 endpoint,
                 TargetExecutor(runner, partial(_text_stream, tokenizer), store, spread),
                 TargetSettings(
-                    runner.vocab_size, runner.context, digest, config.draft_timeout, config.has_draft, config.slots
+                    runner.vocab_size,
+                    runner.context,
+                    digest,
+                    config.draft_timeout,
+                    config.has_draft,
+                    config.slots,
+                    has_classifier=config.disco is not None,
                 ),
                 ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
@@ -126,11 +134,12 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
             startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
             store = _datastore(config, tokenizer, runner.vocab_size)
+            policies = partial(make_policy, classifier=classifier_of(config))
             startup.passed("model")
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                proposer = ModelProposer(runner, welcome.vocab_size, texts=config.slots, datastore=store)
+                proposer = ModelProposer(runner, welcome.vocab_size, policies, texts=config.slots, datastore=store)
                 return DraftExecutor(proposer), packer
 
             worker = DraftWorker(

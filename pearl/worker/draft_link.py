@@ -26,7 +26,8 @@ _NOBODYS = DraftTokens(-1, 0, 0, ())  # of no request: in place of what has not 
 class TargetSettings:
     """`vocab_digest`: of the target's tokens; a draft must bring the same. Times in seconds.
 
-    `slots`: how many requests are worked on side by side.
+    `slots`: how many requests are worked on side by side. `has_classifier`: whether the draft has what stop policy
+    disco needs.
     """
 
     vocab_size: int
@@ -35,6 +36,7 @@ class TargetSettings:
     draft_timeout: float
     expects_draft: bool
     slots: int = 1
+    has_classifier: bool = False
 
 
 class DraftLink:

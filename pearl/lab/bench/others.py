@@ -53,6 +53,10 @@ def _rule(rule: str, epsilon: float | None = None) -> DecodingConfig:
     return DecodingConfig(**PUBLISHED, rule=rule, **parameters)
 
 
+def _stopping(policy: str) -> DecodingConfig:
+    return DecodingConfig(method="sd", draft_stop=policy)
+
+
 _AR = DecodingConfig(method="ar")
 _SAMPLED: dict[str, Any] = {"temperature": 1.0}
 STUDIES = {
@@ -80,11 +84,13 @@ STUDIES = {
                 Row(f"sd, gamma {gamma}", DecodingConfig(method="sd", gamma=gamma), paper="static SL-opt: 1.63")
                 for gamma in (1, 2, 3)
             ),
+            Row("sd, heuristic", _stopping("heuristic"), paper="dynHeur: less than SL-5"),
+            Row("sd, threshold 0.4", _stopping("threshold")),
             Row("pearl, runs", DecodingConfig(**PUBLISHED), paper="oracle SL: 14.7 tokens, sd 42.6"),
         ],
         "Theirs are StarCoder 15B with 168M on one A100; ours is the embedded pair, greedy, whose best "
         "length is one of 1 to 3. An oracle drafts what is accepted between two rejections: the tokens of a run.",
-        "DISCO's classifier, the dynamic heuristic and the oracle's speed: no policy here stops a draft so.",
+        "DISCO's classifier, trained for a pair, and the oracle, on recorded texts: pearl simulate stops has both.",
     ),
     "sssd": Study(
         "SSSD (Marzollo et al. 2024), prose: guesses without a draft model, one request at a time",

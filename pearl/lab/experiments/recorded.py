@@ -144,6 +144,17 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
     return cache(speeds.t_target)
 
 
+def timing_of(
+    t_draft: dict[int, float] | None, t_target: dict[int, float] | None, delay: float = 0.0, jitter: float = 0.0
+) -> Timing:
+    """From milliseconds by tokens fed; None: 10 of a draft forward, 50 of a target forward."""
+    drafts, verifies = (
+        interpolated({n: ms / 1e3 for n, ms in times.items()})
+        for times in (t_draft or {1: 10.0}, t_target or {1: 50.0})
+    )
+    return Timing(drafts(1), verifies, delay / 1e3, jitter, t_draft_fed=drafts)
+
+
 def steps(slices: Iterable[Slice]) -> list[tuple[Slice, float]]:
     """Each forward, and how long it lasted with what its worker did until the next, waiting aside."""
     steps: list[tuple[Slice, float]] = []

@@ -14,7 +14,8 @@ import torch
 from pearl.client.conversation import Conversation
 from pearl.decoding.rules.direct import SHORTLIST, DirectDraw
 from pearl.decoding.sampling import read_draw
-from pearl.models.recorded import Header, RecordedText
+from pearl.drafting.model import shape_of
+from pearl.models.recorded import FEATURES, Header, RecordedText
 from pearl.models.replay import faint
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Sampling
@@ -70,18 +71,17 @@ def recorded(
         row = feed_chain(target, fed, 1)[0]
         fed = [read_draw(draw(row, len(prompt) + len(answer)))]
         answer += fed
-    ids, logits = _rows(draft, prompt, answer, draw, header)
-    return RecordedText(tuple(prompt), tuple(answer), ids, logits)
+    return RecordedText(tuple(prompt), tuple(answer), *_rows(draft, prompt, answer, draw, header))
 
 
 def _rows(
     draft: ModelRunner, prompt: Sequence[int], answer: Sequence[int], draw: DirectDraw, header: Header
-) -> tuple[np.ndarray, np.ndarray]:
-    """[answer, likeliest and drawn]: ids and logits. As many are kept as runners-up are looked for among."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[answer, likeliest and drawn]: ids and logits, as many as runners-up are looked for among; [answer, FEATURES]."""
     known = min(draft.vocab_size, header.vocab_size)  # ids that one of the two lacks are padding
     text, done = [token if token < known else 0 for token in (*prompt, *answer[:-1])], 0
     ids = np.empty((len(answer), min(SHORTLIST, known) + 1), np.int32)
-    logits = np.empty(ids.shape, np.float32)
+    logits, features = np.empty(ids.shape, np.float32), np.zeros((len(answer), FEATURES), np.float32)
     draft.rollback(0)
     if len(prompt) > 1:
         feed_chain(draft, text[: len(prompt) - 1], 0)
@@ -89,9 +89,16 @@ def _rows(
         some = text[len(prompt) - 1 + done :][:_PIECE]
         for row in feed_chain(draft, some, len(some))[:, :known].float():
             drawn = read_draw(draw(row, len(prompt) + done))
+            features[done] = _features(row, drawn)
             top = torch.cat((row.topk(ids.shape[1] - 1).indices, torch.tensor([drawn], device=row.device)))
             ids[done] = top.cpu().numpy()
             values = row[top].cpu().numpy()
             logits[done] = np.maximum(values, values.max() - faint(header.temperature))
             done += 1
-    return ids, logits
+    return ids, logits, features
+
+
+def _features(row: torch.Tensor, drawn: int) -> np.ndarray:
+    """As `RecordedText` has them; fewer than ten probabilities are followed by zeros."""
+    *top, entropy, chosen = shape_of(row, torch.tensor([drawn], device=row.device)).tolist()
+    return np.array([*top, *[0.0] * (FEATURES - 2 - len(top)), entropy, chosen], np.float32)

@@ -1,0 +1,96 @@
+"""Every stop policy, declared once. Configuration, flags, codec, draft worker and the README's table read it from here.
+
+To add one: a class in `pearl/drafting/stops.py` and a `StopSpec` below.  Imports nothing but the standard library,
+since the command line starts without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pearl.decoding.registry import Parameter, Parameters, checked_values
+
+FIXED = "fixed"  # no policy: the window alone
+CAP = 16  # tokens: the window of methods that wait for the draft, where a policy ends it and nobody has set gamma
+
+
+@dataclass(frozen=True)
+class StopSpec:
+    """What a stop policy is and needs.
+
+    Attributes:
+        description: when it ends drafting, in one line.
+        looks_at: what it decides by.
+        is_trained: whether it takes a file that `pearl disco train` has made.
+        is_simulated: whether it needs what only the simulator knows.
+    """
+
+    name: str
+    description: str
+    looks_at: str
+    parameters: tuple[Parameter, ...] = ()
+    is_trained: bool = False
+    is_simulated: bool = False
+
+    def values(self, parameters: Parameters) -> dict[str, float]:
+        """As `checked_values`."""
+        return checked_values(f"draft_stop {self.name}", self.parameters, parameters)
+
+
+_CONFIDENCE = Parameter("confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on")
+
+STOPS: dict[str, StopSpec] = {  # by name, the default first
+    spec.name: spec
+    for spec in (
+        StopSpec(FIXED, "at the window's end", "nothing"),
+        StopSpec(
+            "threshold",
+            "behind a token that the draft gave a probability below confidence",
+            "the draft's probability of its token",
+            (_CONFIDENCE,),
+        ),
+        StopSpec(
+            "heuristic",
+            "after 5 tokens, then 2 more where all were accepted, else 1 fewer, as transformers does",
+            "what was accepted before",
+        ),
+        StopSpec(
+            "disco",
+            "where a classifier doubts that the target accepts the token",
+            "the draft's 10 largest probabilities, its entropy, the position",
+            is_trained=True,
+        ),
+        StopSpec(
+            "oracle",
+            "behind the last token that the target accepts",
+            "the recorded text: for pearl simulate alone",
+            is_simulated=True,
+        ),
+    )
+}
+
+
+def find_stop(name: str) -> StopSpec:
+    """Raises ValueError, naming all policies, for one that is unknown."""
+    if name not in STOPS:
+        raise ValueError(f"unknown stop policy {name!r}; choose one of {', '.join(STOPS)}")
+    return STOPS[name]
+
+
+def check_stop(name: str) -> StopSpec:
+    """As `find_stop`. Raises ValueError for a policy of the simulator too."""
+    spec = find_stop(name)
+    if spec.is_simulated:
+        known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
+        raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl simulate has it; choose {known}")
+    return spec
+
+
+def stops_table() -> str:
+    """The policies as the README's table."""
+    lines = ["| `--draft-stop` | ends a window | looks at | parameters |", "|---|---|---|---|"]
+    for i, spec in enumerate(STOPS.values()):
+        takes = ", ".join(map(str, spec.parameters)) or ("a file, `--disco FILE`" if spec.is_trained else "none")
+        what = spec.description + (" (default)" if i == 0 else "")
+        lines.append(f"| `{spec.name}` | {what} | {spec.looks_at} | {takes} |")
+    return "\n".join(lines)

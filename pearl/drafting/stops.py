@@ -1,0 +1,120 @@
+"""Where a draft ends a window before its bound: the stop policies, and the window as each request's draft sees it.
+
+A decision looks at rows of the draft and at the text, never at time, so that one seed gives one text.  It may look at
+the token drawn, for that token is sent and judged like any other: what is decided is only whether the *next* position
+is drafted too, and whichever way that goes it is decided by an exact rule.  (To withhold the token that one has looked
+at would bias the text.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pearl.drafting.disco import Classifier
+from pearl.drafting.proposer import Features, StopPolicy
+from pearl.drafting.registry import FIXED, find_stop
+from pearl.errors import RequestError
+from pearl.protocol.events import Open
+
+_FIRST_WINDOW = 5  # tokens; transformers' own, and the DISCO paper's for it
+
+
+class Threshold:
+    """Stops behind a token to which the draft gave a probability below `confidence`."""
+
+    def __init__(self, confidence: float) -> None:
+        self._confidence = confidence
+
+    def stop(self, features: Features) -> bool:
+        return features.chosen < self._confidence
+
+    def told(self, accepted: int) -> None:
+        pass
+
+
+class Heuristic:
+    """A window of 5 at first: 2 more once all of it is accepted, otherwise 1 fewer. As `transformers` does it."""
+
+    def __init__(self) -> None:
+        self.window = _FIRST_WINDOW
+
+    def stop(self, features: Features) -> bool:
+        return features.index + 1 >= self.window
+
+    def told(self, accepted: int) -> None:
+        self.window = self.window + 2 if accepted >= self.window else max(1, self.window - 1)
+
+
+class Doubtful:
+    """DISCO: stops where the classifier's confidence is at most its threshold, or at its cap."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        self._classifier = classifier
+
+    def stop(self, features: Features) -> bool:
+        classifier = self._classifier
+        return features.index + 1 >= classifier.cap or classifier.confidence(features) <= classifier.threshold
+
+    def told(self, accepted: int) -> None:
+        pass
+
+
+def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
+    """The policy that a request asks for; None: the bound alone. Raises `RequestError` for one that cannot be had."""
+    try:
+        values = find_stop(command.draft_stop).values(command.stop_parameters)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    match command.draft_stop:
+        case "threshold":
+            return Threshold(**values)
+        case "heuristic":
+            return Heuristic()
+        case "disco" if classifier is not None:
+            return Doubtful(classifier)
+        case name if name != FIXED:
+            raise RequestError(f"this draft has no stop policy {name}: it takes a file of its own, see --disco")
+    return None
+
+
+class StopWindow:
+    """A request's windows: where each begins, what was drafted in it, and whether its policy has ended it.
+
+    A window begins behind a token that was not this draft's own (a correction, a bonus token), or where the policy
+    ended the one before.  So it does not depend on when verdicts come.
+
+    Args:
+        begin: the length of the text that the request began with.
+    """
+
+    def __init__(self, policy: StopPolicy, begin: int) -> None:
+        self.policy = policy
+        self._origin = self._start = begin
+        self._own: list[int] = []  # drafted, from `_start` on
+        self._stopped = False
+
+    def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
+        """The text goes on with `tokens` at `start`: as drafted or otherwise. `drafts`: and is to be drafted on."""
+        end = start + len(tokens)
+        for position in range(max(start, self._start), end):
+            known = position - self._start
+            if known >= len(self._own) or tokens[position - start] != self._own[known]:
+                self._begin(position + 1, known)
+        if drafts and self._stopped and end >= self._start + len(self._own):
+            self._begin(end, len(self._own))  # all of it was accepted
+        elif drafts and end >= self._start:
+            del self._own[end - self._start :]  # what was drafted beyond was forgotten, and is drafted again
+            self._stopped = False
+
+    def _begin(self, start: int, accepted: int) -> None:
+        if self._own:
+            self.policy.told(accepted)
+        self._start, self._own, self._stopped = start, [], False
+
+    def stops(self, position: int, token: int, top: Sequence[float], entropy: float, chosen: float) -> bool:
+        """Whether the token drafted for `position` is the window's last."""
+        index = position - self._start
+        del self._own[index:]
+        self._own.append(token)
+        self._stopped = self.policy.stop(Features(tuple(top), entropy, chosen, index, position - self._origin))
+        return self._stopped
