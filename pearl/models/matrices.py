@@ -117,11 +117,12 @@ def matrix(
     bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
     for each in linears:
         each.weight = None
-    if not rounding and not packs(weights[0]):
+    widens = not rounding and _widens(weights[0])
+    if not rounding and not widens and not packs(weights[0]):
         weight = _stacked(weights)
         return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
     product = laid(lambda: _lay_out(_stacked(weights), rounding))
-    if not rounding:
+    if not rounding and not widens:
         assert isinstance(product, Packed)
         return lambda x, y: product(x, bias, y)
 
@@ -144,7 +145,16 @@ def _lay_out(weight: torch.Tensor, rounding: Rounding) -> Laid:
     if rounding == "int8":
         return _in_8_bits(weight)
     rounded = _in_4_bits(weight, stored=rounding == "stored") if rounding else None
-    return rounded or Packed(pack(weight.float() if rounding else weight))
+    return rounded or Packed(pack(weight.float() if rounding or _widens(weight) else weight))
+
+
+def _widens(weight: torch.Tensor) -> bool:
+    """Whether a matrix of this dtype is multiplied in float32, and results are rounded to its dtype.
+
+    float16 on a CPU: one row goes to another kernel than several, and their sums differ so rarely after rounding that
+    `least_rows` does not see it.
+    """
+    return weight.dtype == torch.float16 and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def _check_width(weight: torch.Tensor, dtype: str, least: int) -> None:
