@@ -87,29 +87,14 @@ def load_runner(
     if model is None:
         model = _load(spec, path, arguments | {"trust_remote_code": trust_remote_code}, device)
         ours = forwards != "transformers" and is_llama(model)
-    if rounding and (device.type != "cpu" or not ours or group.size > 1):
-        raise ModelError(
-            f"Model {spec!r} cannot have its weights in {rounding}: that is for one CPU worker, and for models of the "
-            "Llama family with --forwards auto or eager. Choose another dtype."
-        )
+    _check_takes(spec, model, ours, rounding, slots, device, group)
     with _explained(spec):
         if group.size > 1:
-            if not ours:
-                raise ModelError(
-                    f"Model {spec!r} ({type(model).__name__}) runs through transformers, and ranks can share only what "
-                    "our own forward pass computes. Leave target_tp and draft_tp at 1; a target can be spread: "
-                    "--target-device cuda:0-1."
-                )
             cut(model, group, device)
         context = _context(spec, model, max_context)
         if rounds and ours:
             rounding = rounding_for(model, may_round)
             model = model.to(torch.bfloat16 if rounding else torch.float32)  # type: ignore[arg-type]
-        if slots > 1 and not ours:
-            raise ModelError(
-                f"Model {spec!r} ({type(model).__name__}) runs through transformers, whose cache holds one sequence: "
-                "leave slots at 1."
-            )
         left = _check_cache_fits(spec, model, context, ours, slots)
         slots += min(spare, left // 2) if device.type == "cpu" else 0
         runner: ModelRunner
@@ -124,16 +109,46 @@ def load_runner(
 
             assert not isinstance(model, Decoder)
             runner = HFRunner(model, context)
-        if exact and not runner.capabilities.row_invariant:
-            raise ModelError(
-                f"Model {spec!r} ({type(model).__name__}) runs through transformers, where logits depend on how many "
-                "tokens are fed together: texts may differ between methods at near ties, and --exact refuses that. "
-                "Leave --exact off, or take a model of the Llama family with --forwards auto."
-                if not ours
-                else f"Model {spec!r}: on this machine its {dtype} products depend on how many rows are computed "
-                "together. Choose another dtype, or leave --exact off."
-            )
+        if exact:
+            _check_exact(spec, model, runner, dtype)
         return runner
+
+
+def _check_takes(
+    spec: str, model: object, ours: bool, rounding: Rounding, slots: int, device: torch.device, group: Group
+) -> None:
+    """Raises `ModelError` for what only our own forward does, where the model has another."""
+    if rounding and (device.type != "cpu" or not ours or group.size > 1):
+        raise ModelError(
+            f"Model {spec!r} cannot have its weights in {rounding}: that is for one CPU worker, and for models of the "
+            "Llama family with --forwards auto or eager. Choose another dtype."
+        )
+    theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
+    if group.size > 1 and not ours:
+        raise ModelError(
+            f"{theirs}, and ranks can share only what our own forward pass computes. Leave target_tp and draft_tp at "
+            "1; a target can be spread: --target-device cuda:0-1."
+        )
+    if slots > 1 and not ours:
+        raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
+
+
+def _check_exact(spec: str, model: object, runner: ModelRunner, dtype: str) -> None:
+    """Raises `ModelError` where a row's bits depend on its company."""
+    if runner.capabilities.row_invariant:
+        return
+    from pearl.models.llama import LlamaRunner
+
+    if isinstance(runner, LlamaRunner):
+        raise ModelError(
+            f"Model {spec!r}: on this machine its {dtype} products depend on how many rows are computed together. "
+            "Choose another dtype, or leave --exact off."
+        )
+    raise ModelError(
+        f"Model {spec!r} ({type(model).__name__}) runs through transformers, where logits depend on how many tokens "
+        "are fed together: texts may differ between methods at near ties, and --exact refuses that. Leave --exact off, "
+        "or take a model of the Llama family with --forwards auto."
+    )
 
 
 def load_model(
