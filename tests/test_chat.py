@@ -821,9 +821,9 @@ def test_an_end_that_was_swallowed_comes_again() -> None:
         "with ended_by_signals():\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        time.sleep(60)\n"
+        "        time.sleep(600)\n"
         "    print('swallowed', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "swallowed\n")

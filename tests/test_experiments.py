@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -453,7 +454,7 @@ def test_what_is_simulated_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = invoked("--requests", "2", "--tokens", "8").stderr.splitlines()
     assert told[0] == "simulating the best window of sd"
     assert "simulating pearl, window stream (5 of 6)" in told
-    monkeypatch.undo()
+    monkeypatch.setattr("pearl.cli.simulate._SILENT_SECONDS", math.inf)
     assert invoked("--requests", "2", "--tokens", "8").stderr == ""
 
 
@@ -470,9 +471,9 @@ def test_table_and_json_agree(tmp_path: Path) -> None:
         "--tokens",
         "60",
     ]
-    shown = invoked(*small, "--json", str(tmp_path / "out.json")).output
+    shown = invoked(*small, "--json", str(tmp_path / "out.json")).stdout
     document = json.loads((tmp_path / "out.json").read_text())
-    assert json.loads(invoked(*small, "--json", "-").output) == document
+    assert json.loads(invoked(*small, "--json", "-").stdout) == document
     assert document["settings"]["t_target"] == pytest.approx(
         {"1": 0.05, "2": 0.0516667, "4": 0.055, "8": 0.06, "16": 0.06}
     )

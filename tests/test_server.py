@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -47,9 +47,13 @@ from pearl.server.requests import read_request
 from pearl.server.turns import Turns
 from tests.conftest import TOY
 
-BOUND = 60.0  # seconds that nothing here should ever take
+BOUND = 180.0  # seconds that nothing here should ever take
 MODEL = "toy-model"
-LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}  # takes `slow` seconds
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+SLOWLY: dict[str, Any] = {
+    "target_pace": 0.15,
+    "draft_pace": 0.05,
+}  # `LONG` is not at its end before a busy machine looks
 
 
 class Served:
@@ -88,7 +92,7 @@ class Served:
 
     def figure(self, name: str) -> float:
         """The sum of a series over its labels."""
-        page = httpx.get(f"{self.url}/metrics").text
+        page = httpx.get(f"{self.url}/metrics", timeout=BOUND).text
         values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(name + "{")]
         assert values, f"no series {name}"
         return sum(map(float, values))
@@ -140,9 +144,9 @@ def served(engine: Engine) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Served]:
-    """400 tokens take seconds; one request may wait."""
+    """`LONG` takes many seconds; one request may wait."""
     with (
-        chatting_engine(target_pace=0.03, draft_pace=0.01) as engine,
+        chatting_engine(**SLOWLY) as engine,
         Served(engine, bind("127.0.0.1:0", None, 1, None)) as served,
     ):
         yield served
@@ -251,20 +255,25 @@ def test_texts_are_written_side_by_side_and_each_is_its_own(several: Served, eng
     assert several.figure("vllm:num_requests_running") == several.figure("vllm:num_requests_waiting") == 0
 
 
-def test_a_text_does_not_wait_for_a_long_one_beside_it(several: Served) -> None:
+def test_a_text_does_not_wait_for_a_long_one_beside_it() -> None:
     """The others are taken up while it is being written, and it goes on."""
-    with httpx.stream(
-        "POST",
-        f"{several.url}/v1/completions",
-        json=body("completions") | {"stream": True, "max_tokens": 450, "ignore_eos": True},
-        timeout=BOUND,
-    ) as long:
-        pieces = long.iter_lines()
+    with (
+        chatting_engine(slots=3, **SLOWLY) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 64, None)) as served,
+        httpx.stream(
+            "POST",
+            f"{served.url}/v1/completions",
+            json=body("completions") | LONG | {"stream": True},
+            timeout=BOUND,
+        ) as long,
+    ):
+        pieces = long.iter_lines()  # kept: an iterator that is dropped closes the stream
         next(pieces)
         for _ in range(3):
-            assert several.post(max_tokens=5).status_code == 200
-        assert several.figure("vllm:num_requests_running") == 1
-        assert sum(1 for line in pieces if line) > 3
+            assert served.post(max_tokens=5).status_code == 200
+        assert served.figure("vllm:num_requests_running") == 1
+        made = served.figure("vllm:generation_tokens_total")
+        until(lambda: served.figure("vllm:generation_tokens_total") > made)
 
 
 def test_usage_has_the_acceptance(served: Served) -> None:
@@ -400,6 +409,7 @@ def test_messages_are_refused_by_name(served: Served, messages: Any, param: str)
         f"{served.url}/v1/chat/completions",
         content=json.dumps(body("chat/completions") | {"messages": messages}),
         headers={"content-type": "application/json"},
+        timeout=BOUND,
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
@@ -502,7 +512,7 @@ def test_paths_and_methods(served: Served) -> None:
         ("/v1/models/other", "GET", 404),
         ("/v1/models", "DELETE", 405),
     ):
-        response = httpx.request(method, served.url + path)
+        response = httpx.request(method, served.url + path, timeout=BOUND)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     response = served.post(model="other")
@@ -510,9 +520,9 @@ def test_paths_and_methods(served: Served) -> None:
 
 
 def test_about_the_server(served: Served) -> None:
-    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{served.url}/version").json().keys() == {"version"}
-    assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert httpx.get(f"{served.url}/health", timeout=BOUND).json() == {"status": "ok"}
+    assert httpx.get(f"{served.url}/version", timeout=BOUND).json().keys() == {"version"}
+    assert httpx.get(f"{served.url}/v1/models", timeout=BOUND).json()["data"][0]["max_model_len"] == 512
 
 
 def test_figures(served: Served) -> None:
@@ -569,7 +579,7 @@ def page(figures: Figures) -> str:
 
 def test_the_page_asks_nobody_else(served: Served) -> None:
     """And the browser is told to run its script only."""
-    response = httpx.get(served.url)
+    response = httpx.get(served.url, timeout=BOUND)
     assert "http:" not in response.text
     assert "https:" not in response.text
     assert "innerHTML" not in response.text, "what a model says is text"
@@ -608,20 +618,25 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
             for path in ("/v1/models", "/v1/nothing"):
                 response = httpx.get(served.url + path, headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert httpx.get(f"{served.url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert (
+            httpx.get(f"{served.url}/v1/models", headers={"authorization": "Bearer secret"}, timeout=BOUND).status_code
+            == 200
+        )
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret")
         assert client.completions.create(model=MODEL, prompt="12", max_tokens=2).choices
-        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert httpx.get(f"{served.url}/health", timeout=BOUND).status_code == 200
         assert served.figure("pearl:http_refused_total") == 6
 
 
 def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:
     """Neither under a name of its own that leads here, nor with a form, which may not send JSON."""
-    response = httpx.get(f"{served.url}/v1/models", headers={"host": "evil.example"})
+    response = httpx.get(f"{served.url}/v1/models", headers={"host": "evil.example"}, timeout=BOUND)
     assert response.status_code == 403
     for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
-        assert httpx.get(f"{served.url}/v1/models", headers={"host": host}).status_code == 200
-    form = httpx.post(f"{served.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+        assert httpx.get(f"{served.url}/v1/models", headers={"host": host}, timeout=BOUND).status_code == 200
+    form = httpx.post(
+        f"{served.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"}, timeout=BOUND
+    )
     assert form.status_code == 415
 
 
@@ -660,7 +675,7 @@ def idle(served: Served) -> bool:
 
 
 def aborted(served: Served) -> float:
-    page = httpx.get(f"{served.url}/metrics").text
+    page = httpx.get(f"{served.url}/metrics", timeout=BOUND).text
     lines = [line for line in page.splitlines() if 'finished_reason="abort"' in line and "_total" in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -699,29 +714,51 @@ def raw_post(fields: dict[str, Any], path: str = "completions") -> bytes:
 def test_a_full_queue_says_when_to_come_again(slow: Served) -> None:
     """And who waits may leave: the one at work is unharmed."""
     with ThreadPoolExecutor(1) as pool, socket.create_connection(slow.address) as waiting:
-        first = pool.submit(slow.post, max_tokens=200, ignore_eos=True)
-        until(lambda: slow.figure("vllm:num_requests_running") == 1)
-        waiting.sendall(raw_post(body("completions")))
-        until(lambda: slow.figure("vllm:num_requests_waiting") == 1)
-        response = slow.post()
-        assert response.status_code == 429
-        assert int(response.headers["retry-after"]) >= 1
-        assert response.json()["error"]["code"] == "overloaded"
-        waiting.close()
-        until(lambda: slow.figure("vllm:num_requests_waiting") == 0)
-        assert first.result(BOUND).json()["usage"]["completion_tokens"] == 200
+        with held(slow):
+            first = pool.submit(slow.post, max_tokens=40, ignore_eos=True)
+            until(lambda: slow.figure("vllm:num_requests_running") == 1)
+            waiting.sendall(raw_post(body("completions")))
+            until(lambda: slow.figure("vllm:num_requests_waiting") == 1)
+            response = slow.post()
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "overloaded"
+            waiting.close()
+            until(lambda: slow.figure("vllm:num_requests_waiting") == 0)
+        assert first.result(BOUND).json()["usage"]["completion_tokens"] == 40
     assert slow.figure("pearl:http_refused_total") >= 1
 
 
-def test_pieces_come_as_they_are_made(slow: Served) -> None:
-    """Not all at the end: the first chunk is here while the text is being written."""
-    with slow.client().completions.create(
-        model=MODEL, prompt="123", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
-    ) as chunks:
-        first = next(iter(chunks))
-        assert slow.figure("vllm:num_requests_running") == 1
-        text = first.choices[0].text + "".join(chunk.choices[0].text for chunk in chunks)
-    assert len(text) == 100
+def test_pieces_come_as_they_are_made(slow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all at the end: the first chunk is here though no other is made before it has been looked at."""
+    figures = slow.turns.figures
+    with ExitStack() as until_seen:
+        first_came = figures.first
+
+        def hold(seconds: float) -> None:
+            until_seen.enter_context(held(slow))
+            first_came(seconds)
+
+        monkeypatch.setattr(figures, "first", hold)
+        with slow.client().completions.create(
+            model=MODEL, prompt="123", max_tokens=40, stream=True, extra_body={"ignore_eos": True}
+        ) as chunks:
+            first = next(iter(chunks))
+            assert slow.figure("vllm:num_requests_running") == 1
+            until_seen.close()
+            text = first.choices[0].text + "".join(chunk.choices[0].text for chunk in chunks)
+    assert len(text) == 40
+
+
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """No text is written on meanwhile, however long it takes."""
+    pid = target_of(served.turns.engine)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 # ---- hostile HTTP ----
@@ -742,7 +779,10 @@ def test_bodies_that_are_no_request(served: Served) -> None:
         (b" " * (app_module.MOST_BODY + 1), 413),
     ):
         response = httpx.post(
-            f"{served.url}/v1/completions", content=content, headers={"content-type": "application/json"}
+            f"{served.url}/v1/completions",
+            content=content,
+            headers={"content-type": "application/json"},
+            timeout=BOUND,
         )
         assert response.status_code == status, content[:50]
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -755,7 +795,7 @@ def test_a_body_without_an_announced_size_is_bounded_while_it_comes(served: Serv
             yield b" " * 65536
 
     headers = {"content-type": "application/json"}
-    response = httpx.post(f"{served.url}/v1/completions", content=endless(), headers=headers)
+    response = httpx.post(f"{served.url}/v1/completions", content=endless(), headers=headers, timeout=BOUND)
     assert response.status_code == 413
     assert served.is_well()
 
@@ -893,7 +933,7 @@ def test_garbage_in_the_middle_of_an_answer(slow: Served) -> None:
 def test_a_lost_engine_is_told() -> None:
     """To who waits for a text, to who comes later, and to probes."""
     with (
-        chatting_engine(target_pace=0.03, draft_pace=0.01) as engine,
+        chatting_engine(**SLOWLY) as engine,
         Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -901,41 +941,45 @@ def test_a_lost_engine_is_told() -> None:
         until(lambda: served.figure("vllm:num_requests_running") == 1)
         kill_target(engine)
         assert unfinished.result(BOUND).status_code == 503
-        until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+        until(lambda: httpx.get(f"{served.url}/health", timeout=BOUND).status_code == 503)
         response = served.post()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
 
 
 def test_a_loss_is_noticed_while_nobody_asks() -> None:
     with chatting_engine() as engine, Served(engine, bind("127.0.0.1:0", None, 8, None)) as served:
-        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert httpx.get(f"{served.url}/health", timeout=BOUND).status_code == 200
         kill_target(engine)
-        until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+        until(lambda: httpx.get(f"{served.url}/health", timeout=BOUND).status_code == 503)
 
 
 def kill_target(engine: Engine) -> None:
+    os.kill(target_of(engine), signal.SIGKILL)
+
+
+def target_of(engine: Engine) -> int:
     launcher: Any = engine._launcher
-    os.kill(launcher.target.pid, signal.SIGKILL)
+    pid: int = launcher.target.pid
+    return pid
 
 
 def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
     """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
     with (
-        chatting_engine(target_timeout=2.0, target_pace=0.03, draft_pace=0.01) as engine,
+        chatting_engine(target_timeout=5.0, **SLOWLY) as engine,
         Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
         ThreadPoolExecutor(1) as pool,
     ):
         unfinished = pool.submit(lambda: served.post(**LONG))
         until(lambda: served.figure("vllm:generation_tokens_total") > 0)
-        launcher: Any = engine._launcher
-        os.kill(launcher.target.pid, signal.SIGSTOP)
+        os.kill(target_of(engine), signal.SIGSTOP)
         assert unfinished.result(BOUND).status_code == 503
 
 
 def test_a_server_that_ends_tells_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is being served has a moment more; then its stream ends with an error, and so do those who wait."""
     monkeypatch.setattr(listen_module, "STOP_SECONDS", 0.2)
-    with chatting_engine(target_pace=0.03, draft_pace=0.01) as engine, ThreadPoolExecutor(2) as pool:
+    with chatting_engine(**SLOWLY) as engine, ThreadPoolExecutor(2) as pool:
         with Served(engine, bind("127.0.0.1:0", None, 8, None)) as served:
             first = pool.submit(lambda: served.post(stream=True, **LONG))
             until(lambda: served.figure("vllm:generation_tokens_total") > 0)
@@ -949,7 +993,7 @@ def test_a_server_that_ends_tells_its_clients(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)])
 def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", TOY, "--draft", TOY]
-    settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.05"]
+    settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.3"]
     server = subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     url = next(line.split()[-1] for line in server.stderr if line.startswith("OpenAI's API: "))
@@ -979,7 +1023,7 @@ def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
 def httpx_answers(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return httpx.get(url, timeout=BOUND).status_code == 200
     except httpx.HTTPError:
         return False
 

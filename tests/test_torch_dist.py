@@ -20,7 +20,7 @@ from pearl.transport import torch_dist
 from pearl.transport.torch_dist import ProcessGroupChannel, TorchrunStore
 
 VOCAB = 2003
-WAIT = 60.0  # seconds: a bound for a slow machine, never reached where all is well
+WAIT = 120.0  # seconds: a bound for a slow machine, never reached where all is well
 
 # The draft's side of each test: `channel` is rank 1, `rows` what both sides know. A line on stdin lets it go on.
 DRAFT = """
@@ -31,6 +31,7 @@ from pearl.transport.torch_dist import ProcessGroupChannel
 path, backend, name, device, timeout, vocab = sys.argv[1:7]
 channel = ProcessGroupChannel(backend, Path(path), name, 1, int(vocab), torch.device(device), float(timeout))
 rows = torch.rand(20, int(vocab), generator=torch.Generator().manual_seed(1)).to(device)
+print("here", flush=True)
 """
 
 
@@ -76,8 +77,23 @@ class Pair:
         except BaseException:
             self.stop()
             raise
+        if not self._started():
+            start.close()
+            self.stop()
+            raise AssertionError("the draft's side has ended in its start")
         start._timeout = timeout  # the start may be slow where the deadline under test is short
         self.channel = start
+
+    def _started(self) -> bool:
+        """Waits until the draft's side is made: this one is made earlier, and closing it would break the other's start.
+
+        Reads no more than that line, since `said` reads past every buffer.
+        """
+        assert self.draft.stdout is not None
+        line = b""
+        while not line.endswith(b"\n") and (byte := os.read(self.draft.stdout.fileno(), 1)):
+            line += byte
+        return line == b"here\n"
 
     def go_on(self) -> None:
         assert self.draft.stdin is not None
@@ -186,7 +202,7 @@ except TransportError:
         pairs[0].channel.close()
         for thread in threading.enumerate():
             if thread.name == "pearl-gloo-rows":
-                thread.join(60)
+                thread.join(WAIT)
                 assert not thread.is_alive()
         with pytest.raises(TransportError, match="closed"):
             pairs[0].channel.receive(1)
