@@ -18,7 +18,7 @@ import pyte
 
 BOUND = 120.0  # seconds; far more than anything takes
 
-_KEPT = 20_000  # bytes of what the program wrote, to be shown where something was not seen
+_KEPT = 20_000  # bytes of what the program wrote first, and last, to be shown where something was not seen
 _FRAME_ENDS = b"\x1b[?2026l"
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
@@ -49,7 +49,7 @@ class Person:
         self._screen = _Screen(columns, rows, history=5000, ratio=1.0)
         self._screen.answer = self.type
         self._stream = pyte.ByteStream(self._screen)
-        self._written = b""
+        self._began = self._written = b""
         self.frames: list[str] = []  # what the screen showed, one after the other
         self.italics: set[str] = set()  # what was seen in italics
         self.resize(rows, columns)
@@ -103,6 +103,7 @@ class Person:
             data = os.read(self._master, 65536)
         except OSError:  # the program is gone, and its side of the terminal with it
             return False
+        self._began = (self._began + data)[:_KEPT] if len(self._began) < _KEPT else self._began
         self._written = (self._written + data)[-_KEPT:]
         for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
             self._stream.feed(part)
@@ -151,7 +152,8 @@ class Person:
     def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + BOUND
         while not condition():
-            late = f"not within {BOUND} s: {what}\n{self.text}\nwhat was written last: {self._written!r}"
+            told = f"first: {self._began!r}\nand last: {self._written!r}"
+            late = f"not within {BOUND} s: {what}\n{self.text}\nwhat was written {told}"
             assert time.monotonic() < deadline, late
             if not self.read(0.05) and self.process.poll() is not None:
                 while self.read(0.05):

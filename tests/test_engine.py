@@ -137,7 +137,7 @@ def test_ratio_rule_over_the_tensor_channel_of_two_processes(tensors: str) -> No
     params = WARM.model_copy(update={"max_tokens": 150})
     with Engine(spec, spec, tensors=tensors, control="tcp") as engine:
         assert (engine.directory / "group").exists() == (tensors == "gloo")
-        result = one(engine, params, method="pearl")
+        result = one(engine, params, decoding=AS_PUBLISHED)  # otherwise the target would not wait for its draft
     submit = Submit(1, tuple(PROMPT), 153, Sampling(1.0, seed=11), Decoding())
     assert result.tokens == _simulated(submit, 512, 0.7)
     assert result.statistics.num_accepted_draft_tokens > 0
