@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import BRANCHES, DecodingConfig
-from pearl.drafting.branches import Branches, Foresight, Seen
+from pearl.drafting.branches import Branches, Foresight
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, NumericalError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.events import Draft, Drafted, Open, Seen
 from pearl.protocol.messages import Decoding, Sampling, Source, Submit
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import ForwardTimes

@@ -16,13 +16,17 @@ from click.testing import CliRunner, Result
 
 from pearl.cli import cli
 from pearl.decoding.distribution import Distribution
+from pearl.decoding.rules.direct import DirectDraft
+from pearl.decoding.sampling import shortlist
+from pearl.drafting.branches import see
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, TraceError
 from pearl.lab import theory
-from pearl.lab.experiments import checks, plots, sweeps
+from pearl.lab.experiments import checks, plots, sweeps, texts
 from pearl.lab.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
 from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.recorded import interpolated, recorded
+from pearl.lab.experiments.retold import Retold, Told, texts_of
 from pearl.lab.experiments.workload import Totals, independent, run
 from pearl.lab.simulate import (
     CoinDraft,
@@ -35,6 +39,7 @@ from pearl.lab.simulate import (
     paired_executors,
     simulate,
 )
+from pearl.models.replay import ReplayRunner
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Judge, Judged
@@ -244,17 +249,20 @@ def test_jitter_makes_pearl_slower(decoding: Decoding) -> None:
 
 
 def decoded(
-    decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, **options: object
+    decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, order: int = 8, **options: object
 ) -> Outcome:
-    target, draft = alpha_pair(VOCAB, 0.7)
-    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
+    target, draft = alpha_pair(VOCAB, 0.7, order=order)
+    runners = [ToyRunner(VOCAB, model, slots=8) for model in (target, draft)]
+    executors = paired_executors(*runners, t_draft=timing.draft, noted="parts" in options)
     submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, seed=5), decoding)
     return simulate(submit, *executors, timing, **options)  # type: ignore[arg-type]
 
 
-def traced(path: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300) -> Trace:
+def traced(
+    path: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, order: int = 8
+) -> Trace:
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    decoded(decoding, timing, temperature, tokens, parts=parts)
+    decoded(decoding, timing, temperature, tokens, order, parts=parts)
     chrome.merge(path)
     return read(path)
 
@@ -271,26 +279,56 @@ def test_a_replay_gives_back_the_traces_own_speed(tmp_path: Path, decoding: Deco
     for jitter, bound in ((0.0, 1e-6), (0.2, 0.03)):
         timing = Timing(0.01, lambda n: 0.05 + 0.001 * n, jitter=jitter, seed=3)
         record = recorded(read_new(tmp_path, decoding, timing), jitter=jitter)
-        again = run(record.workload, record.decoding)
+        again = run(record.workload, record.published)
         assert again.tokens_per_second == pytest.approx(record.tokens_per_second, rel=bound)
         assert (record.known, again.tokens) == (300, 299)
 
 
-def read_new(folder: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0) -> Trace:
-    return traced(folder / f"{len(list(folder.iterdir()))}.json", decoding, timing, temperature)
+def read_new(folder: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, order: int = 8) -> Trace:
+    return traced(folder / f"{len(list(folder.iterdir()))}.json", decoding, timing, temperature, order=order)
 
 
-def test_a_run_with_guesses_and_branches_is_replayed_without(tmp_path: Path) -> None:
-    """What a trace does not tell is left out, and named."""
-    timing = Timing(0.01, lambda _: 0.05)
-    every = Decoding("pearl", look_ahead=16, draft_lookup=8, branches=7)
-    record = recorded(read_new(tmp_path, every, timing))
-    assert record.left_out == ("look-ahead", "lookup", "branches")
-    assert record.decoding == Decoding("pearl", gamma=record.decoding.gamma)
-    assert run(record.workload, record.decoding).tokens == 299
-    published = recorded(read_new(tmp_path, Decoding("pearl"), timing))
-    assert published.left_out == ()
-    assert published.tokens_per_second <= record.tokens_per_second
+@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)])
+@pytest.mark.parametrize("kind", ["look_ahead", "draft_lookup", "branches"])
+def test_what_guesses_is_replayed_from_a_trace_without_it(
+    tmp_path: Path, kind: str, temperature: float, rule: str
+) -> None:
+    """Recorded as published and decoded again with it, or the other way round: both as if recorded so."""
+    timing = Timing(0.01 if kind != "draft_lookup" else 0.03, lambda _: 0.05)
+    published = Decoding("pearl", "fixed", 5, rule=rule)
+    guessing = replace(published, **{kind: {"look_ahead": 16, "draft_lookup": 8, "branches": 7}[kind]})
+    records = [recorded(read_new(tmp_path, each, timing, temperature, 2)) for each in (published, guessing)]
+    speeds = [record.tokens_per_second for record in records]
+    if temperature:  # greedy these two agree everywhere
+        assert speeds[1] > 1.04 * speeds[0]
+    for record in records:
+        assert record.texts is not None
+        again = [texts.run(record.texts, replace(each, rule=texts.RULE), timing) for each in (published, guessing)]
+        assert again[0].tokens_per_second == pytest.approx(speeds[0], rel=0.04)
+        if (kind, rule, temperature) == ("look_ahead", "ratio", 1.0):  # the target of a replay draws for itself
+            assert again[1].tokens_per_second > speeds[1]
+        else:
+            assert again[1].tokens_per_second == pytest.approx(speeds[1], rel=0.05)
+
+
+def test_two_answers_to_one_prompt_are_not_told_apart(tmp_path: Path) -> None:
+    one, other = (Retold((1, 2), answer, {2: Told(answer[0], 3, (7, 8, 9, 10))}) for answer in ([3, 4], [5, 6]))
+    assert texts_of(tmp_path, [one, replace(one)]) is not None
+    assert texts_of(tmp_path, [one, other]) is None
+
+
+def test_a_position_that_nobody_drafted_borrows_the_rank_of_another(tmp_path: Path) -> None:
+    told = {1: Told(5, 0, (6, 7, 8, 9))}  # 8 was committed: the third of the others
+    recorded = texts_of(tmp_path, [Retold((3,), [8, 4, 4], told)])
+    assert recorded is not None
+    (text,) = recorded.texts
+    assert text.right == [False] * 3
+    runner = ReplayRunner(recorded, "draft", 64)
+    for i, (token, context) in enumerate([(8, (3,)), (4, (3, 8)), (4, (3, 8, 4))]):
+        row = runner._logits([list(context)])[0]
+        found = see(*shortlist(row, 64), 1 + i, int(row.argmax()), DirectDraft(Sampling(0.0)))
+        assert (found.rivals[2], found.share) == (token, 0)
+        assert (found.token == 5) == (i == 0)
 
 
 @pytest.mark.parametrize("draft", [CoinDraft(), ForesightDraft(0.5, 4, 500), LookupDraft(0.5, 4, 500)])
@@ -329,7 +367,7 @@ def test_a_replay_of_sd_tosses_for_what_was_never_judged(tmp_path: Path) -> None
 
 def test_a_trace_of_ar_cannot_be_replayed(tmp_path: Path) -> None:
     trace = read_new(tmp_path, Decoding("ar"), Timing(0.01, lambda _: 0.05))
-    with pytest.raises(TraceError, match="no draft token was judged"):
+    with pytest.raises(TraceError, match="no draft drafted"):
         recorded(trace)
 
 

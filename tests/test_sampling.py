@@ -307,7 +307,8 @@ def test_a_shortlist_has_the_likeliest(name: str, vocab: int) -> None:
     """Found by blocks or not; of equals any."""
     for seed in range(5):
         row = SHORTLISTED[name](torch.randn(vocab, generator=torch.Generator().manual_seed(seed)))
-        ids, probs = shortlist(row, 0.8, 64)
+        ids, logits = shortlist(row, 64)
+        probs = module.shares(logits, 0.8)
         top = torch.topk(row, min(64, vocab)).values
         assert len(set(ids.tolist())) == len(ids)
         assert torch.equal(row[torch.from_numpy(ids)], top)
@@ -319,8 +320,8 @@ def test_a_shortlist_of_what_is_not_finite_has_its_length() -> None:
     """Branches are made of it, and a row that is not finite must end a request by name, not here."""
     row = torch.randn(49152)
     row[77] = torch.nan
-    ids, _ = shortlist(row, 1.0, 64)
-    assert len(ids) == 64
+    ids, logits = shortlist(row, 64)
+    assert len(ids) == len(module.shares(logits, 1.0)) == 64
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000, 32_000])

@@ -414,11 +414,11 @@ def test_the_validator_takes_anything(document: Any) -> None:
         (b"{}", "no traceEvents"),
         (b'{"traceEvents": []}', "not one of ours"),
         (b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}', "format 99"),
-        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 7}}', "damaged"),
-        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 7}}', "lacks config"),
+        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 8}}', "damaged"),
+        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 8}}', "lacks config"),
         (
             b'{"traceEvents": [], "distributedInfo": {"rank": 0}, '
-            b'"metadata": {"pearl_trace": 7, "config": {}, "workers": []}}',
+            b'"metadata": {"pearl_trace": 8, "config": {}, "workers": []}}',
             "holds no request",
         ),
     ],

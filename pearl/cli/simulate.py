@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from pearl.lab.experiments import texts
 from pearl.lab.experiments.compare import compare
 from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.recorded import Recorded, recorded, timing_of
-from pearl.lab.experiments.workload import Totals, Workload, independent, run
+from pearl.lab.experiments.workload import Totals, Workload, guessers, independent, run
 from pearl.models.recorded import read_texts
+from pearl.protocol.messages import Decoding
 from pearl.trace.reading import read
 
 _SILENT_SECONDS = 5.0  # without a line, where there is no terminal
@@ -45,7 +47,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--datastore",
     type=click.Path(file_okay=False, path_type=Path),
-    help="With --texts: where look-ahead and lookup guess from too.",
+    help="With --texts or --trace: where look-ahead and lookup guess from too.",
 )
 @click.option(
     "--jitter", type=Number(0), default=0.0, metavar="X", help="Standard deviation of a forward, as a share of it."
@@ -68,18 +70,20 @@ def simulate(
     """All methods side by side in virtual time, without a model.
 
     The coordinator is the real one. Only forwards and messages take time. Each model has a device of its own; ar has
-    the target's alone. A replay (--trace) takes from a recorded run which positions the draft got right, and how long
-    forwards took. Recorded texts (--texts) are decoded with look-ahead, lookup and branches too, alone and together.
+    the target's alone. A replay (--trace) takes from a recorded run its texts, which positions the draft got right,
+    what its next best were, and how long forwards took. Like recorded texts (--texts) it is decoded with look-ahead,
+    lookup and branches too, alone and together.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
-    if datastore is not None and file is None:
-        raise ConfigError("--datastore is for recorded texts: name them with --texts")
+    if datastore is not None and file is None and trace is None:
+        raise ConfigError("--datastore is for recorded texts: name them with --texts or --trace")
     began = time.monotonic()
     record = _recorded(trace, given | {"texts": file}, delay, jitter, seed) if trace else None
+    known = read_texts(file) if file is not None else None
     if record:
-        workload = record.workload
+        workload, known = record.workload, record.texts
     elif file is not None:
         workload = _of_texts(file, delay=delay, jitter=jitter, seed=seed, **given)
     else:
@@ -88,10 +92,10 @@ def simulate(
         done = compare(workload, tell)
         if record:
             tell("the recording's own method")
-        again = run(workload, record.decoding) if record else None
-        if file is not None:
+        again = _again(record, seed) if record else None
+        if known is not None:
             tell("look-ahead, lookup and branches, alone and together")
-        guessed = ablations(file, workload, datastore) if file is not None else []
+        guessed = ablations(known, workload, datastore) if known is not None else []
     if to is not None:
         write_json(to, _document(workload, [*done, *guessed], record, again))
     if to != STDOUT:
@@ -141,6 +145,16 @@ def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, s
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is what --trace tells: leave one of them out")
     return recorded(read(trace), delay / 1e3, jitter, seed)
+
+
+def _again(record: Recorded, seed: int) -> Totals:
+    """The recording's own method, with all that guessed beside the draft where the trace tells enough of it."""
+    if record.texts is None:
+        return run(record.workload, record.published)
+    decoding = record.decoding
+    plain = Decoding(decoding.method, decoding.window, decoding.gamma, texts.RULE)
+    guessed = {name: getattr(decoding, name) for name in ("look_ahead", "draft_lookup", "branches")}
+    return texts.run(record.texts, replace(plain, **guessed), record.workload.timing, seed)
 
 
 def _independent(
@@ -229,12 +243,13 @@ def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
     share = again.tokens_per_second / record.tokens_per_second
     click.echo(
         f"{trace}: {again.name}: {record.tokens_per_second:.2f} tokens/s as recorded, {again.tokens_per_second:.2f} "
-        f"replayed ({share:.3f} of it); {record.known} of {record.workload.tokens} positions were judged in it"
+        f"replayed ({share:.3f} of it); {record.known} of {record.workload.tokens} positions had a draft token"
     )
-    if record.left_out:
+    left_out = guessers(record.decoding) if record.texts is None else []
+    if left_out:
         click.echo(
-            f"Replayed without {', '.join(record.left_out)}: a trace tells too little of them. pearl simulate record "
-            "keeps what they take."
+            f"Replayed without {', '.join(left_out)}: the trace does not tell what the draft's rows said, or has two "
+            "answers to one prompt."
         )
 
 

@@ -20,14 +20,14 @@ from pearl.lab.bench.replayed import Replayed, document, replayed
 from pearl.lab.experiments import texts
 from pearl.lab.experiments.estimate import speedup
 from pearl.lab.experiments.workload import Totals, Workload
-from pearl.models.recorded import Header, read_texts
+from pearl.models.recorded import Header, RecordedTexts, read_texts
 
 _DRAFTED = ("model", "lookup", "branch")  # who drafted a token, as statistics name them
 
 
-def ablations(file: Path, workload: Workload, directory: Path | None = None) -> list[Totals]:
+def ablations(recorded: RecordedTexts, workload: Workload, directory: Path | None = None) -> list[Totals]:
     """`directory`: of a datastore."""
-    recorded, done = read_texts(file), list[Totals]()
+    done = list[Totals]()
     store = Datastore(directory, recorded.header.vocab_size, verified=True) if directory is not None else None
     with Console(stderr=True, highlight=False).status("simulating") as status:
         for one in texts.compare(recorded, workload.timing, workload.seed, store):

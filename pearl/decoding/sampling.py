@@ -22,6 +22,7 @@ from pearl.protocol.messages import Sampling
 _LARGE = 4096  # tokens: where fewer are possible each takes part in a race
 _LIKELY = 1e-4  # probability; a row has a few hundred tokens that are likelier
 _PICK_BLOCK = 256  # tokens whose probabilities are summed up at once
+SHORTLIST = 64  # tokens of a row that are ranked: one that is less likely seldom wins
 _BLOCK, _MOST_ABOVE = 64, 16  # tokens whose largest is looked for first; times what is asked for that it may leave
 _TOP_P_SHORTLIST = 256  # a nucleus rarely holds more tokens; sorting these is 20 times cheaper than the vocabulary
 
@@ -169,10 +170,8 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.softmax(scores, -1)
 
 
-def shortlist(
-    logits: torch.Tensor, temperature: float, count: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The `count` likeliest tokens of logits [vocab], descending: ids and probabilities that sum to 1 among them."""
+def shortlist(logits: torch.Tensor, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The `count` likeliest tokens of logits [vocab], descending: ids and logits."""
     count = min(count, len(logits))
     ids = _above_most(logits, count)
     if ids is None:
@@ -182,9 +181,14 @@ def shortlist(
         top = logits.numpy()[ids]
         order = np.argsort(-top, kind="stable")[:count]
         top, ids = top[order].astype(np.float64), ids[order]
+    return ids, top
+
+
+def shares(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
+    """The probabilities of logits [n], descending, that sum to 1 among them."""
     with np.errstate(invalid="ignore"):  # of a row that is not finite it is for the draw to tell
-        weights = np.exp((top - top[0]) / (temperature or 1.0))
-    return ids, weights / weights.sum()
+        weights = np.exp((logits - logits[0]) / (temperature or 1.0))
+    return weights / weights.sum()
 
 
 def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | None:

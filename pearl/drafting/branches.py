@@ -12,10 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pearl.decoding.rules import DraftHalf
+from pearl.decoding.sampling import SHORTLIST, shortlist
 from pearl.models.runner import ModelRunner
+from pearl.protocol.events import Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
@@ -29,18 +33,13 @@ _AGREED = (0.15, 0.15, 0.18, 0.24, 0.35, 0.43, 0.6, 0.75)
 _RIGHT = (0.22, 0.11, 0.07, 0.06)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the draft's row says of a token that was drawn from it.
-
-    Attributes:
-        share: of the token among the likeliest, in eighths.
-        rivals: the likeliest others.
-    """
-
-    token: int
-    share: int
-    rivals: tuple[int, ...]
+def see(
+    ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, token: int, half: DraftHalf
+) -> Seen:
+    """What a row says of `token`, that was drawn from it for `position`. `ids`, `logits`: see `sampling.shortlist`."""
+    likeliest, shares = half.likeliest(ids, logits, position, RIVALS + 1)
+    own = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
+    return Seen(token, min(7, int(8 * own)), tuple(each for each in likeliest if each != token)[:RIVALS])
 
 
 @dataclass(slots=True)
@@ -120,6 +119,7 @@ class Branches:
         self._seen: dict[int, Seen] = {}  # by position: what the target has not decided
         self._bonus: tuple[int, Seen] | None = None  # the position that the target draws for itself
         self._live: dict[tuple[int, int], Branch] = {}
+        self._adopted: list[tuple[int, Seen]] = []
 
     @property
     def slots(self) -> set[int]:
@@ -170,20 +170,21 @@ class Branches:
         self._shared = {each: min(shared, start) for each, shared in self._shared.items()} | {slot: start}
         self._free.append(slot)
         drafted = common_prefix(branch.tokens, tokens[1:])
-        self._seen |= {start + 1 + i: seen for i, seen in enumerate(branch.seen[:drafted])}
+        adopted = list(enumerate(branch.seen[:drafted], start + 1))
+        self._seen |= dict(adopted)
+        self._adopted += adopted
         return branch.slot, held
+
+    def taken(self) -> list[tuple[int, Seen]]:
+        """What rows said of the tokens that continuations had when the text became them, since this was last asked."""
+        adopted, self._adopted = self._adopted, []
+        return adopted
 
     # ---- going on ----
 
-    def see(self, position: int, token: int, half: DraftHalf, logits: torch.Tensor) -> Seen:
-        """What logits [vocab] say of `token`, that was drawn from them for `position`."""
-        ids, shares = half.likeliest(logits, position, RIVALS + 1)
-        own = next((share for each, share in zip(ids, shares, strict=True) if each == token), 0.0)
-        return Seen(token, min(7, int(8 * own)), tuple(each for each in ids if each != token)[:RIVALS])
-
     def see_bonus(self, position: int, half: DraftHalf, logits: torch.Tensor) -> None:
         """What logits [vocab] say of the token for `position`, which the target is to draw without a draft's."""
-        ids, shares = half.likeliest(logits, position, RIVALS + 1)
+        ids, shares = half.likeliest(*shortlist(logits, SHORTLIST), position, RIVALS + 1)
         self._bonus = position, Seen(ids[0], min(7, int(8 * shares[0])), tuple(ids[1:]))
 
     def drafted(self, position: int, seen: Seen) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pearl.decoding.distribution import Distribution
 from pearl.decoding.rules import DraftHalf, make_draft_half
-from pearl.decoding.sampling import read_draw
+from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
 from pearl.decoding.shaping import Shaper, make_shaper
-from pearl.drafting.branches import Branch, Branches, Foresight
+from pearl.drafting.branches import Branch, Branches, Foresight, see
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
@@ -22,7 +23,7 @@ from pearl.drafting.stops import StopWindow, make_policy
 from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.runner import Feed, ModelRunner
-from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.events import Draft, Drafted, Open, Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import ForwardTimes, worthwhile
 
@@ -65,6 +66,8 @@ class LaunchedForward:
         cached: how many of the tokens drawn, from the first on, are among these.
         paused: what the stop policy says of the last; None where it is still to be asked.
         branches: what is drafted for other outcomes.
+        seen: see `Drafted`; what the host knows already.
+        largest: [2, n] on its way to the host: ids and logits of the last row's largest; None where nobody asks.
     """
 
     command: Draft
@@ -77,6 +80,8 @@ class LaunchedForward:
     cached: int = 0
     paused: bool | None = None
     branches: tuple[Proposal, ...] = ()
+    seen: Sequence[tuple[int, Seen]] = ()
+    largest: torch.Tensor | None = None
 
     @property
     def done(self) -> bool:
@@ -137,6 +142,7 @@ class ModelProposer:
         chains: whether forwards are to be launched one after the other; None: where the runner's can be.
         texts: how many texts there may be at once: the runner's other slots are for branches.
         datastore: where guesses come from, beside the text.
+        noted: whether of each token it is to be told what its row says (`Drafted.seen`), as long as a trace wants that.
     """
 
     def __init__(
@@ -147,6 +153,7 @@ class ModelProposer:
         chains: bool | None = None,
         texts: int = 1,
         datastore: Datastore | None = None,
+        noted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.runner = runner
         self.device = runner.device
@@ -154,6 +161,7 @@ class ModelProposer:
         self._missing = vocab_size - runner.vocab_size
         self._policies = policies
         self._datastore = datastore
+        self._noted = noted
         self._open: dict[int, _Text] = {}  # by request
         self._times = ForwardTimes()
         self._texts = texts
@@ -274,15 +282,17 @@ class ModelProposer:
             row = text.shaper.shape(row)
         draw, probs = text.rule.draft(row, command.start + len(command.tokens))
         features = shape_of(row, draw[1:]) if text.window is not None else None
+        largest = _largest(row) if self._noted() else None
         following = None
         if self.chains:
             # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
             following = draw[1:].long().clamp_(0, self.runner.vocab_size - 1)
             draw = draw.to("cpu", non_blocking=True)
             features = None if features is None else features.to("cpu", non_blocking=True)
+            largest = None if largest is None else largest.to("cpu", non_blocking=True)
         marks[-1].record()
         rows = () if probs is None else (probs,)
-        return LaunchedForward(command, marks, (draw,), rows, following, features, fed)
+        return LaunchedForward(command, marks, (draw,), rows, following, features, fed, largest=largest)
 
     def _hedging(self, text: _Text, command: Draft, beside: int) -> _Plan:
         """Continues what may follow if the target decides otherwise, as many at once as make most tokens a second."""
@@ -368,7 +378,7 @@ class ModelProposer:
         except NumericalError:
             text.branches.end(branch)
             return
-        branch.seen.append(text.branches.see(branch.end, token, text.rule, row))
+        branch.seen.append(see(*shortlist(row, SHORTLIST), branch.end, token, text.rule))
         branch.tokens.append(token)
         branch.rows += [] if probs is None else [Distribution(probs)]
 
@@ -385,14 +395,16 @@ class ModelProposer:
         first = command.start + len(command.tokens)
         draws: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
+        seen: list[tuple[int, Seen]] = [] if text.branches is None else text.branches.taken()
         paused = False
         for i, row in enumerate(map(self._fit, logits)):
             draw, probs = text.rule.draft(row, first + i)
             draws.append(draw)
             rows += [] if probs is None else [probs]
+            if text.branches is not None or self._noted():
+                seen.append((first + i, see(*shortlist(row, SHORTLIST), first + i, read_draw(draw), text.rule)))
             if text.branches is not None:
-                seen = text.branches.see(first + i, read_draw(draw), text.rule, row)
-                text.branches.drafted(first + i, seen)
+                text.branches.drafted(*seen[-1])
             if text.window is not None:
                 features = shape_of(row, draw[1:])
                 paused = _pauses(text.window, first + i, read_draw(draw), features)
@@ -403,7 +415,7 @@ class ModelProposer:
             self.runner.rollback(first + cached, text.slot)
         marks[-1].record()
         branches = () if text.branches is None else text.branches.proposals
-        return LaunchedForward(command, marks, draws, rows, None, None, fed, cached, paused, branches)
+        return LaunchedForward(command, marks, draws, rows, None, None, fed, cached, paused, branches, seen)
 
     def collect(self, launched: Launched) -> Drafted:
         assert isinstance(launched, LaunchedForward)
@@ -413,7 +425,7 @@ class ModelProposer:
         command, cached = launched.command, launched.cached
         if not launched.draws:
             paused, branches = bool(launched.paused), launched.branches
-            return Drafted((), seconds, paused=paused, branches=branches, request=command.request)
+            return Drafted((), seconds, paused=paused, branches=branches, fed=launched.fed, request=command.request)
         self._times.observe(launched.fed, seconds)
         tokens = tuple(map(read_draw, launched.draws))
         rows = tuple(map(Distribution, launched.probs))
@@ -422,8 +434,13 @@ class ModelProposer:
             window = self._open[command.request].window
             assert window is not None
             paused = _pauses(window, command.start + len(command.tokens), tokens[0], launched.features)
-        extras: dict[str, Any] = {"cached": cached, "paused": paused, "branches": launched.branches}
-        return Drafted(tokens, seconds, rows, draw, **extras, request=command.request)
+        seen = tuple(launched.seen)
+        if launched.largest is not None:
+            logits, ids = launched.largest.cpu().numpy()
+            position, half = command.start + len(command.tokens), self._open[command.request].rule
+            seen = ((position, see(ids.astype(np.int64), logits, position, tokens[0], half)),)
+        extras: dict[str, Any] = {"cached": cached, "paused": paused, "branches": launched.branches, "seen": seen}
+        return Drafted(tokens, seconds, rows, draw, **extras, fed=launched.fed, request=command.request)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """An id that only the target has stands for something this model cannot know; only acceptance suffers."""
@@ -443,6 +460,15 @@ def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     top = probs.topk(min(TOP, len(probs))).values
     known = token.long().clamp(0, len(probs) - 1)  # of a row that is not finite it may be anything
     return torch.cat((top, torch.special.entr(probs).sum()[None], probs[known]))
+
+
+def _largest(row: torch.Tensor) -> torch.Tensor:
+    """[2, SHORTLIST] float64: the largest of logits [vocab], and their ids; nothing waits for a device."""
+    if row.is_cpu:
+        ids, logits = shortlist(row, SHORTLIST)
+        return torch.from_numpy(np.stack((logits, ids)))
+    values, indices = row.double().topk(min(SHORTLIST, len(row)))
+    return torch.stack((values, indices.double()))
 
 
 def _pauses(window: StopWindow, position: int, token: int, features: torch.Tensor) -> bool:

@@ -226,13 +226,15 @@ def paired_executors(
     draft: ModelRunner,
     datastore: Datastore | None = None,
     t_draft: Callable[[int], float] = lambda fed: 1.0,
+    noted: bool = False,
 ) -> tuple[TargetExecutor, DraftExecutor]:
     """Executors on two runners in this process; draft distributions are handed over as they are.
 
     Args:
         t_draft: see `Timing.draft`; which guesses and branches pay depends on it. Any constant is as good as another.
+        noted: see `ModelProposer`.
     """
-    proposer = VirtualProposer(draft, target.vocab_size, t_draft, datastore=datastore)
+    proposer = VirtualProposer(draft, target.vocab_size, t_draft, datastore=datastore, noted=lambda: noted)
     return TargetExecutor(target, datastore=datastore), DraftExecutor(proposer)
 
 

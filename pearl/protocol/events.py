@@ -142,6 +142,20 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What the draft's row says of a token that was drawn from it.
+
+    Attributes:
+        share: of the token among the likeliest, in eighths.
+        rivals: the likeliest others, the likeliest first.
+    """
+
+    token: int
+    share: int
+    rivals: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drafted:
     """The draft's forward is done.
 
@@ -155,6 +169,9 @@ class Drafted:
         cached: how many of `tokens`, from the first on, the KV cache holds already.
         paused: whether the stop policy ends drafting here until these tokens are judged.
         branches: what follows under other outcomes, as far as it is drafted: each whole, from its outcome on.
+        seen: what its row says of each of `tokens`, and of those that a branch had when the text became it: (position,
+            what). For a trace; empty where nobody asks.
+        fed: tokens that the forward was fed, those of other requests too; 0: not known.
     """
 
     tokens: tuple[int, ...] = ()
@@ -165,6 +182,8 @@ class Drafted:
     cached: int = 0
     paused: bool = False
     branches: tuple[Proposal, ...] = ()
+    seen: tuple[tuple[int, Seen], ...] = ()
+    fed: int = 0
     request: int = field(default=-1, kw_only=True)
 
 

@@ -20,7 +20,7 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.trace.recorder import BESIDE, LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
-VERSION = 7  # of the metadata under "pearl_trace"
+VERSION = 8  # of the metadata under "pearl_trace"
 _ACCEPTED, _REJECTED, _DISCARDED = "accepted", "rejected", "discarded"
 _MOST_HELD = 1000  # records of one wait
 _COUNTERS = ("pending", "epoch", "window", "acceptance")

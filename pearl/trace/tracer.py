@@ -269,7 +269,8 @@ class Tracer:
                     began = start
                 name = "prepare" if hedge else "draft" if sample and len(tokens) <= _CATCHING_UP else "prefill"
                 ran = round(event.seconds, 7)
-                record(LOOP, "busy", name, began, done, {"n": len(tokens), "start": at, "seconds": ran})
+                fed = {"fed": event.fed} if event.fed else {}
+                record(LOOP, "busy", name, began, done, {"n": len(tokens), "start": at, "seconds": ran} | fed)
                 if sample:
                     record(LOOP, "busy", "sample", done, end, {"start": at + len(tokens), "tokens": list(event.tokens)})
             case Rollback(length):

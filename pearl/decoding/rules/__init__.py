@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pearl.decoding.registry import Parameters, RuleSpec, find
@@ -44,10 +46,16 @@ class DraftHalf(Protocol):
         """
         ...
 
-    def likeliest(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
-        """The tokens that the target will most likely commit at `position`, as far as logits [vocab] tell.
+    def likeliest(
+        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+    ) -> tuple[list[int], list[float]]:
+        """The tokens that the target will most likely commit at `position`, as far as this model's row tells.
 
-        The likeliest first, with the share of each among the likeliest.
+        Args:
+            ids, logits: the largest of the row, descending; see `sampling.shortlist`.
+
+        Returns:
+            The `count` likeliest, the likeliest first, and the share of each among the likeliest.
         """
         ...
 

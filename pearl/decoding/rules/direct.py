@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose, exponentials
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import greedy, probabilities, race, race_on_device, read_draw, shortlist
+from pearl.decoding.sampling import greedy, probabilities, race, race_on_device, read_draw, shares
 from pearl.protocol.messages import Sampling
-
-SHORTLIST = 64  # tokens of a row that are ranked: one that is less likely seldom wins
 
 
 class DirectDraw:
@@ -40,10 +39,12 @@ class DirectDraw:
         keys = [self._keys(position, Purpose.DIRECT) for position in positions]
         return race_on_device(probabilities(logits, self.sampling), keys)
 
-    def ranked(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+    def ranked(
+        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+    ) -> tuple[list[int], list[float]]:
         """The first `count` of the draw for `position` among the likeliest tokens, and their shares of these."""
         temperature = self.sampling.temperature
-        ids, weights = shortlist(logits, temperature, SHORTLIST)
+        weights = shares(logits, temperature)
         if temperature:
             weights /= exponentials(self._keys(position, Purpose.DIRECT), ids)
         order = np.argsort(-weights)[:count]
@@ -59,9 +60,11 @@ class DirectDraft:
     def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._draw(logits, position), None
 
-    def likeliest(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+    def likeliest(
+        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+    ) -> tuple[list[int], list[float]]:
         """The first of the race: the target runs it with the same exponentials."""
-        return self._draw.ranked(logits, position, count)
+        return self._draw.ranked(ids, logits, position, count)
 
 
 class DirectTarget:

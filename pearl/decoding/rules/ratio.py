@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose, uniform
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import pick, probabilities, read_draw, shortlist
+from pearl.decoding.sampling import pick, probabilities, read_draw, shares
 from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
@@ -41,10 +43,11 @@ class RatioDraft:
         probs = probabilities(logits, self.sampling)
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
 
-    def likeliest(self, logits: torch.Tensor, position: int, count: int) -> tuple[list[int], list[float]]:
+    def likeliest(
+        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+    ) -> tuple[list[int], list[float]]:
         """By the draft's own probabilities: what the target gives more is not known here."""
-        ids, probs = shortlist(logits, self.sampling.temperature, count)
-        return ids.tolist(), probs.tolist()
+        return ids[:count].tolist(), shares(logits[:count], self.sampling.temperature).tolist()
 
 
 class RatioTarget:

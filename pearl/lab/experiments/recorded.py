@@ -1,11 +1,12 @@
 """A recorded run as a workload: where its draft was right, and how long its forwards took.
 
 **What a replay is.** Position i's bit says whether the draft's token at absolute position i agreed with the committed
-one: judged and accepted, or judged and corrected.  Every judged token was drafted behind the committed prefix, so under
-greedy or coupled decoding the bit is a matter of the text alone: any method or window would have met the same one.
+one: judged and accepted, or judged and corrected, or passed by a target that ran ahead of it.  Each of these tokens was
+drafted behind the committed prefix, so under greedy or coupled decoding the bit is a matter of the text alone: any
+method or window would have met the same one.
 Under the ratio rule so would `pearl` with any window, with and without pre-verify, for its draws are keyed by position;
 `sd` and `pearl-no-post-verify` draw bonus tokens of their own, so there a replay stands for another text as hard.
-Positions that nobody judged (bonus tokens of the recorded run) get coins of the trace's own acceptance rate, seeded.
+Positions that nobody drafted (bonus tokens of the recorded run) get coins of the trace's own acceptance rate, seeded.
 
 Forwards last what the trace's lasted in the mean, by the number of tokens fed, each with all else that its worker did
 until the next but wait: judging, sampling, messages.  What lies beyond the sizes recorded lasts as long as the nearest.
@@ -21,8 +22,10 @@ from statistics import mean, median_low
 from typing import Any
 
 from pearl.errors import TraceError
-from pearl.lab.experiments.workload import Text, Workload, guessers
+from pearl.lab.experiments.retold import Retold, retold, texts_of
+from pearl.lab.experiments.workload import Text, Workload
 from pearl.lab.simulate import Timing
+from pearl.models.recorded import RecordedTexts
 from pearl.protocol.messages import Decoding
 from pearl.protocol.window import Speeds
 from pearl.trace.plain import from_plain
@@ -37,17 +40,22 @@ class Recorded:
     """What is in a trace.
 
     Attributes:
-        decoding: of its first request, as published: which guesses and branches there were a trace does not tell.
-        left_out: what guessed beside the draft then.
+        decoding: of its first request.
+        texts: what it tells of the texts themselves; None where it does not tell what the draft's rows said.
         tokens_per_second: the run's own, from each request's first commit on.
         known: positions whose bit the trace tells.
     """
 
     workload: Workload
     decoding: Decoding
-    left_out: tuple[str, ...]
+    texts: RecordedTexts | None
     tokens_per_second: float
     known: int
+
+    @property
+    def published(self) -> Decoding:
+        """Its decoding without what guesses beside the draft."""
+        return replace(self.decoding, look_ahead=0, draft_lookup=0, branches=0)
 
 
 def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 0) -> Recorded:
@@ -58,10 +66,12 @@ def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 
     if any(later.start < earlier.end - _ROUNDING for earlier, later in pairwise(whole)):
         raise TraceError(f"{trace.path}: requests ran side by side in it, and the simulation has one at a time")
     inside = [[s for s in trace.target if _within(s, request)] for request in whole]
-    rights = [_right(slices) for slices in inside]
+    told = retold(trace)
+    again = [told.get(request.args["request"], Retold(())) for request in whole]
+    rights = [_right(slices) | one.right for slices, one in zip(inside, again, strict=True)]
     bits = [bit for right in rights for bit in right.values()]
     if not bits:
-        raise TraceError(f"{trace.path}: no draft token was judged in it; record a run of pearl or sd")
+        raise TraceError(f"{trace.path}: no draft drafted for these texts; record a run of pearl or sd")
     commits = [_commits(slices) for slices in inside]
     if not _rate(commits):
         raise TraceError(f"{trace.path}: all was committed at once; record a longer text")
@@ -71,10 +81,9 @@ def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 
         for r, committed, right in zip(whole, commits, rights, strict=True)
         if committed
     ]
-    decoding = _decoding(trace, whole[0])
-    published = replace(decoding, look_ahead=0, draft_lookup=0, branches=0)
     workload = Workload(timing, mean(bits), tuple(texts), seed)
-    return Recorded(workload, published, tuple(guessers(decoding)), _rate(commits), len(bits))
+    retelling = texts_of(trace.path, [one for one in again if one.answer], seed)
+    return Recorded(workload, _decoding(trace, whole[0]), retelling, _rate(commits), len(bits))
 
 
 def _within(one: Slice, request: Slice) -> bool:
@@ -126,14 +135,20 @@ def _rate(commits: Iterable[list[tuple[float, int]]]) -> float:
 
 
 def _timing(trace: Trace, delay: float, jitter: float) -> Timing:
-    drafts = [seconds for one, seconds in steps(trace.draft) if one.name == "draft"]
+    drafts: dict[int, list[float]] = {}
+    for one, seconds in steps(trace.draft):
+        if one.name == "draft":
+            drafts.setdefault(one.args.get("fed", one.args["n"]), []).append(seconds)
     verifies: dict[int, list[float]] = {}
     for one, seconds in steps(trace.target):
         if one.name in _VERIFIES:
             verifies.setdefault(one.args["n"], []).append(seconds)
     if not drafts or not verifies:
         raise TraceError(f"{trace.path} holds no forward of the {'target' if drafts else 'draft'} to take times from")
-    return Timing(mean(drafts), interpolated({n: mean(times) for n, times in verifies.items()}), delay, jitter)
+    fed = interpolated({n: mean(times) for n, times in drafts.items()})
+    plain = mean(drafts.get(1, [seconds for times in drafts.values() for seconds in times]))
+    target = interpolated({n: mean(times) for n, times in verifies.items()})
+    return Timing(plain, target, delay, jitter, t_draft_fed=fed)
 
 
 def interpolated(times: dict[int, float]) -> Callable[[int], float]:

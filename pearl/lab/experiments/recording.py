@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from pearl.client.conversation import Conversation
-from pearl.decoding.rules.direct import SHORTLIST, DirectDraw
-from pearl.decoding.sampling import read_draw
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import SHORTLIST, read_draw
 from pearl.drafting.model import shape_of
 from pearl.models.recorded import FEATURES, Header, RecordedText
 from pearl.models.replay import faint

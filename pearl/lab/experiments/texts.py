@@ -21,9 +21,9 @@ from pearl.protocol.messages import Decoding, Submit
 from pearl.protocol.window import MAX_WINDOW
 
 _CONTEXT = 1 << 20
-_RULE = "coupled"  # what was recorded is the target's own draw
-NGRAM = Decoding("ngram", rule=_RULE, look_ahead=LOOK_AHEAD)
-PEARL = Decoding("pearl", rule=_RULE)
+RULE = "coupled"  # what was recorded is the target's own draw
+NGRAM = Decoding("ngram", rule=RULE, look_ahead=LOOK_AHEAD)
+PEARL = Decoding("pearl", rule=RULE)
 ALL = replace(PEARL, look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES)
 
 
@@ -61,7 +61,7 @@ def _ssd(recorded: RecordedTexts, timing: Timing, seed: int) -> Iterator[Totals]
     """Windows from 1 on, until a longer one is no faster."""
     rate = 0.0
     for gamma in range(1, MAX_WINDOW + 1):
-        yield (totals := run(recorded, Decoding("ssd", "fixed", gamma, _RULE, branches=BRANCHES), timing, seed))
+        yield (totals := run(recorded, Decoding("ssd", "fixed", gamma, RULE, branches=BRANCHES), timing, seed))
         if totals.tokens_per_second <= rate:
             return
         rate = totals.tokens_per_second
