@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
@@ -20,6 +21,7 @@ from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.protocol.window import ForwardTimes, Profile, Speeds
 from pearl.worker import profile
 from tests.conftest import TOY, greedy_text
+from tests.screen import BOUND
 
 VOCAB, PROMPT = 32, (1, 2, 3)
 
@@ -233,16 +235,41 @@ def test_while_the_draft_rests_its_cores_are_the_targets(tmp_path: Path, monkeyp
     path = profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY, profile=str(path)) as engine:
-        target = psutil.Process(engine._launcher.target.pid)  # type: ignore[union-attr]
-        own, seen = tuple(target.cpu_affinity()), set()
+        target = engine._launcher.target.pid  # type: ignore[union-attr]
+        others = os.sched_getaffinity(0) - os.sched_getaffinity(target)
+
+        def computing() -> int:
+            """Threads of the target, each on a core of the draft's."""
+            threads = [int(thread) for thread in os.listdir(f"/proc/{target}/task")]
+            return sum(os.sched_getaffinity(thread) in [{core} for core in others] for thread in threads)
+
+        assert (len(others), computing()) == (len(os.sched_getaffinity(0)) // 2, 0)
         with engine.stream([1, 2, 3], params, method="auto") as stream:
-            for _ in stream:
-                seen.add(tuple(target.cpu_affinity()))
+            assert {computing() for _ in stream} == {len(others)}
         assert stream.result.statistics.num_tokens_without_draft == 150
         (after,) = engine.generate([[1, 2, 3]], params.model_copy(update={"max_tokens": 5}), method="pearl")
         assert after.statistics.num_tokens_without_draft == 0
-        assert tuple(target.cpu_affinity()) == own
-    assert seen == {tuple(sorted(os.sched_getaffinity(0)))} != {own}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_draft_has_its_cores_again() -> None:
+    """In a process of its own: it gets the target's cores, and the draft's, and gives them back."""
+    program = f"""if True:
+        import os, torch
+        from pearl.config import EngineConfig
+        from pearl.worker.build import _pin, _spreader, settled
+        config = EngineConfig(target={TOY!r}, draft={TOY!r})
+        every, own = os.sched_getaffinity(0), settled(config, "target").cores
+        spread = _spreader(config)
+        _pin(config, "target")
+        for _ in range(2):
+            assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(own), {{own[0]}})
+            spread(True)
+            assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(every), {{own[0]}})
+            spread(False)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_engine_chooses_and_says_so(toy: Engine) -> None:

@@ -572,3 +572,47 @@ def test_a_fork_makes_an_engine_of_its_own(temporary: Path) -> None:
         with forked(use_another) as child:
             assert ended(child, BOUND) == 0
         assert engine.generate([PROMPT], greedy(20))[0].tokens == greedy_text(PROMPT, 20)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_each_thread_that_computes_has_a_core_of_its_own() -> None:
+    """In a process of its own, which may come to have fewer or more of them, and has threads that do other work."""
+    program = """if True:
+        import contextlib, os, sys, threading
+        import torch
+        from pearl.worker.cores import occupy
+        one, other = sorted(os.sched_getaffinity(0))[:2]
+        def cores():
+            found = {}
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(ProcessLookupError):  # it is ending
+                    found[thread] = os.sched_getaffinity(int(thread))
+            return found
+        over = threading.Event()
+        threading.Thread(target=over.wait, daemon=True).start()
+        before = cores()
+        for again in range(2):
+            occupy((one,))
+            assert torch.get_num_threads() == 1
+            assert os.sched_getaffinity(0) == {one}
+            occupy((one, other))
+            assert torch.get_num_threads() == 2
+            mine = str(threading.get_native_id())
+            added = {thread: where for thread, where in cores().items() if thread not in before}
+            assert (cores()[mine], list(added.values())) == ({one}, [{other}]), cores()
+            torch.ones(1 << 20).mul_(3)
+            assert set(cores()) == {*before, *added}, "the same ones compute"
+        def elsewhere():
+            pool = set(cores())
+            occupy((other, one))
+            new = [where for thread, where in cores().items() if thread not in pool]
+            assert (os.sched_getaffinity(0), new) == ({other}, [{one}])
+            over.set()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert over.is_set()
+        assert all(cores()[each] == where for each, where in before.items() if each != mine), "others stay there"
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND)
+    assert done.returncode == 0, done.stderr

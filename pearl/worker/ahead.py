@@ -36,6 +36,7 @@ class Ahead:
     Args:
         wanted: whether a forward may start before it is asked for; called in the thread.
         computed: called in the thread with each event, as soon as it is known.
+        begins: called in the thread before anything else.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Ahead:
         executor: DraftExecutor,
         wanted: Callable[[], bool],
         computed: Callable[[object], None] = lambda event: None,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
-        self._executor, self._wanted, self._computed = executor, wanted, computed
+        self._executor, self._wanted, self._computed, self._begins = executor, wanted, computed, begins
         self._proposer = executor.proposer
         self._due = 0.0  # when what was launched last will be done, as far as one can tell
         self._took = 0.0  # seconds, the last forward of one token and its draw
@@ -87,6 +89,7 @@ class Ahead:
     def _run(self) -> None:
         device = self._proposer.device
         try:
+            self._begins()
             with torch.inference_mode():
                 if device.type == "cuda":
                     # A stream of its own, so that copying a row to the host does not wait for the forward after it.

@@ -35,6 +35,7 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from pearl.worker.cores import occupy
 from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_link import TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
@@ -126,6 +127,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
         device = place(config, model.role)
         make_channel = _channel(settings, 1, device, tracer)
         taken = devices_of(config, model.role)
+        cores = settled(config, model.role).cores
         _pin(config, model.role)
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
@@ -139,7 +141,14 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                proposer = ModelProposer(runner, welcome.vocab_size, policies, texts=config.slots, datastore=store)
+                proposer = ModelProposer(
+                    runner,
+                    welcome.vocab_size,
+                    policies,
+                    texts=config.slots,
+                    datastore=store,
+                    noted=lambda: tracer.recorder is not None,
+                )
                 return DraftExecutor(proposer), packer
 
             worker = DraftWorker(
@@ -152,6 +161,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
                 tracer=tracer,
                 beat=lifeline.beat,
                 slots=config.slots,
+                computes=lambda: None if cores is None else occupy(cores),
             )
             with torch.inference_mode():
                 worker.run()
@@ -366,11 +376,12 @@ def _cuda(index: int) -> torch.device:
 
 
 def _pin(config: EngineConfig, role: ModelRole, rank: int = 0) -> None:
-    """Pins this process to the cores of its device. Threads that run already (of the sockets) stay unpinned."""
+    """Pins this thread, and those it starts, to the cores of its device. Those that run already (of the sockets) stay
+    unpinned.
+    """
     cores = settled(config, role, rank).cores
     if cores is not None:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
+        occupy(cores)
 
 
 def _spreader(config: EngineConfig) -> Callable[[bool], None]:
@@ -382,14 +393,8 @@ def _spreader(config: EngineConfig) -> Callable[[bool], None]:
     theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
     if own is None or theirs is None or config.target_tp > 1:
         return lambda everywhere: None
-    every = sorted({*own, *theirs})
-
-    def spread(everywhere: bool) -> None:
-        cores = every if everywhere else own
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-
-    return spread
+    every = (*own, *sorted({*theirs} - {*own}))
+    return lambda everywhere: occupy(every if everywhere else own)
 
 
 def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:

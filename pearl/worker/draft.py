@@ -49,6 +49,7 @@ class DraftWorker:
             and how its distributions travel.
         slots: how many requests it drafts for side by side.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
+        computes: called once in the thread that is to compute.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class DraftWorker:
         tracer: Tracer,
         beat: Callable[[float], None] = lambda allowance: None,
         slots: int = 1,
+        computes: Callable[[], None] = lambda: None,
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
@@ -73,6 +75,7 @@ class DraftWorker:
         self._launcher_beat = beat
         self._prefill_pace = 0.0  # seconds a token of a long forward, as measured last
         self._slots = slots
+        self._computes = computes
         self._drafter = Drafter(hello.context, slots)
         self._tracer = tracer
         self._decide = tracer.deciding(self._drafter)
@@ -141,7 +144,7 @@ class DraftWorker:
         self._open.callback(self._packer.close)
         # A target that knows t_draft has had a draft before, and waits for this one amid its work: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
-        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside)
+        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._tracer.beside, self._computes)
         self._open.enter_context(ahead)
         self._execute = self._tracer.computing(ahead.execute)
         self._draft_together = self._tracer.computing(ahead.draft)
