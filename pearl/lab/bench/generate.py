@@ -26,10 +26,11 @@ def main() -> None:
 
     from pearl.errors import PearlError
     from pearl.models.loading import load_model
+    from pearl.worker.cores import occupy
 
     transformers.logging.set_verbosity_error()  # assisted generation warns about its own arguments
     if settings["cores"]:
-        torch.set_num_threads(len(settings["cores"]))
+        occupy(settings["cores"])
 
     def load(role: str) -> Any:
         device = torch.device(settings["device"])
