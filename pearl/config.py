@@ -50,6 +50,8 @@ LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies gues
 # sees, and the windows of the other would depend on when a verdict comes, and with them its text under ratio.
 STOPPING = ("auto", "sd", "pearl", "pearl-no-pre-verify")
 LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
+MAX_LOGPROBS = 20  # tokens told of at each place, as OpenAI's; JSON has no infinity, so theirs is the least, too
+LEAST_LOGPROB = -9999.0
 MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
 BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
 AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
@@ -449,6 +451,13 @@ class SamplingParams(Section):
     max_tokens: int | None = Field(None, ge=1, description="Most tokens to generate; default: up to the context.")
     stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Tell of each token its log probability under the target, and of so many of the likeliest tokens "
+        "at its place: at temperature 1, unfiltered, without penalties and biases.",
+    )
 
     repetition_penalty: float | None = Field(
         None,
@@ -526,8 +535,7 @@ def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float 
 UNSUPPORTED = {
     "n": "one text a request: submit it several times with sample=0, 1, 2, ...",
     "best_of": "one text a request",
-    "logprobs": "log-probabilities are not reported",
-    "prompt_logprobs": "log-probabilities are not reported",
+    "prompt_logprobs": "log probabilities are told of generated tokens alone",
     "num_beams": "no beam search",
     "typical_p": "filters are top_k, top_p and min_p",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -63,8 +64,17 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
+def usable_cores() -> set[int]:
+    """Those of this process, whichever of them the thread that asks is pinned to."""
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it is ending
+            found |= os.sched_getaffinity(int(thread))
+    return found
+
+
 def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
-    usable = os.sched_getaffinity(0)
+    usable = usable_cores()
     missing = sorted(set(cores) - usable)
     if missing:
         named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"

@@ -22,6 +22,17 @@ _LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # byte tokens of sentencepiece
 _CONTINUATION_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")  # those that no UTF-8 character begins with
+_SPACE = "\u2581"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte. Source: byte-level BPE of GPT-2, whose tokens are text without control characters."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer(Protocol):
@@ -51,6 +62,24 @@ class Tokenizer(Protocol):
     def token(self, id: int) -> str | None:
         """The vocabulary's entry for an id, for comparison; None where there is none."""
         ...
+
+
+def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
+    """What a token is by itself, in UTF-8: a part of a character too, and the name of a special one.
+
+    Vocabularies write a byte as one of 256 characters (GPT-2) or as "<0xE4>", and a space as U+2581 (sentencepiece).
+    """
+    piece = tokenizer.token(id)
+    if piece is None:
+        return b""
+    if _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    text = tokenizer.decode([id])
+    if not text or _SPACE in piece:
+        return piece.replace(_SPACE, " ").encode("utf-8", "replace")
+    if REPLACEMENT in text and all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    return text.encode("utf-8", "replace")
 
 
 # `tokenizers.DecodeStream` (0.23) fails: of a character in byte tokens before a wrong byte ("<0xE4><0xBD><0xA0>", then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -367,3 +368,117 @@ def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling) -> None:
                 fed = len(text) - 1
         texts.append(text)
     assert texts[0] == texts[1]
+
+
+# ---- several requests ----
+
+
+class Counted(ToyRunner):
+    """Notes the forwards of several slots: the lengths at which each was fed."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, alpha_pair(VOCAB, 0.5)[1], slots=3)
+        self.forwards: list[dict[int, int]] = []
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        self.forwards.append({feed.slot: self.length(feed.slot) for feed in feeds})
+        return super().forward(feeds)
+
+
+def opened(ahead: Ahead) -> None:
+    for slot in range(3):
+        ahead.execute(replace(OPEN, slot=slot, request=slot + 1))
+
+
+def first(budget: int = 9) -> list[Draft]:
+    return [Draft(0, PROMPT, budget, request=request) for request in (1, 2, 3)]
+
+
+def following(commands: Sequence[Draft], events: Sequence[Drafted]) -> list[Draft]:
+    by_request = {event.request: event for event in events}
+    return [
+        Draft(c.start + len(c.tokens), by_request[c.request].tokens, c.budget - 1, c.pending + 1, request=c.request)
+        for c in commands
+    ]
+
+
+def test_the_next_forward_of_several_begins_untold() -> None:
+    """One for all of them, and none beyond a bound or while a message waits."""
+    runner = Counted()
+    with Ahead(DraftExecutor(ModelProposer(runner, VOCAB, texts=3)), lambda: True) as ahead:
+        opened(ahead)
+        commands = first(2)
+        events = ahead.draft(commands)
+        again = ahead.draft(following(commands, events))
+    assert runner.forwards == [{0: 0, 1: 0, 2: 0}, {0: 3, 1: 3, 2: 3}]
+    assert [event.request for event in again] == [1, 2, 3]
+    runner = Counted()
+    with Ahead(DraftExecutor(ModelProposer(runner, VOCAB, texts=3)), lambda: False) as ahead:
+        opened(ahead)
+        ahead.draft(first())
+    assert len(runner.forwards) == 1
+
+
+def test_of_several_those_are_answered_whose_forward_was_begun() -> None:
+    """A verdict for one makes it useless for that one alone, which goes with the next of the others."""
+    runner = Counted()
+    with Ahead(DraftExecutor(ModelProposer(runner, VOCAB, texts=3)), lambda: True) as ahead:
+        opened(ahead)
+        commands = first()
+        one, two, three = following(commands, ahead.draft(commands))
+        ahead.execute(Rollback(2, request=2))
+        two = Draft(2, (5,), 9, request=2)
+        events = ahead.draft([one, two, three])
+        assert [event.request for event in events] == [1, 3]
+        next_one, next_three = following([one, three], events)
+        assert [event.request for event in ahead.draft([two, next_one, next_three])] == [2, 1, 3]
+        assert runner.forwards[1:3] == [{0: 3, 1: 3, 2: 3}, {0: 4, 1: 2, 2: 4}]
+
+
+@given(st.data())
+def test_whatever_was_begun_early_the_tokens_are_those_of_each_request_alone(data: st.DataObject) -> None:
+    """Random verdicts, requests that pause and go on, alone or together, new requests in their slots, mailboxes."""
+    waits = data.draw(st.booleans())
+    texts: dict[int, list[int]] = {}
+    fed: dict[int, int] = {}
+    with Ahead(DraftExecutor(ModelProposer(Counted(), VOCAB, texts=3)), lambda: data_free[0]) as ahead:
+        data_free = [not waits]
+        numbers = iter(range(1, 100))
+        slots: dict[int, int] = {}
+
+        def begin(slot: int) -> None:
+            number = next(numbers)
+            slots[slot] = number
+            texts[number], fed[number] = list(PROMPT), 0
+            ahead.execute(replace(OPEN, slot=slot, request=number))
+            ahead.execute(Rollback(0, request=number))
+
+        for slot in range(3):
+            begin(slot)
+        for _ in range(data.draw(st.integers(5, 15))):
+            data_free[0] = data.draw(st.booleans())
+            for slot in data.draw(st.sets(st.integers(0, 2))):  # a verdict: some tokens are taken back, one is put
+                number = slots[slot]
+                keep = data.draw(st.integers(len(PROMPT), len(texts[number])))
+                texts[number] = [*texts[number][:keep], data.draw(st.integers(0, VOCAB - 1))]
+                if fed[number] > keep:
+                    ahead.execute(Rollback(keep, request=number))
+                    fed[number] = keep
+            if data.draw(st.integers(0, 9)) == 0:
+                begin(data.draw(st.integers(0, 2)))
+            asked = [slots[slot] for slot in sorted(data.draw(st.sets(st.integers(0, 2), min_size=1)))]
+            while asked:
+                commands = [Draft(fed[n], tuple(texts[n][fed[n] :]), 30, request=n) for n in asked]
+                events = ahead.draft(commands) if len(commands) > 1 else [ahead.execute(commands[0])]
+                assert events
+                for event in events:
+                    assert isinstance(event, Drafted)
+                    number = event.request
+                    own = DraftExecutor(ModelProposer(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1]), VOCAB))
+                    own.execute(OPEN)
+                    wanted = own.execute(Draft(0, tuple(texts[number]), 1))
+                    assert isinstance(wanted, Drafted)
+                    assert event.tokens == wanted.tokens
+                    fed[number] = len(texts[number])
+                    texts[number] += event.tokens
+                asked = [n for n in asked if n not in {event.request for event in events}]  # type: ignore[union-attr]

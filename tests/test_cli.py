@@ -183,7 +183,7 @@ def test_mistakes_are_refused_with_what_to_do(
     assert said.lower() in refused_here(*PAIR, *arguments).lower()
 
 
-@pytest.mark.parametrize("name", ["n", "logprobs", "best_of", "num_beams"])
+@pytest.mark.parametrize("name", ["n", "prompt_logprobs", "best_of", "num_beams"])
 def test_unsupported_options_are_refused_by_name(name: str, refused_here: Callable[..., str]) -> None:
     assert name in UNSUPPORTED
     flag = "--" + name.replace("_", "-")

@@ -103,7 +103,12 @@ cells = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=4 * n, max_size=4
 def committed(draw: st.DrawFn) -> m.Committed:
     run = draw(tokens)
     provenance = tuple(draw(st.sampled_from(m.Provenance)) for _ in run)
-    return m.Committed(draw(counts), draw(positions), run, provenance)
+    logarithms = st.floats(-9999, 0, width=32)
+    pairs = st.tuples(positions, logarithms)
+    count = draw(st.integers(0, 20))
+    told = st.builds(m.Logprobs, logarithms, st.lists(pairs, min_size=count, max_size=count).map(tuple))
+    logprobs = tuple(draw(told) for _ in run) if draw(st.booleans()) else ()
+    return m.Committed(draw(counts), draw(positions), run, provenance, logprobs)
 
 
 @st.composite
@@ -302,6 +307,8 @@ def _swap(values: list, index: int, value: object) -> list:
         (SUBMIT, {"prompt": b"\0\0\0"}),
         (SUBMIT, {"prompt": [1, 2]}),
         (SUBMIT, {"preview": 1}),
+        (SUBMIT, {"logprobs": 21}),
+        (SUBMIT, {"logprobs": -1}),
         (SUBMIT, {"stops": [b"end"]}),
         (SUBMIT, {"stops": "end"}),
         (SUBMIT, {"stops": ["x" * (2**16 + 1)]}),

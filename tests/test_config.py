@@ -160,7 +160,7 @@ def test_seeds_are_drawn_only_where_none_was_given() -> None:
         ("a: [1", "is not YAML"),
         ("a: b: c", "is not YAML"),
         ("temprature: 1.0\n", r"unknown setting 'temprature'; did you mean temperature\? allowed are .*top_p"),
-        ("logprobs: 3\n", "logprobs is not supported"),
+        ("prompt_logprobs: 3\n", "prompt_logprobs is not supported"),
         ("gamma: three\n", "gamma: .*got 'three'"),
         ("!!python/object/apply:os.system [true]", "is not YAML"),
     ],

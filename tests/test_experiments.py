@@ -317,6 +317,20 @@ def test_two_answers_to_one_prompt_are_not_told_apart(tmp_path: Path) -> None:
     assert texts_of(tmp_path, [one, other]) is None
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 20, "a", None, [1]])
+def test_what_is_no_token_is_no_reason_to_take_memory(tmp_path: Path, token: object) -> None:
+    path = tmp_path / "it.json"
+    traced(path, Decoding("pearl"), Timing(0.01, lambda _: 0.05), tokens=20)
+    document = json.loads(path.read_text())
+    decisions = (e["args"] for e in document["traceEvents"] if e["ph"] == "X" and e["name"] == "decide")
+    event = next(each["event"] for each in decisions if each["event"].get("seen"))
+    event["seen"][0][1]["rivals"][0] = token
+    path.write_text(json.dumps(document))
+    result = CliRunner().invoke(cli, ["simulate", "--trace", str(path)])
+    assert isinstance(result.exception, TraceError)
+    assert "damaged" in str(result.exception)
+
+
 def test_a_position_that_nobody_drafted_borrows_the_rank_of_another(tmp_path: Path) -> None:
     told = {1: Told(5, 0, (6, 7, 8, 9))}  # 8 was committed: the third of the others
     recorded = texts_of(tmp_path, [Retold((3,), [8, 4, 4], told)])

@@ -28,6 +28,7 @@ from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
 from tests.conftest import TOY, greedy_text
+from tests.tiny import tiny_model
 
 BOUND = 60.0  # seconds; far more than anything here takes
 PROMPT = [1, 2, 5]
@@ -417,6 +418,24 @@ def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
         threads = psutil.Process(engine._launcher.target.pid).environ()["OMP_NUM_THREADS"]
     assert pinned == [[last], [first]]
     assert threads == "1"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_with_several_cores_each_give_the_same_text(temporary: Path) -> None:
+    """They may share them. Whoever computes on several has pinned itself to the first one by the time it loads."""
+    model, cores = str(tiny_model()), sorted(os.sched_getaffinity(0))
+    several = f"cpu:{cores[0]},{cores[-1]}"
+    texts = []
+    for devices in ({}, {"target_device": several, "draft_device": several}):
+        with Engine(model, model, target_dtype="float32", draft_dtype="float32", **devices) as engine:
+            texts.append(engine.generate([[5, 6, 7]], greedy(30))[0].tokens)
+            if devices:
+                assert engine._launcher.target is not None
+                pid = engine._launcher.target.pid
+                threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
+                assert {cores[0]} in threads
+                assert {cores[-1]} in threads
+    assert texts[0] == texts[1]
 
 
 # ---- for a long time ----

@@ -209,6 +209,51 @@ def test_openais_client(served: Served, engine: Engine) -> None:
     assert completed.choices[0].text == engine.generate(["123"], SamplingParams(temperature=0, max_tokens=5))[0].text
 
 
+def test_openais_client_reads_log_probabilities(served: Served) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 5, "temperature": 1.0}
+    messages = [{"role": "user", "content": "123"}]
+    client = served.client()
+    whole = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **asked)
+    (choice,) = whole.choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    text = choice.message.content
+    assert "".join(entry.token for entry in content) == text
+    for entry in content:
+        assert bytes(entry.bytes or []).decode() == entry.token
+        assert len(entry.top_logprobs) == 2
+        assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
+    chunks = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, stream=True, **asked)
+    streamed = [entry for chunk in chunks for c in chunk.choices if c.logprobs for entry in c.logprobs.content or []]
+    assert streamed == content
+    alone = client.chat.completions.create(messages=messages, logprobs=True, **asked)
+    assert [e.logprob for e in alone.choices[0].logprobs.content or []] == [e.logprob for e in content]  # type: ignore[union-attr]
+    assert all(not entry.top_logprobs for entry in alone.choices[0].logprobs.content or [])  # type: ignore[union-attr]
+    assert client.chat.completions.create(messages=messages, **asked).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="logprobs true"):
+        client.chat.completions.create(messages=messages, top_logprobs=2, **asked)
+
+    old = client.completions.create(prompt="123", logprobs=2, **asked).choices[0]
+    assert old.logprobs is not None
+    assert "".join(old.logprobs.tokens or []) == old.text
+    assert old.logprobs.text_offset == [len("".join((old.logprobs.tokens or [])[:i])) for i in range(12)]
+    for token, own, top in zip(
+        old.logprobs.tokens or [], old.logprobs.token_logprobs or [], old.logprobs.top_logprobs or [], strict=True
+    ):
+        assert top[token] == own
+        assert 2 <= len(top) <= 3
+    parts = [
+        chunk.choices[0].logprobs
+        for chunk in client.completions.create(prompt="123", logprobs=2, stream=True, **asked)
+        if chunk.choices and chunk.choices[0].logprobs
+    ]
+    assert [offset for part in parts for offset in part.text_offset or []] == old.logprobs.text_offset
+    none = client.completions.create(prompt="123", logprobs=0, **asked).choices[0].logprobs
+    assert none is not None
+    assert none.top_logprobs is None
+    assert none.token_logprobs == old.logprobs.token_logprobs
+
+
 def test_openais_client_raises_what_we_mean(served: Served) -> None:
     client = served.client()
     with pytest.raises(openai.NotFoundError, match="no model"):
@@ -353,8 +398,11 @@ def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine)
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"model": 3}, "model"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1.0}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": False}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -428,7 +476,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [*body("completions"), *body("chat/completions"), "n", "stop", "stream", "stream_options", "top_p", "top_k"]
-FIELDS += ["min_p", "max_completion_tokens", "ignore_eos", "logprobs", "tools", "user", "nonsense"]
+FIELDS += ["min_p", "max_completion_tokens", "ignore_eos", "logprobs", "top_logprobs", "tools", "user", "nonsense"]
 
 
 @hypothesis.given(st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))

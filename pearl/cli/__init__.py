@@ -78,6 +78,11 @@ _SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
             "All methods side by side on the same prompts.",
             'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"',
         ),
+        "compare": (
+            "compare:compare",
+            "Methods, rules and stop policies of your choice, in one table.",
+            "pearl compare sd pearl,rule=coupled pearl,rule=opt,epsilon=0.1 --temperature 1",
+        ),
         "simulate": (
             "simulate:simulate",
             "All methods side by side in virtual time, without a model.",

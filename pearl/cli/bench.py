@@ -119,7 +119,7 @@ def _plan(
     return Plan(
         config,
         [row for row in known if row.name in wanted],
-        _tasks(prompts, limit or defaults["limit"], toys),
+        read_sets(prompts, limit or defaults["limit"], toys),
         _sampling(settings.sampling, defaults["max_tokens"], toys),
         raw=raw,
         repeats=repeats or defaults["repeats"],
@@ -129,8 +129,8 @@ def _plan(
     )
 
 
-def _tasks(prompts: Sequence[str], limit: int, toys: bool) -> list[Task]:
-    """The prompts. For an emulated pair, whose toy models know no language: one prompt under several seeds."""
+def read_sets(prompts: Sequence[str], limit: int, toys: bool) -> list[Task]:
+    """The sets that `--prompts` names. For an emulated pair, whose toys know no language: one prompt, several seeds."""
     if toys and not prompts:
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
     found: list[Task] = []
@@ -242,7 +242,7 @@ def slots_(
     config, toys = settings.engine, emulated(settings.engine)
     if config.slots != 1:
         raise ConfigError("--slots: name the numbers of slots as arguments, such as: pearl bench slots 1 2 4 8")
-    tasks = _tasks(prompts, limit or 16, toys)
+    tasks = read_sets(prompts, limit or 16, toys)
     if len(tasks) > _MOST_AT_ONCE:
         raise ConfigError(f"{len(tasks)} texts at once are too many, an engine takes {_MOST_AT_ONCE}: give --limit")
     params = _sampling(settings.sampling, 300 if toys else 64, toys)

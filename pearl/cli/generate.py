@@ -81,6 +81,7 @@ def _document(settings: Settings, result: Result) -> dict[str, object]:
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "prompt_tokens": result.prompt_tokens,
+        "logprobs": [asdict(one) for one in result.logprobs] if settings.sampling.logprobs is not None else None,
         "statistics": asdict(result.statistics),
         "settings": {
             "engine": settings.engine.model_dump(),

@@ -20,7 +20,8 @@ from pearl.cli.record import record
 from pearl.cli.sweep import sweep
 from pearl.cli.terminal import SafeConsole
 from pearl.cli.texts import ablations, print_ablations
-from pearl.errors import ConfigError
+from pearl.document import damaged
+from pearl.errors import ConfigError, TraceError
 from pearl.lab.experiments import texts
 from pearl.lab.experiments.compare import compare
 from pearl.lab.experiments.estimate import Estimate, speedup
@@ -144,7 +145,9 @@ def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, s
     for name, value in given.items():
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is what --trace tells: leave one of them out")
-    return recorded(read(trace), delay / 1e3, jitter, seed)
+    read_in = read(trace)
+    with damaged(trace, TraceError):
+        return recorded(read_in, delay / 1e3, jitter, seed)
 
 
 def _again(record: Recorded, seed: int) -> Totals:

@@ -89,6 +89,7 @@ def submission(
         () if params.ignore_eos else defaults.eos,
         params.stop,
         preview,
+        params.logprobs,
     )
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 from pearl import errors
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
-from pearl.protocol.messages import Committed, Error, Finished, Preview, Provenance, Submit
+from pearl.protocol.messages import Committed, Error, Finished, Logprobs, Preview, Provenance, Submit
 from pearl.text import TextStream, Tokenizer
 
 _SHOWN = 60  # characters of a text in a repr
@@ -25,6 +25,7 @@ class Piece:
         tokens, provenance: the tokens committed, and where each came from.
         texts: the text that became final with each token; joined they are `text`.
         preview: the draft's pending tokens, a guess at what follows; only where asked for.
+        logprobs: of each token; only where asked for.
     """
 
     text: str
@@ -32,6 +33,7 @@ class Piece:
     provenance: tuple[Provenance, ...] = ()
     texts: tuple[str, ...] = ()
     preview: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -39,7 +41,7 @@ class Piece:
 
 @dataclass(repr=False)
 class Result:
-    """A finished text. `finish_reason`: eos, stop, length or cancelled."""
+    """A finished text. `finish_reason`: eos, stop, length or cancelled; `logprobs`: of each token, where asked for."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Result:
     seed: int = 0
     prompt_tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
+    logprobs: list[Logprobs] = field(default_factory=list)
 
     def __repr__(self) -> str:
         text = repr(self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}...")
@@ -104,30 +107,31 @@ class Stream:
         if not self.open:
             raise StopIteration
         try:
-            match self._source.await_message(self):
+            match message := self._source.await_message(self):
                 case None:
                     raise StopIteration
-                case Committed(_, _, tokens, provenance):
-                    return self._piece(tokens, provenance)
+                case Committed():
+                    return self._piece(message)
                 case Preview(_, _, tokens):
                     return Piece("", preview=tokens)
                 case Finished(_, reason, statistics):
                     return self._last(reason.value, Statistics.from_json(statistics))
-                case Error(_, kind, message):
-                    raise getattr(errors, kind, RequestError)(message)
+                case Error(_, kind, told):
+                    raise getattr(errors, kind, RequestError)(told)
                 case unexpected:
                     raise AssertionError(unexpected)
         except BaseException:
             self.close()
             raise
 
-    def _piece(self, tokens: tuple[int, ...], provenance: tuple[Provenance, ...]) -> Piece:
-        texts = tuple(self._text.push(token) for token in tokens)
+    def _piece(self, new: Committed) -> Piece:
+        texts = tuple(self._text.push(token) for token in new.tokens)
         text = "".join(texts)
         self.result.text += text
-        self.result.tokens += tokens
-        self.result.provenance += provenance
-        return Piece(text, tokens, provenance, texts)
+        self.result.tokens += new.tokens
+        self.result.provenance += new.provenance
+        self.result.logprobs += new.logprobs
+        return Piece(text, new.tokens, new.provenance, texts, logprobs=new.logprobs)
 
     def _last(self, reason: str, statistics: Statistics) -> Piece:
         rest = self._text.finish()

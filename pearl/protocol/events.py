@@ -195,7 +195,8 @@ class Open:
     """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew).
 
     `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
-    other outcomes that it prepares continuations for at a time; `draft_stop`: the policy that ends its windows.
+    other outcomes that it prepares continuations for at a time; `draft_stop`: the policy that ends its windows;
+    `logprobs`: see `Submit`.
     """
 
     prompt: tuple[int, ...]
@@ -208,6 +209,7 @@ class Open:
     branches: int = 0
     draft_stop: str = "fixed"
     stop_parameters: tuple[tuple[str, float], ...] = ()  # of the policy
+    logprobs: int | None = None
     request: int = field(default=-1, kw_only=True)
 
 

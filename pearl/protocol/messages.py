@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Role(Enum):
@@ -124,7 +124,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A front asks for a text. `request` is the front's own number; `limit` the total length at which to end."""
+    """A front asks for a text. `request` is the front's own number; `limit` the total length at which to end.
+
+    `logprobs`: tell of each token its log probability, and of so many of the likeliest tokens at its place; None: not.
+    """
 
     request: int
     prompt: tuple[int, ...]
@@ -134,16 +137,31 @@ class Submit:
     eos: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     preview: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What the target's row says of a token: natural logarithms of probabilities at temperature 1, unfiltered and
+    without penalties and biases; at least `LEAST_LOGPROB`.
+
+    Attributes:
+        top: the likeliest tokens, the likeliest first, each with its own.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Final tokens from position `start` on, with one provenance each."""
+    """Final tokens from position `start` on, with one provenance each; `logprobs` too, where asked for."""
 
     request: int
     start: int
     tokens: tuple[int, ...]
     provenance: tuple[Provenance, ...]
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

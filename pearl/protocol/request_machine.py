@@ -195,7 +195,7 @@ class RequestMachine(Machine):
         self.request.told_front = seq.committed
         decoding, number = submit.decoding, submit.request
         rule = decoding.rule, submit.stops, decoding.parameters
-        do(Open(submit.prompt, submit.sampling, *rule, self.slot, request=number))
+        do(Open(submit.prompt, submit.sampling, *rule, self.slot, logprobs=submit.logprobs, request=number))
         self.request.told_guesser = len(submit.prompt)
         if self._compares:
             self.choice.begin(submit.limit - len(submit.prompt))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pearl.client.stream import Piece, Result
+from pearl.protocol.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -24,10 +25,20 @@ class Answer:
     Args:
         include_usage: as asked: the chunks of a stream name `usage`, which the last one has.
         provenance: chunks say where their tokens came from.
+        spell: what a token is in UTF-8; asked where texts have logprobs.
     """
 
-    def __init__(self, chat: bool, model: str, include_usage: bool = False, provenance: bool = False) -> None:
+    def __init__(
+        self,
+        chat: bool,
+        model: str,
+        include_usage: bool = False,
+        provenance: bool = False,
+        spell: Callable[[int], bytes] = lambda token: b"",
+    ) -> None:
         self._chat, self._include_usage, self._provenance = chat, include_usage, provenance
+        self._spell = spell
+        self._offsets: dict[int, int] = {}  # characters of each text so far
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
@@ -37,7 +48,12 @@ class Answer:
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> dict[str, Any]:
         """All texts at once; those of one prompt stand together."""
         choices = [
-            {"index": index, **self._text(result.text), "logprobs": None, "finish_reason": finish_reason(result)}
+            {
+                "index": index,
+                **self._text(result.text),
+                "logprobs": self._logprobs(index, result.tokens, result.logprobs),
+                "finish_reason": finish_reason(result),
+            }
             for index, result in enumerate(results)
         ]
         return {**self._head, "object": self._object(""), "choices": choices, "usage": usage}
@@ -52,7 +68,7 @@ class Answer:
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """A piece of a text; nothing where no text has become final and nobody asked about tokens."""
-        if piece.text or (self._provenance and piece.tokens):
+        if piece.text or ((self._provenance or piece.logprobs) and piece.tokens):
             more: dict[str, Any] = {}
             if self._provenance:
                 more["provenance"] = [
@@ -60,7 +76,7 @@ class Answer:
                     for text, source in zip(piece.texts, piece.provenance, strict=True)
                 ]
             delta = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
-            yield self._chunk(index, delta | more)
+            yield self._chunk(index, delta | more, logprobs=self._logprobs(index, piece.tokens, piece.logprobs))
 
     def last(self, index: int, result: Result) -> bytes:
         """The end of a text."""
@@ -71,8 +87,45 @@ class Answer:
         if self._include_usage:
             yield event({**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage})
 
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        choice = {"index": index, **delta, "logprobs": None, "finish_reason": reason}
+    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[Logprobs]) -> dict[str, Any] | None:
+        """Of the next tokens of a text; None where none were asked for."""
+        if not told:
+            return None
+        if self._chat:
+            content = [
+                self._entry(token, one.logprob)
+                | {"top_logprobs": [self._entry(other, logprob) for other, logprob in one.top]}
+                for token, one in zip(tokens, told, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        shown, offset = [self._shown(token) for token in tokens], self._offsets.get(index, 0)
+        offsets = []
+        for text in shown:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        top = [
+            {self._shown(other): logprob for other, logprob in one.top} | {text: one.logprob}
+            for text, one in zip(shown, told, strict=True)
+        ]
+        return {
+            "tokens": shown,
+            "token_logprobs": [one.logprob for one in told],
+            "top_logprobs": top if told[0].top else None,
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = self._spell(token)
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
+
+    def _shown(self, token: int) -> str:
+        return self._spell(token).decode("utf-8", "replace")
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
         more = {"usage": None} if self._include_usage else {}
         return event({**self._head, "object": self._object(".chunk"), "choices": [choice], **more})
 

@@ -35,6 +35,7 @@ from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.requests import Asked, check_fits, read_request
 from pearl.server.turns import Turns
+from pearl.text import token_bytes
 from pearl.version import __version__
 
 log = logging.getLogger(__name__)
@@ -184,7 +185,8 @@ class _Reply(Response):
 
     def __init__(self, turns: Turns, asked: Asked, model: str, arrived: float) -> None:
         self._turns, self._asked, self._arrived = turns, asked, arrived
-        self._answer = Answer(asked.chat, model, asked.include_usage, asked.provenance)
+        spell = partial(token_bytes, turns.engine.tokenizer)
+        self._answer = Answer(asked.chat, model, asked.include_usage, asked.provenance, spell)
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

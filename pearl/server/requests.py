@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pearl.client.request import Prompt
-from pearl.config import SamplingParams
+from pearl.config import MAX_LOGPROBS, SamplingParams
 from pearl.errors import ConfigError
 from pearl.server.errors import ApiError
 
@@ -26,16 +26,14 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 # As in SamplingParams.
 _SAMPLING = (*_NUMBERS, "top_k", "seed", "max_tokens", "stop", "ignore_eos", "logit_bias")
 _WHOLE = ("top_k", "seed", "max_tokens")
-_COMMON = {"model", "n", "stream", "stream_options", *_SAMPLING}
-_CHAT = {*_COMMON, "messages", "max_completion_tokens"}
+_COMMON = {"model", "n", "stream", "stream_options", "logprobs", *_SAMPLING}
+_CHAT = {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"}
 _COMPLETION = {*_COMMON, "prompt"}
 _IGNORED = {"user", "safety_identifier", "prompt_cache_key"}  # they say who asks, not what
 _ROLES = ("system", "user", "assistant")
 
 # Fields that are known but not served -> values that ask for nothing. Null does so for every field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -236,10 +234,26 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
         values["max_tokens"] = given["max_completion_tokens"]
     elif not chat:
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
+    if (logprobs := _logprobs(given, chat)) is not None:
+        values["logprobs"] = logprobs
     for name, value in values.items():
         field = "max_completion_tokens" if name == "max_tokens" and "max_completion_tokens" in given else name
         values[name] = _sampling_value(name, field, value)
     return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values))
+
+
+def _logprobs(given: Mapping[str, Any], chat: bool) -> int | None:
+    """How many of the likeliest tokens are wanted beside each; None where nothing is.
+
+    A chat has a flag, and a number beside it; elsewhere there is the number alone, and false is none of these.
+    """
+    if not chat:
+        return None if given.get("logprobs", False) is False else _whole(given, "logprobs", 0, MAX_LOGPROBS)
+    wanted = _flag(given, "logprobs")
+    top = _whole(given, "top_logprobs", 0, MAX_LOGPROBS)
+    if top and not wanted:
+        raise ApiError(400, "top_logprobs is for requests with logprobs true", param="top_logprobs")
+    return top if wanted else None
 
 
 def _sampling_value(name: str, field: str, value: Any) -> Any:

@@ -11,13 +11,22 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import chain
 from math import inf
 from typing import Any
 
 import msgpack
 
 import pearl.errors
-from pearl.config import LEAST_REPETITION_PENALTY, MAX_BIASES, MOST_BIAS, MOST_PENALTY, MOST_REPETITION_PENALTY
+from pearl.config import (
+    LEAST_LOGPROB,
+    LEAST_REPETITION_PENALTY,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MOST_BIAS,
+    MOST_PENALTY,
+    MOST_REPETITION_PENALTY,
+)
 from pearl.decoding.distribution import Distribution, Form
 from pearl.decoding.registry import MAX_PARAMETERS, Parameters, find
 from pearl.drafting.registry import check_stop, find_stop
@@ -35,6 +44,7 @@ from pearl.protocol.messages import (
     FinishReason,
     Heartbeat,
     Hello,
+    Logprobs,
     Message,
     Ping,
     Pong,
@@ -83,6 +93,7 @@ MAX_STATISTICS = 1 << 20  # bytes of UTF-8
 
 _MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _MAX_NAME = 64
+_LOGPROBS = struct.Struct("<H")  # how many of the likeliest each token has
 _BIAS = struct.Struct("<id")  # token id, what is added to its logit
 _MAX_VALUES = 64 + 3 * MAX_RUN  # in one header: the fields, and MAX_RUN entries that are pairs
 _LIMITS = {
@@ -155,6 +166,36 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 def _pack_biases(pairs: Sequence[tuple[int, float]]) -> bytes:
     return b"".join(_BIAS.pack(*pair) for pair in pairs)
+
+
+def _logprobs(value: object) -> tuple[Logprobs, ...]:
+    """Of as many tokens as there are bytes; each has a float32, and `count` times (int32, float32)."""
+    if type(value) is not bytes or len(value) > MAX_FRAME:
+        raise ValueError("must be bytes")
+    if not value:
+        return ()
+    count = _LOGPROBS.unpack_from(value)[0] if len(value) >= _LOGPROBS.size else MAX_LOGPROBS + 1
+    if count > MAX_LOGPROBS:
+        raise ValueError(f"must begin with a number of at most {MAX_LOGPROBS}")
+    each = struct.Struct("<f" + "if" * count)
+    if (len(value) - _LOGPROBS.size) % each.size:
+        raise ValueError(f"must have {each.size} bytes a token")
+    told = []
+    for logprob, *pairs in each.iter_unpack(memoryview(value)[_LOGPROBS.size :]):
+        ids, values = pairs[::2], pairs[1::2]
+        if not all(LEAST_LOGPROB <= each <= 0 for each in (logprob, *values)) or any(id < 0 for id in ids):
+            raise ValueError(f"must have token ids, and logarithms from {LEAST_LOGPROB:g} to 0")
+        told.append(Logprobs(logprob, tuple(zip(ids, values, strict=True))))
+    return tuple(told)
+
+
+def _pack_logprobs(told: Sequence[Logprobs]) -> bytes:
+    if not told:
+        return b""
+    count = len(told[0].top)
+    each = struct.Struct("<f" + "if" * count)
+    rows = (each.pack(one.logprob, *chain.from_iterable(one.top)) for one in told)
+    return _LOGPROBS.pack(count) + b"".join(rows)
 
 
 def _pack_rows(rows: Sequence[Distribution]) -> list[Any]:
@@ -284,6 +325,7 @@ _SHAPES: dict[int, Shape] = {
         eos=_RUN,
         stops=array(_TEXT, MAX_RUN),
         preview=Kind(flag),
+        logprobs=optional(integer(0, MAX_LOGPROBS + 1)),
     ),
     4: Shape(
         Committed,
@@ -291,6 +333,7 @@ _SHAPES: dict[int, Shape] = {
         start=_POSITION,
         tokens=_TOKENS,
         provenance=Kind(_provenance, lambda codes: bytes(map(_PROVENANCE_CODES.__getitem__, codes))),
+        logprobs=Kind(_logprobs, _pack_logprobs),
     ),
     5: Shape(Preview, request=_COUNT, start=_POSITION, tokens=_TOKENS),
     6: Shape(
@@ -428,6 +471,8 @@ def _whole(message: Any, raw: Sequence[Frame]) -> Message:
         raise ValueError(f"{type(message).__name__} came with {len(raw)} raw frames and has none")
     if type(message) is Committed and len(message.tokens) != len(message.provenance):
         raise ValueError("Committed has not one provenance a token")
+    if type(message) is Committed and len(message.logprobs) not in (0, len(message.tokens)):
+        raise ValueError("Committed.logprobs are not as many as its tokens")
     if type(message) is Submit:
         _check_parameters("Submit.decoding", "Submit.decoding", message.decoding)
     if type(message) is Begin:

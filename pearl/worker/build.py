@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pearl.config import BRANCHES, EngineConfig, ModelConfig, ModelRole
-from pearl.device import Device
+from pearl.device import Device, usable_cores
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.disco import classifier_of
 from pearl.drafting.model import ModelProposer
@@ -324,7 +324,7 @@ def settled(config: EngineConfig, role: ModelRole, rank: int = 0) -> Device:
         return Device("cuda", gpus=(free[rank] if rank < len(free) else gpus - 1,))
     here = config.roles if config.one_host else (role,)
     workers = [(each, which) for each in here for which in range(config.model(each).tp)]
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(usable_cores())
     return Device("cpu", cores=_equal_part(cores, workers.index((role, rank)), len(workers)))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pearl.config import LEAST_LOGPROB
 from pearl.decoding.registry import Needs, RuleSpec
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
@@ -41,6 +42,7 @@ from pearl.protocol.events import (
     Sampled,
     Spread,
 )
+from pearl.protocol.messages import Logprobs
 from pearl.text import TextStream
 
 _MEMORY_WORDS = re.compile(
@@ -87,6 +89,8 @@ class _Request:
         logits: [rows, vocab], of its last forward: of the last tokens that it was fed.
         launched: of these rows what judging needs, begun with the forward; None where it was not.
         fed: that forward.
+        logprobs: see `Submit`. raw: as `logits`, before the shaper.
+        said: of the tokens decided on, by position, until somebody asks.
     """
 
     slot: int
@@ -100,6 +104,9 @@ class _Request:
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
     fed: Forward | None = None
+    logprobs: int | None = None
+    raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    said: dict[int, Logprobs] = field(default_factory=dict)
 
     def positions(self) -> list[int]:
         """Of the tokens that the rows are for."""
@@ -214,7 +221,9 @@ class TargetExecutor:
             text = self._text_stream(command.prompt, command.stops)
         direct = DirectDraw(command.sampling)
         shaper = make_shaper(command.sampling.shaping, command.prompt)
-        self._requests[command.request] = _Request(command.slot, rule, direct, spec, text, command.prompt, shaper)
+        self._requests[command.request] = _Request(
+            command.slot, rule, direct, spec, text, command.prompt, shaper, logprobs=command.logprobs
+        )
 
     def _guess(self, command: Guess) -> Guessed:
         """See `Guess`. A runner that takes no trees gets a chain behind the text."""
@@ -246,6 +255,7 @@ class TargetExecutor:
         logits = self.runner.forward(feeds)
         for command, request, rows in zip(commands, requests, logits, strict=True):
             request.logits, request.fed, request.launched = _shaped(request.shaper, command, rows), command, None
+            request.raw = rows
             if self._launches and command.rows:
                 request.launched = request.rule.launch(request.logits, request.positions())
         self.runner.synchronize()
@@ -277,6 +287,7 @@ class TargetExecutor:
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
+        self._say(request, command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
         stop_after = self._stop_after(request, new)
         return Judged(verdict.accepted, verdict.token, stop_after, verdict.odds, request=command.request)
 
@@ -285,10 +296,13 @@ class TargetExecutor:
         children = request.children() if command.follow else {}
         draws = self._draws(request, command, children)
         tokens: list[int] = []
+        rows: list[int] = []
         at: int | None = command.node
         while at is not None:
+            rows.append(request.row(at))
             tokens.append(read_draw(draws(at, command.position + len(tokens))))
             at = children.get(at, {}).get(tokens[-1])
+        self._say(request, command.position, tokens, rows)
         return Sampled(tuple(tokens), self._stop_after(request, tokens), request=command.request)
 
     def _draws(
@@ -308,6 +322,25 @@ class TargetExecutor:
         logits = request.logits[[request.row(node) for node in positions]]
         on_host = dict(zip(positions, request.direct.rows(logits, [*positions.values()]).cpu(), strict=True))
         return lambda node, position: on_host[node]
+
+    def _say(self, request: _Request, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Notes what the `rows` of the last forward say of the tokens decided on, from `position` on."""
+        if request.logprobs is None or not tokens:
+            return
+        logits = request.raw[list(rows)].float()
+        own = torch.tensor(tokens, device=logits.device).unsqueeze(1)
+        every = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
+        top, ids = every.topk(min(request.logprobs, logits.shape[-1]))
+        told = zip(every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True)
+        for at, (logprob, likeliest, values) in enumerate(told, position):
+            request.said[at] = Logprobs(logprob, tuple(zip(likeliest, values, strict=True)))
+
+    def logprobs(self, request: int, start: int, count: int) -> tuple[Logprobs, ...]:
+        """Of the tokens decided on from `start` on, once; empty where the request does not want them."""
+        found = self._requests.get(request)
+        if found is None or found.logprobs is None:
+            return ()
+        return tuple(found.said.pop(at) for at in range(start, start + count))
 
     def _stop_after(self, request: _Request, tokens: Sequence[int]) -> int | None:
         if request.text is not None:

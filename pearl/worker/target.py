@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pearl.errors import (
     DraftLost,
@@ -352,8 +353,8 @@ class TargetWorker:
                 self._go_on(getattr(message, "request", -1), now)
                 self._draft.send(message)
             case Deliver(Committed() | Preview() as message):
-                if isinstance(message, Committed) and message.request in self._watches:
-                    self._watches[message.request].committed(len(message.tokens), now)
+                if isinstance(message, Committed):
+                    message = self._committed(message, now)
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
                 self._waiting.setdefault(request, (cause.value, now))
@@ -365,6 +366,13 @@ class TargetWorker:
                 self._forwards.append(command)
             case _:
                 self._compute(command, getattr(command, "request", -1), now)
+
+    def _committed(self, message: Committed, now: float) -> Committed:
+        """What the front is told."""
+        if message.request in self._watches:
+            self._watches[message.request].committed(len(message.tokens), now)
+        logprobs = self._executor.logprobs(message.request, message.start, len(message.tokens))
+        return replace(message, logprobs=logprobs) if logprobs else message
 
     def _go_on(self, request: int, now: float) -> None:
         """A request that waited goes on."""

@@ -1,4 +1,4 @@
-"""Draw the JSON of `pearl bench`, `pearl bench paper` and `pearl bench slots` as PNG pictures."""
+"""Draw the JSON of `pearl bench`, its subcommands and `pearl compare` as PNG pictures."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def draw(result: Any, path: Path) -> None:
             _paper(result, path)
         elif kind == "slots":
             _slots(result, path)
+        elif kind == "compare":
+            _ways(result, path)
         else:
-            raise ConfigError("that is no result of pearl bench, pearl bench paper or pearl bench slots")
+            raise ConfigError("that is no result of pearl bench, pearl bench paper, pearl bench slots or pearl compare")
     except (KeyError, TypeError, IndexError):
         raise ConfigError("that result of pearl bench is incomplete, or of another version") from None
 
@@ -77,6 +79,43 @@ def _slots(result: Mapping[str, Any], path: Path) -> None:
         axes.set_xlabel("slots")
     target, draft = result["pair"]
     about = f"{target} with {draft}, method {result['method']}, {result['texts']} texts at once"
+    picture.suptitle(f"{about}; {result['hardware']['processor']}", fontsize=8)
+    save(picture, path)
+
+
+def _ways(result: Mapping[str, Any], path: Path) -> None:
+    """Speed against bias: what is exact stands at the left edge."""
+    rows = [row for row in result["rows"] if row["speedup"] is not None]
+    picture = figure(8, 5)
+    axes = picture.subplots()
+    for row in rows:
+        bias, speed = row["bias"], row["speedup"]
+        colour = "#1f6fb2" if row["exact"] else "#b2451f"
+        axes.plot([bias["low"], bias["high"]], [speed["value"]] * 2, color=colour, linewidth=1)
+        axes.plot([bias["value"]] * 2, [speed["low"], speed["high"]], color=colour, linewidth=1)
+        axes.plot(bias["value"], speed["value"], "o", color=colour, markersize=4)
+    # Labels in the order of the speeds, apart from each other; a thin line leads to the point where one had to move.
+    low, high = axes.get_ylim()
+    least, last = (high - low) / 28, low - high
+    right = max([row["bias"]["high"] for row in rows] + [0.05])
+    for row in sorted(rows, key=lambda row: row["speedup"]["value"]):
+        x, y = row["bias"]["value"], row["speedup"]["value"]
+        last = place = max(y, last + least)
+        shown = f"{row['name']}: {y:.2f}"
+        axes.annotate(
+            shown,
+            (x, y),
+            (x + 0.03 * right, place),
+            fontsize=7,
+            va="center",
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "#9a9a9a"},
+        )
+    axes.set_xlim(-0.03 * right, 1.5 * right)
+    axes.axhline(1.0, color="black", linewidth=1, linestyle=":")
+    axes.set_xlabel("bias: total variation distance from the target, a committed token (0: exact)")
+    axes.set_ylabel("times as fast as ar")
+    engine, sampling = result["settings"]["engine"], result["settings"]["sampling"]
+    about = f"{engine['target']} with {engine['draft']}, temperature {sampling['temperature']:g}"
     picture.suptitle(f"{about}; {result['hardware']['processor']}", fontsize=8)
     save(picture, path)
 

@@ -12,6 +12,7 @@ from pearl.client.conversation import Conversation
 from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
+from pearl.lab.bench.energy import Meter
 from pearl.lab.bench.machine import Stolen
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, System, devices_of
 from pearl.lab.bench.tasks import Task
@@ -60,6 +61,8 @@ class Sample:
         itl_p50, itl_p99: inter-token latency, seconds; of several turns the median, and the largest.
         of_simulated: speed / speed of the same text in virtual time, both with the prefill; emulated pairs only.
         lost: what the time is spent on that the simulator does without -> share of the time; see `emulation.lost`.
+        bias: see `Statistics`; 0 where nothing is biased.
+        joules: what the pair's devices took meanwhile; None where the machine does not tell.
     """
 
     row: str
@@ -81,6 +84,8 @@ class Sample:
     itl_p99: float | None = None
     of_simulated: float | None = None
     lost: dict[str, float] | None = None
+    bias: float = 0.0
+    joules: float | None = None
 
     @property
     def rate(self) -> float | None:
@@ -126,17 +131,30 @@ class Plan:
         return self.repeats if isinstance(self.repeats, int) else self.repeats[row.name]
 
 
+@dataclass(frozen=True)
+class Text:
+    """What a row wrote behind a prompt."""
+
+    row: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
 @dataclass
 class Measured:
     """The measurements.
 
     Attributes:
+        texts: of all samples.
+        energy_of: what `Sample.joules` counts; empty where the machine does not tell.
         gammas: gamma tried for sd -> tokens per second.
         gamma: the one that sd ran with.
         skipped: turns that did not fit the context.
     """
 
     samples: list[Sample] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+    energy_of: str = ""
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
@@ -203,7 +221,10 @@ class _Run:
         probe = [{"role": "user", "content": "."}]
         self._raw = plan.raw or self._tokenizer.apply_chat(probe) is None
         self._rows = list(plan.rows)
-        self._measured = Measured()
+        target, draft = devices_of(plan.config)
+        used = target | draft
+        self._meter = Meter(used.gpus, cores=not (target.gpus and draft.gpus))
+        self._measured = Measured(energy_of=self._meter.source)
         self._context: int | None = None  # tokens; of our engines, the same for all
 
     def run(self) -> Measured:
@@ -254,7 +275,7 @@ class _Run:
 
     def _choose_gamma(self, pair: System) -> None:
         """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others."""
-        rows = [i for i, row in enumerate(self._rows) if row.decoding.method in (SD, SSD)]
+        rows = [i for i, row in enumerate(self._rows) if row.decoding.method in (SD, SSD) and not row.decoding.gamma]
         if not rows:
             return
         if self._plan.gamma is None and emulated(self._plan.config):
@@ -326,15 +347,18 @@ class _Run:
     def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
         params, attempts = self._params_of(row), list[tuple[Sample, list[Decoded]]]()
         while len(attempts) < self._plan.attempts:
-            stolen = Stolen()
+            stolen, before = Stolen(), self._meter.joules()
             turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
             if not turns:
                 return None
-            sample = _sample(row, task, repeat, turns, stolen.taken().stolen)
+            after = self._meter.joules()
+            joules = None if before is None or after is None else after - before
+            sample = replace(_sample(row, task, repeat, turns, stolen.taken().stolen), joules=joules)
             attempts.append((sample, turns))
             if sample.stolen <= self._plan.most_stolen:
                 break
         best, turns = min(attempts, key=lambda attempt: attempt[0].stolen)  # the least disturbed, not the fastest
+        self._measured.texts += [Text(row.name, turn.prompt, turn.tokens) for turn in turns]
         if emulated(self._plan.config):
             prompt, seeded = self._first_prompt(task), self._seeded(params, task, repeat)
             virtual = simulated(self._plan.config, row.decoding, prompt, seeded)
@@ -366,7 +390,7 @@ class _Run:
             ended = bool(decoded.tokens) and decoded.tokens[-1] in self._defaults.eos
             reply = self._tokenizer.decode(decoded.tokens)
             conversation.add(turn, prompt, reply, decoded.tokens, "eos" if ended else "length")
-            yield decoded
+            yield replace(decoded, prompt=tuple(prompt))
 
     def _seeded(self, params: SamplingParams, task: Task, repeat: int) -> SamplingParams:
         """One seed per task and repeat, the same for all rows."""
@@ -408,4 +432,5 @@ def _sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], stolen:
         window=known[-1].window if known else 0,
         itl_p50=median(latencies) if (latencies := [t.itl_p50 for t in turns if t.itl_p50 is not None]) else None,
         itl_p99=max((t.itl_p99 for t in turns if t.itl_p99 is not None), default=None),
+        bias=sum(s.bias or 0.0 for s in known),
     )

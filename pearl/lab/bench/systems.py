@@ -30,6 +30,7 @@ class Decoded:
         late_tokens, late_seconds: from the first commit to the last; for our engine by the target worker's clock.
         itl_p50, itl_p99: inter-token latency, seconds, as `Statistics` defines it; None where one commit was all.
         statistics: None for `generate`.
+        prompt: what they follow.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +40,7 @@ class Decoded:
     statistics: Statistics | None = None
     itl_p50: float | None = None
     itl_p99: float | None = None
+    prompt: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:

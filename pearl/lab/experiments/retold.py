@@ -23,6 +23,7 @@ from pearl.models.recorded import Header, RecordedText, RecordedTexts
 from pearl.protocol.sequence import common_prefix
 from pearl.trace.reading import Slice, Trace
 
+_MOST_IDS = 1 << 20  # a row spans the vocabulary
 _ROW = 64  # tokens of a row that is made up: what branches and shares are of is the head of it
 
 
@@ -68,12 +69,18 @@ def retold(trace: Trace) -> dict[int, Retold]:
 
 
 def texts_of(path: Path, requests: Sequence[Retold], seed: int = 0) -> RecordedTexts | None:
-    """None where nothing was told of the draft's rows, or one prompt was answered in two ways."""
+    """None where nothing was told of the draft's rows, or one prompt was answered in two ways.
+
+    Raises ValueError for what can be no token.
+    """
     known = [(told.share, told.rank(one.whole[at])) for one in requests for at, told in one.told.items()]
     answers = {one.prompt: one.answer for one in requests}
     if not known or any(answers[one.prompt] != one.answer for one in requests):
         return None
-    vocab = 1 + max(_ids(requests)) + _ROW  # the last ones are no token of these texts: rows are filled with them
+    least, most = min(_ids(requests)), max(_ids(requests))
+    if least < 0 or most >= _MOST_IDS:
+        raise ValueError(f"token id {least if least < 0 else most}")
+    vocab = 1 + most + _ROW  # the last ones are no token of these texts: rows are filled with them
     header = Header(
         target=str(path),
         draft=str(path),
@@ -142,7 +149,7 @@ def _text(one: Retold, known: Sequence[tuple[int, int | None]], vocab: int, luck
         told = one.told.get(len(one.prompt) + row)
         if told is None:
             told = _borrowed(token, *luck.choice(known), vocab)
-        ids[row], logits[row] = _row(told, token, vocab)
+        ids[row], logits[row] = _row(told, vocab)
     return RecordedText(one.prompt, tuple(one.answer), ids, logits)
 
 
@@ -154,7 +161,7 @@ def _borrowed(token: int, share: int, rank: int | None, vocab: int) -> Told:
     return Told(head[0], share, tuple(head[1:]))
 
 
-def _row(told: Told, token: int, vocab: int) -> tuple[list[int], np.ndarray]:
+def _row(told: Told, vocab: int) -> tuple[list[int], np.ndarray]:
     """Ids and logits [_ROW + 1], as `RecordedText` has them, of a row that branches take for the one of the trace."""
     head = [told.token, *told.rivals]
     ids = head + list(range(vocab - _ROW, vocab))[: _ROW - len(head)]  # a borrowed head is of the last of these
