@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ from pearl.trace.latency import latencies
 from pearl.trace.reading import read
 from pearl.trace.replay import replay
 from pearl.worker.execute import DraftExecutor, TargetExecutor
+from pearl.worker.target import TargetWorker
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.test_llama_runner import KINDS
 from tests.tiny import tiny_model
@@ -378,3 +380,33 @@ def test_bench_slots(tmp_path: Path) -> None:
     assert "65 texts at once are too many" in str(many.exception)
     refused = CliRunner().invoke(cli, ["bench", "slots", "--slots", "3"])
     assert "name the numbers of slots as arguments" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("ready", "waiting", "t_draft", "wanted"),
+    [
+        ([1], [], 0.01, 0.0),  # nobody else
+        ([1], [2], 0.01, 0.012),  # until the draft's forward should be done
+        ([1, 2, 3], [4], 0.03, 0.05 / 3),  # one waits, three are held up
+        ([1], [2, 9], 0.01, 0.012),  # 9 is no request that is worked on
+        ([1], [9], 0.01, 0.0),
+        ([1], [2], 0.0, 0.0),  # how long the draft takes is not known
+    ],
+)
+def test_a_forward_is_put_off_for_those_whose_draft_is_due(
+    ready: list[int], waiting: list[int], t_draft: float, wanted: float
+) -> None:
+    """Once, and no longer than what it can save."""
+    waited: list[float] = []
+    target = SimpleNamespace(
+        _waiting=dict.fromkeys(waiting, ("window", 0.0)),
+        _watches=dict.fromkeys(range(1, 5)),
+        _forwards=[SimpleNamespace(request=request) for request in ready],
+        _coordinator=SimpleNamespace(speeds=SimpleNamespace(t_draft=t_draft, t_target=lambda fed: 0.05)),
+        _gather_until=0.0,
+        _receive=waited.append,
+    )
+    assert TargetWorker._gathers(target) == (wanted > 0)  # type: ignore[arg-type]
+    assert waited == ([pytest.approx(wanted, rel=1e-6)] if wanted else [])
+    target._gather_until -= 1.0
+    assert not TargetWorker._gathers(target)  # type: ignore[arg-type]

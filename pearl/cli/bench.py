@@ -151,8 +151,9 @@ def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingPar
 
 
 def _print(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> None:
-    console, found = table_console(), figures(plan, measured)
+    found = figures(plan, measured)
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
+    console = table_console(sum(len(name) + 1 for name in sets if len(sets) > 1))
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("method", no_wrap=True)
     table.add_column("on", no_wrap=True)

@@ -49,9 +49,9 @@ json_option = click.option(
 STDOUT = Path("-")
 
 
-def table_console() -> Console:
-    """A console for tables, `_WIDTH` columns wide if the output is not a terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+def table_console(more: int = 0) -> Console:
+    """A console for tables, `_WIDTH` and `more` columns wide if the output is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH + more)
 
 
 def refuse_options(ctx: click.Context) -> None:

@@ -3,7 +3,6 @@
 The loop then sends the token and asks its state machine for the next command while that forward runs.  The machine
 nearly always asks for the forward that is running already; where it asks for another, the running one is discarded.
 No forward is started early while a message waits to be read, or beyond the position up to which the draft may draft.
-Of several requests, whose tokens come of one forward, so does the next one; a verdict makes it useless for its request.
 
 On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
 not know yet, so that the GPU goes on at once.  It is launched late, for what is launched cannot be taken back.
@@ -66,11 +65,7 @@ class Ahead:
         return self._answer() if isinstance(command, Draft) else None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """Carry out several by one forward; return what answers each. Raises as `execute`.
-
-        Where a forward begun early answers some of them, only these are answered: the others are to be asked for
-        again, together with what follows these.
-        """
+        """Carry out several at once; return what answers each. Raises as `execute`."""
         self._commands.put(commands)
         return self._answer()
 
@@ -110,24 +105,7 @@ class Ahead:
     def _serve(self) -> None:
         guess: Draft | None = None  # a forward that was started before it was asked for; `outcome` is its result
         outcome: Event | list[Drafted] | _Begun | BaseException | None = None
-        early: dict[int, tuple[Draft, Drafted]] = {}  # likewise of several requests, by request
         while (command := self._commands.get()) is not None:
-            if isinstance(command, Sequence):
-                if guess is not None and isinstance(outcome, Drafted):
-                    early[guess.request] = guess, outcome
-                elif guess is not None:
-                    self._attempt(Rollback(guess.start, request=guess.request))
-                lost = isinstance(outcome, BaseException if guess is None else (DraftLost, TransportError))
-                if lost:
-                    self._outcomes.put(outcome)
-                else:
-                    early = self._together(command, early)
-                guess = outcome = None
-                continue
-            if early and (found := self._alone(command, early)) is not None:
-                if guess is not None:
-                    self._attempt(Rollback(guess.start, request=guess.request))
-                guess, outcome = found
             # A guess that failed is discarded with its error, unless the error is that a rank is lost.
             lasting = BaseException if guess is None else (DraftLost, TransportError)
             failed = isinstance(outcome, lasting)
@@ -142,56 +120,11 @@ class Ahead:
                     guess = self._next(command, outcome)
                     self._outcomes.put(outcome)
                     outcome = None if guess is None else self._attempt(guess)
-
-    def _together(
-        self, commands: Sequence[Draft], early: dict[int, tuple[Draft, Drafted]]
-    ) -> dict[int, tuple[Draft, Drafted]]:
-        """Answers what `early` answers or, if that is nothing, all `commands`; begins the next forward of all.
-
-        Returns:
-            What is known early now.
-        """
-        answered = [command for command in commands if self._is_known(command, early)]
-        done: Any = [early.pop(command.request)[1] for command in answered] or self._attempt(commands)
-        self._outcomes.put(done)
-        if len(answered) < len(commands) and (answered or isinstance(done, BaseException)):
-            return early  # the others are asked for again, and come with what follows these
-        following = [_after(*each) for each in zip(commands, done, strict=True)]
-        wanted = [command for command in following if command is not None]
-        if not wanted or not self._wanted():
-            return early
-        begun = self._attempt(wanted)
-        if not isinstance(begun, list):  # whoever asks for it in earnest is told the error
-            for command in wanted:
-                self._attempt(Rollback(command.start, request=command.request))
-            return early
-        return early | {command.request: (command, drafted) for command, drafted in zip(wanted, begun, strict=True)}
-
-    def _is_known(self, command: Draft, early: dict[int, tuple[Draft, Drafted]]) -> bool:
-        """Whether what was computed early answers it; if that is another forward of its request it is forgotten."""
-        if command.request not in early:
-            return False
-        guess, _ = early[command.request]
-        if _same(command, guess):
-            return True
-        self._forget(early, command.request)
-        return False
-
-    def _forget(self, early: dict[int, tuple[Draft, Drafted]], request: int) -> None:
-        guess, _ = early.pop(request)
-        self._attempt(Rollback(guess.start, request=request))
-
-    def _alone(self, command: object, early: dict[int, tuple[Draft, Drafted]]) -> tuple[Draft, Drafted] | None:
-        """What was computed early and answers `command`, if anything does; forgets what the command makes useless."""
-        request = getattr(command, "request", -1)
-        if isinstance(command, Draft):
-            return early.pop(request) if self._is_known(command, early) else None
-        if isinstance(command, Rollback) and request in early:
-            del early[request]  # undone by it
-        elif not isinstance(command, Rollback) or request < 0:
-            for each in list(early):
-                self._forget(early, each)
-        return None
+            elif isinstance(
+                command, Sequence
+            ):  # nothing is started early: which requests come next is the loop's to say
+                self._outcomes.put(outcome)
+                outcome = None
 
     def _next(self, command: Draft, outcome: object) -> Draft | None:
         guess = _after(command, outcome) if isinstance(outcome, Drafted) else None
@@ -208,7 +141,7 @@ class Ahead:
             if isinstance(command, Draft) and command.budget and self._proposer.chained(command.request):
                 return _Begun(self._launch(command))
             if isinstance(command, Sequence):
-                return list(self._executor.draft(command))
+                return self._executor.draft(command)
             event = self._executor.execute(command)
             self._computed(event)
         except BaseException as error:

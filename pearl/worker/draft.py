@@ -197,9 +197,6 @@ class DraftWorker:
         if longest > MOST_UNANNOUNCED:
             self._prefill_pace = (time.monotonic() - began) / sum(len(command.tokens) for command in drafts)
         self._receive(0)  # a verdict that came meanwhile may have overtaken these tokens
-        answered = {getattr(event, "request", -1) for event in events}
-        if len(answered) < len(drafts):  # the others go with what follows these
-            self._drafts += [command for command in drafts if command.request not in answered]
         for event in events:
             self._todo.extend(self._decide(event))
 

@@ -67,6 +67,7 @@ from pearl.worker.recording import Recordings
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
+_GATHERING = 1.2  # draft forwards: how long a forward is put off for requests whose drafts are due
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 
 
@@ -111,6 +112,7 @@ class TargetWorker:
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
         self._is_ready = False
         self._fronts_told = self._looked = 0.0
+        self._gather_until = 0.0  # how long others may still join the next forward; 0: nobody has asked
         self._work = 0  # forwards so far
         self._prefill_pace = 0.0  # seconds a token of the last long forward
 
@@ -130,7 +132,8 @@ class TargetWorker:
             if self._todo:
                 self._carry_out(self._todo.popleft())
             elif self._forwards:
-                self._forward()
+                if not self._gathers():
+                    self._forward()
             else:
                 self._record_between_requests()
                 self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
@@ -392,8 +395,27 @@ class TargetWorker:
         if event is not None:
             self._handle(event)
 
+    def _gathers(self) -> bool:
+        """Waits a little for requests that wait for their draft, so that one forward does for them too.
+
+        What the draft says of several requests comes of one forward of its own, in a message for each. Whoever misses
+        the target's forward waits for a whole one; the wait is never longer than what it can save them, shared by all.
+        """
+        others = self._waiting.keys() & self._watches.keys() - {command.request for command in self._forwards}
+        if not others:
+            return False
+        now, speeds = time.monotonic(), self._coordinator.speeds
+        if not self._gather_until:
+            saved = speeds.t_target(1) * len(others) / len(self._forwards)
+            self._gather_until = now + min(_GATHERING * (speeds.t_draft or 0.0), saved)
+        if now >= self._gather_until:
+            return False
+        self._receive(self._gather_until - now)
+        return True
+
     def _forward(self) -> None:
         """One forward for all requests that are ready for one."""
+        self._gather_until = 0.0
         commands, self._forwards = self._forwards, []
         now, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
         for command in commands:
