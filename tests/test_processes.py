@@ -607,8 +607,8 @@ def test_each_thread_that_computes_has_a_core_of_its_own() -> None:
                 with contextlib.suppress(ProcessLookupError):  # it is ending
                     found[thread] = os.sched_getaffinity(int(thread))
             return found
-        over = threading.Event()
-        threading.Thread(target=over.wait, daemon=True).start()
+        over, never = threading.Event(), threading.Event()
+        threading.Thread(target=never.wait, daemon=True).start()
         before = cores()
         for again in range(2):
             occupy((one,))
