@@ -421,7 +421,7 @@ def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_workers_with_several_cores_each_give_the_same_text(temporary: Path) -> None:
+def test_workers_with_several_cores_each_give_the_same_text() -> None:
     """They may share them. Whoever computes on several has pinned itself to the first one by the time it loads."""
     model, cores = str(tiny_model()), sorted(os.sched_getaffinity(0))
     several = f"cpu:{cores[0]},{cores[-1]}"
