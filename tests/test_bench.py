@@ -312,6 +312,14 @@ def test_gamma_is_found_by_climbing(pretender: type[Pretender]) -> None:
     assert (given.gamma, pretender.log[-1][:2]) == (2, ("sd", 2))
 
 
+def test_a_row_keeps_the_window_that_was_chosen_for_it(pretender: type[Pretender]) -> None:
+    """sd with neither a gamma nor a stop policy takes the fastest; a policy ends windows of its own bound."""
+    ways = [{}, {"gamma": 3}, {"draft_stop": "heuristic"}]
+    rows = [Row(str(way), "pair", TWO, DecodingConfig(method="sd", **way)) for way in ways]  # type: ignore[arg-type]
+    assert measure(plan_of(rows, [Task("x", 1, ("abc",))]), Quiet()).gamma == 6
+    assert [gamma for _, gamma, _ in pretender.log[-3:]] == [6, 3, None]
+
+
 def test_systems_apart_are_never_open_together(pretender: type[Pretender], monkeypatch: pytest.MonkeyPatch) -> None:
     live: list[Pretender] = []
     most = []

@@ -138,6 +138,7 @@ class Branches:
             del self._seen[position]
         if self._bonus is not None and self._bonus[0] > length:
             self._bonus = None
+        self._adopted = [(position, seen) for position, seen in self._adopted if position <= length]
         self._drop(branch for branch in self._live.values() if branch.position > length)
         self._shared = {slot: min(shared, length) for slot, shared in self._shared.items()}
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from pearl.client.conversation import Conversation
 from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, SamplingParams
+from pearl.drafting.registry import FIXED as FIXED_STOP
 from pearl.errors import ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.energy import Meter
@@ -274,8 +275,13 @@ class _Run:
     # ---- sd at its best ----
 
     def _choose_gamma(self, pair: System) -> None:
-        """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others."""
-        rows = [i for i, row in enumerate(self._rows) if row.decoding.method in (SD, SSD) and not row.decoding.gamma]
+        """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others.
+
+        A row that has one keeps it, and one whose windows a stop policy ends has that policy's bound.
+        """
+        chosen = (row.decoding for row in self._rows)
+        wanted = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
+        rows = [i for i, is_wanted in enumerate(wanted) if is_wanted]
         if not rows:
             return
         if self._plan.gamma is None and emulated(self._plan.config):
