@@ -11,7 +11,6 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
-from itertools import chain
 from math import inf
 from typing import Any
 
@@ -19,11 +18,8 @@ import msgpack
 
 import pearl.errors
 from pearl.config import (
-    LEAST_LOGPROB,
     LEAST_REPETITION_PENALTY,
-    MAX_BIASES,
     MAX_LOGPROBS,
-    MOST_BIAS,
     MOST_PENALTY,
     MOST_REPETITION_PENALTY,
 )
@@ -44,7 +40,6 @@ from pearl.protocol.messages import (
     FinishReason,
     Heartbeat,
     Hello,
-    Logprobs,
     Message,
     Ping,
     Pong,
@@ -78,6 +73,7 @@ from pearl.transport.fields import (
     sized,
     token_list,
 )
+from pearl.transport.pairs import biases, logprobs, pack_biases, pack_logprobs
 
 Frame = bytes | bytearray | memoryview
 
@@ -93,8 +89,6 @@ MAX_STATISTICS = 1 << 20  # bytes of UTF-8
 
 _MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _MAX_NAME = 64
-_LOGPROBS = struct.Struct("<H")  # how many of the likeliest each token has
-_BIAS = struct.Struct("<id")  # token id, what is added to its logit
 _MAX_VALUES = 64 + 3 * MAX_RUN  # in one header: the fields, and MAX_RUN entries that are pairs
 _LIMITS = {
     "max_array_len": MAX_RUN,  # no token list is a msgpack array, so arrays are short
@@ -152,52 +146,6 @@ def _pack_parameters(parameters: Parameters) -> list[tuple[str, float]]:
     return [(name, float(value)) for name, value in parameters]
 
 
-def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    """Of distinct tokens."""
-    if type(value) is not bytes or len(value) % _BIAS.size or len(value) > MAX_BIASES * _BIAS.size:
-        raise ValueError(f"must be the bytes of at most {MAX_BIASES} pairs (int32 LE, float64 LE)")
-    pairs = tuple(_BIAS.iter_unpack(value))
-    if any(token < 0 or not abs(bias) <= MOST_BIAS for token, bias in pairs):
-        raise ValueError(f"must have token ids and biases from {-MOST_BIAS:g} to {MOST_BIAS:g}")
-    if len({token for token, _ in pairs}) < len(pairs):
-        raise ValueError("has a token twice")
-    return pairs
-
-
-def _pack_biases(pairs: Sequence[tuple[int, float]]) -> bytes:
-    return b"".join(_BIAS.pack(*pair) for pair in pairs)
-
-
-def _logprobs(value: object) -> tuple[Logprobs, ...]:
-    """Of as many tokens as there are bytes; each has a float32, and `count` times (int32, float32)."""
-    if type(value) is not bytes or len(value) > MAX_FRAME:
-        raise ValueError("must be bytes")
-    if not value:
-        return ()
-    count = _LOGPROBS.unpack_from(value)[0] if len(value) >= _LOGPROBS.size else MAX_LOGPROBS + 1
-    if count > MAX_LOGPROBS:
-        raise ValueError(f"must begin with a number of at most {MAX_LOGPROBS}")
-    each = struct.Struct("<f" + "if" * count)
-    if (len(value) - _LOGPROBS.size) % each.size:
-        raise ValueError(f"must have {each.size} bytes a token")
-    told = []
-    for logprob, *pairs in each.iter_unpack(memoryview(value)[_LOGPROBS.size :]):
-        ids, values = pairs[::2], pairs[1::2]
-        if not all(LEAST_LOGPROB <= each <= 0 for each in (logprob, *values)) or any(id < 0 for id in ids):
-            raise ValueError(f"must have token ids, and logarithms from {LEAST_LOGPROB:g} to 0")
-        told.append(Logprobs(logprob, tuple(zip(ids, values, strict=True))))
-    return tuple(told)
-
-
-def _pack_logprobs(told: Sequence[Logprobs]) -> bytes:
-    if not told:
-        return b""
-    count = len(told[0].top)
-    each = struct.Struct("<f" + "if" * count)
-    rows = (each.pack(one.logprob, *chain.from_iterable(one.top)) for one in told)
-    return _LOGPROBS.pack(count) + b"".join(rows)
-
-
 def _pack_rows(rows: Sequence[Distribution]) -> list[Any]:
     return [_pack_row(row) for row in rows]
 
@@ -247,6 +195,7 @@ _SECONDS = Kind(_seconds, float)
 _TOKENS = token_list(MAX_TOKENS)
 _RUN = token_list(MAX_RUN)
 _NAME = sized(str, _MAX_NAME)
+_FRAMED = sized(bytes, MAX_FRAME)
 _TEXT = sized(str, _MAX_TEXT)
 _CUT_TEXT = Kind(_TEXT.check, lambda text: text[: _MAX_TEXT // 4])  # a long error is cut, not lost
 _FINITE = real(-sys.float_info.max, sys.float_info.max)
@@ -266,7 +215,7 @@ _SHAPING = nested(
         repetition_penalty=real(LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY),
         presence_penalty=_PENALTY,
         frequency_penalty=_PENALTY,
-        logit_bias=Kind(_biases, _pack_biases),
+        logit_bias=Kind(biases, pack_biases),
     )
 )
 _SAMPLING = nested(
@@ -333,7 +282,7 @@ _SHAPES: dict[int, Shape] = {
         start=_POSITION,
         tokens=_TOKENS,
         provenance=Kind(_provenance, lambda codes: bytes(map(_PROVENANCE_CODES.__getitem__, codes))),
-        logprobs=Kind(_logprobs, _pack_logprobs),
+        logprobs=Kind(lambda value: logprobs(_FRAMED.check(value)), pack_logprobs),
     ),
     5: Shape(Preview, request=_COUNT, start=_POSITION, tokens=_TOKENS),
     6: Shape(
