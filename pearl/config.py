@@ -6,6 +6,7 @@ keys and bad values are refused by name.  Knows no models, sockets or processes.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -30,7 +31,7 @@ from pydantic import (
 
 from pearl.decoding.registry import RULES, Parameters, find, named_parameters
 from pearl.device import Device
-from pearl.document import parse_yaml
+from pearl.document import parse_json, parse_yaml
 from pearl.drafting.registry import CAP, FIXED, STOPS, check_stop
 from pearl.errors import ConfigError
 
@@ -41,6 +42,7 @@ LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
 MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain or impossible
+MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or what is made of it
 
 # What `pearl.protocol.window.METHODS` says of them, for who must not import the protocol; a test compares the two.
 DRAFTLESS = ("ar", "ngram")  # methods that need no draft
@@ -479,6 +481,15 @@ class SamplingParams(Section):
         max_length=MAX_BIASES,
         description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several times).",
     )
+    json_schema: str | None = Field(
+        None, description='Write JSON that this JSON schema allows; {"type": "object"} is any object.'
+    )
+    regex: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_GRAMMAR // 16,
+        description="Write what this regular expression matches, and end.",
+    )
 
     @field_validator("temperature", "top_p", "min_p")
     @classmethod
@@ -495,6 +506,31 @@ class SamplingParams(Section):
         if isinstance(stops, (list, tuple)) and any(s == "" for s in stops):
             raise ValueError("a stop string must not be empty")
         return stops
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _as_json(cls, value: object) -> object:
+        if value is None:
+            return None
+        schema = parse_json(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise ValueError("must be a JSON object")
+        try:
+            text = json.dumps(schema)
+        except (RecursionError, TypeError) as error:
+            raise ValueError(f"cannot be written as JSON: {error}") from None
+        if len(text) > MAX_GRAMMAR // 2:
+            raise ValueError(f"has {len(text):,} characters, at most {MAX_GRAMMAR // 2:,} are read")
+        return text
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> SamplingParams:
+        given = [name for name in ("json_schema", "regex") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError("json_schema and regex are two grammars: a text keeps to one")
+        if given and self.ignore_eos:
+            raise ConfigError(f"{given[0]} ends a text where it is whole, which ignore_eos forbids")
+        return self
 
     @field_validator("logit_bias", mode="before")
     @classmethod

@@ -83,6 +83,10 @@ class NumericalError(ForwardError):
     """A model's logits are not finite: NaN, infinite, or nothing but minus infinity."""
 
 
+class GrammarError(NumericalError):
+    """The grammar that a text is held to names no token that may follow: it cannot be read, or asks for too much."""
+
+
 class OutOfMemory(ForwardError):
     """A forward found no memory on its device."""
 

@@ -412,7 +412,18 @@ def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine)
         ({"logit_bias": {"3": 1, "03": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": [3]}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": "json"}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "mouse"}}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"tools": [{}]}, "tools"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
@@ -506,6 +517,23 @@ def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: En
     assert answer["choices"][0]["text"] == wanted
     plain = served.post(prompt="123", max_tokens=40, ignore_eos=True, temperature=1, seed=5).json()
     assert plain["choices"][0]["text"] != wanted
+
+
+def test_a_text_is_held_to_a_grammar(served: Served) -> None:
+    """The toy's tokens are digits and letters, of which 3 ends a text; a JSON object takes a checkpoint."""
+    held = {
+        "prompt": "123",
+        "max_tokens": 40,
+        "temperature": 1,
+        "seed": 5,
+        "structured_outputs": {"regex": "(ab|c){4}"},
+    }
+    choice = served.post(**held).json()["choices"][0]
+    assert re.fullmatch("(ab|c){4}3", choice["text"])
+    assert choice["finish_reason"] == "stop"
+    cut = served.post(**held | {"max_tokens": 2}).json()["choices"][0]
+    assert cut["text"] == choice["text"][:2]
+    assert cut["finish_reason"] == "length"
 
 
 def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
+from pearl.models.grammar import grammar_of
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
 from pearl.text import Tokenizer
@@ -100,13 +101,19 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, promp
     def chosen(mine: Any, default: Any) -> Any:
         return default if mine is None else mine
 
+    grammar = grammar_of(params.json_schema, params.regex)
     shaping = Shaping(
         prompt,
         chosen(params.repetition_penalty, defaults.repetition_penalty),
         params.presence_penalty,
         params.frequency_penalty,
         tuple(pair for pair in params.logit_bias if pair[1]),
+        grammar,
+        defaults.eos if grammar else (),
     )
+    if grammar and not defaults.eos:
+        raise RequestError("this model has no token that ends a text, and one held to a grammar ends where it is whole")
+
     return Sampling(
         chosen(params.temperature, defaults.temperature),
         chosen(params.top_k, defaults.top_k),

@@ -13,7 +13,7 @@ import torch
 from pearl.decoding.distribution import Distribution
 from pearl.decoding.rules import DraftHalf, make_draft_half
 from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
-from pearl.decoding.shaping import Shaper, make_shaper
+from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.branches import Branch, Branches, Foresight, see
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
@@ -143,6 +143,7 @@ class ModelProposer:
         texts: how many texts there may be at once: the runner's other slots are for branches.
         datastore: where guesses come from, beside the text.
         noted: whether of each token it is to be told what its row says (`Drafted.seen`), as long as a trace wants that.
+        guides: of texts that are held to a grammar.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class ModelProposer:
         texts: int = 1,
         datastore: Datastore | None = None,
         noted: Callable[[], bool] = lambda: False,
+        guides: MakeGuide | None = None,
     ) -> None:
         self.runner = runner
         self.device = runner.device
@@ -161,7 +163,7 @@ class ModelProposer:
         self._missing = vocab_size - runner.vocab_size
         self._policies = policies
         self._datastore = datastore
-        self._noted = noted
+        self._noted, self._guides = noted, guides
         self._open: dict[int, _Text] = {}  # by request
         self._times = ForwardTimes()
         self._texts = texts
@@ -179,7 +181,7 @@ class ModelProposer:
         if window is None and (policy := self._policies(command)) is not None:
             window = StopWindow(policy, len(command.prompt))
         self._open = {number: each for number, each in self._open.items() if each.slot != place}
-        shaper = make_shaper(command.sampling.shaping, command.prompt)
+        shaper = make_shaper(command.sampling.shaping, command.prompt, self._guides)
         # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that. And
         # where the text changes the logits, a row of its own is drawn from each.
         is_plain = not self.chains and shaper is None

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from pearl.config import EngineConfig
+from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.model import LaunchedForward, ModelProposer
 from pearl.drafting.proposer import Launched
@@ -227,15 +228,19 @@ def paired_executors(
     datastore: Datastore | None = None,
     t_draft: Callable[[int], float] = lambda fed: 1.0,
     noted: bool = False,
+    guides: MakeGuide | None = None,
 ) -> tuple[TargetExecutor, DraftExecutor]:
     """Executors on two runners in this process; draft distributions are handed over as they are.
 
     Args:
         t_draft: see `Timing.draft`; which guesses and branches pay depends on it. Any constant is as good as another.
         noted: see `ModelProposer`.
+        guides: of texts that are held to a grammar.
     """
-    proposer = VirtualProposer(draft, target.vocab_size, t_draft, datastore=datastore, noted=lambda: noted)
-    return TargetExecutor(target, datastore=datastore), DraftExecutor(proposer)
+    proposer = VirtualProposer(
+        draft, target.vocab_size, t_draft, datastore=datastore, noted=lambda: noted, guides=guides
+    )
+    return TargetExecutor(target, datastore=datastore, guides=guides), DraftExecutor(proposer)
 
 
 def simulate(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Role(Enum):
@@ -50,7 +50,8 @@ class Source(Enum):
 class Shaping:
     """How the text before them changes logits; see `pearl.decoding.shaping`. `prompt`: tokens that were not generated.
 
-    A `repetition_penalty` of 1 and other penalties of 0 do nothing. `logit_bias`: (token id, what is added).
+    A `repetition_penalty` of 1 and other penalties of 0 do nothing. `logit_bias`: (token id, what is added).  What is
+    generated keeps to `grammar`, in the notation of llguidance, and then ends with one of `ends`; empty: to none.
     """
 
     prompt: int
@@ -58,6 +59,8 @@ class Shaping:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from pearl.client.request import Prompt
 from pearl.config import MAX_LOGPROBS, SamplingParams
-from pearl.errors import ConfigError
+from pearl.errors import ConfigError, RequestError
+from pearl.models.grammar import grammar_of
 from pearl.server.errors import ApiError
 
 MOST_TEXTS = 128  # of one request: prompts times n
@@ -26,7 +27,7 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 # As in SamplingParams.
 _SAMPLING = (*_NUMBERS, "top_k", "seed", "max_tokens", "stop", "ignore_eos", "logit_bias")
 _WHOLE = ("top_k", "seed", "max_tokens")
-_COMMON = {"model", "n", "stream", "stream_options", "logprobs", *_SAMPLING}
+_COMMON = {"model", "n", "stream", "stream_options", "logprobs", "response_format", "structured_outputs", *_SAMPLING}
 _CHAT = {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"}
 _COMPLETION = {*_COMMON, "prompt"}
 _IGNORED = {"user", "safety_identifier", "prompt_cache_key"}  # they say who asks, not what
@@ -34,7 +35,6 @@ _ROLES = ("system", "user", "assistant")
 
 # Fields that are known but not served -> values that ask for nothing. Null does so for every field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -239,6 +239,7 @@ def _params(given: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> S
     for name, value in values.items():
         field = "max_completion_tokens" if name == "max_tokens" and "max_completion_tokens" in given else name
         values[name] = _sampling_value(name, field, value)
+    values |= _grammar(given)
     return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values))
 
 
@@ -254,6 +255,54 @@ def _logprobs(given: Mapping[str, Any], chat: bool) -> int | None:
     if top and not wanted:
         raise ApiError(400, "top_logprobs is for requests with logprobs true", param="top_logprobs")
     return top if wanted else None
+
+
+def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the text is to keep to: of OpenAI's field, or of vLLM's."""
+    fields = {"response_format": _of_response_format, "structured_outputs": _of_structured_outputs}
+    asked = {field: grammar for field, read in fields.items() if field in given and (grammar := read(given[field]))}
+    if len(asked) > 1:
+        raise ApiError(400, "response_format and structured_outputs are two grammars", param="structured_outputs")
+    for field, grammar in asked.items():
+        if given.get("ignore_eos"):
+            raise ApiError(400, f"{field} ends a text where it is whole, which ignore_eos forbids", param="ignore_eos")
+        try:
+            params = SamplingParams(**grammar)
+            grammar_of(params.json_schema, params.regex)
+        except (ConfigError, RequestError) as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+        return grammar
+    return {}
+
+
+def _of_response_format(value: Any) -> dict[str, Any]:
+    at = "response_format"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_schema":
+        _refuse(value, {"type", "json_schema"}, set(), {}, f"{at}.")
+        wanted, at = value.get("json_schema"), f"{at}.json_schema"
+        if not isinstance(wanted, dict) or not isinstance(wanted.get("schema"), dict):
+            raise ApiError(400, f"{at} must be an object with a schema, which is an object", param=at)
+        _refuse(wanted, {"schema"}, {"name", "description", "strict"}, {}, f"{at}.")
+        return {"json_schema": wanted["schema"]}
+    if kind not in ("text", "json_object"):
+        raise ApiError(400, f"{at}.type must be one of text, json_object, json_schema", param=f"{at}.type")
+    _refuse(value, {"type"}, set(), {}, f"{at}.")
+    return {"json_schema": {"type": "object"}} if kind == "json_object" else {}
+
+
+def _of_structured_outputs(value: Any) -> dict[str, Any]:
+    at = "structured_outputs"
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{at} must be an object, not {_kind(value)}", param=at)
+    given = {name: each for name, each in value.items() if each is not None}
+    _refuse(given, {"json", "regex", "json_object"}, set(), {}, f"{at}.")
+    if _flag(given, "json_object", f"{at}."):
+        given["json"] = {"type": "object"}
+    given.pop("json_object", None)
+    if len(given) > 1:
+        raise ApiError(400, f"{at} takes one of json, regex, json_object", param=at)
+    return {{"json": "json_schema", "regex": "regex"}[name]: each for name, each in given.items()}
 
 
 def _sampling_value(name: str, field: str, value: Any) -> Any:

@@ -19,6 +19,7 @@ import msgpack
 import pearl.errors
 from pearl.config import (
     LEAST_REPETITION_PENALTY,
+    MAX_GRAMMAR,
     MAX_LOGPROBS,
     MOST_PENALTY,
     MOST_REPETITION_PENALTY,
@@ -216,6 +217,8 @@ _SHAPING = nested(
         presence_penalty=_PENALTY,
         frequency_penalty=_PENALTY,
         logit_bias=Kind(biases, pack_biases),
+        grammar=sized(str, MAX_GRAMMAR),
+        ends=_RUN,
     )
 )
 _SAMPLING = nested(

@@ -41,7 +41,9 @@ class Admission:
         problem = self._problem(submit) or self._excess(front)
         if problem:
             raise RequestError(problem)
-        holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.stops))
+        shaping = submit.sampling.shaping
+        grammar = shaping.grammar if shaping is not None else ""
+        holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.stops)) + len(grammar)
         self._held = {waiting: held for waiting, held in self._held.items() if waiting in self._owners}
         if sum(self._held.values()) + holds > MAX_HELD:
             raise RequestError(f"the requests that wait would hold over {MAX_HELD:,} tokens and characters: {_LATER}")

@@ -21,6 +21,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.stops import make_policy
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.models.checkpoint import is_toy
+from pearl.models.grammar import Guides
 from pearl.models.kept import Progress, silent
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
@@ -81,7 +82,9 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
             startup.passed("model")
             worker = TargetWorker(
                 endpoint,
-                TargetExecutor(runner, partial(_text_stream, tokenizer), store, spread),
+                TargetExecutor(
+                    runner, partial(_text_stream, tokenizer), store, spread, guides=_guides(model, runner.vocab_size)
+                ),
                 TargetSettings(
                     runner.vocab_size,
                     runner.context,
@@ -148,6 +151,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
                     texts=config.slots,
                     datastore=store,
                     noted=lambda: tracer.recorder is not None,
+                    guides=_guides(model, runner.vocab_size),
                 )
                 return DraftExecutor(proposer), packer
 
@@ -245,6 +249,12 @@ def _text_stream(tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[st
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
     return load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code, progress=progress)[0]
+
+
+def _guides(model: ModelConfig, vocab_size: int) -> Guides:
+    """Of texts held to a grammar. The tokenizer is read again then: few requests ask for it."""
+
+    return Guides(lambda: load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code)[0], vocab_size)
 
 
 def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> Datastore | None:

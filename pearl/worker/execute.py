@@ -17,12 +17,12 @@ from pearl.decoding.registry import Needs, RuleSpec
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
-from pearl.decoding.shaping import Shaper, make_shaper
+from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
 from pearl.drafting.proposer import Launched, Proposer
-from pearl.errors import NumericalError, OutOfMemory
+from pearl.errors import GrammarError, NumericalError, OutOfMemory
 from pearl.models.feeds import depths
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
@@ -91,6 +91,7 @@ class _Request:
         fed: that forward.
         logprobs: see `Submit`. raw: as `logits`, before the shaper.
         said: of the tokens decided on, by position, until somebody asks.
+        failure: why the rows of its last forward are none to draw from.
     """
 
     slot: int
@@ -107,6 +108,7 @@ class _Request:
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     said: dict[int, Logprobs] = field(default_factory=dict)
+    failure: GrammarError | None = None
 
     def positions(self) -> list[int]:
         """Of the tokens that the rows are for."""
@@ -140,6 +142,7 @@ class TargetExecutor:
         launches: whether judging begins before a forward has ended, so that a device goes from one to the other
             without waiting for the host. None: where the logits are not the host's. There it would compute draws that
             a rejection makes needless.
+        guides: of texts that are held to a grammar.
     """
 
     def __init__(
@@ -149,8 +152,9 @@ class TargetExecutor:
         datastore: Datastore | None = None,
         spread: Callable[[bool], None] = lambda everywhere: None,
         launches: bool | None = None,
+        guides: MakeGuide | None = None,
     ) -> None:
-        self.runner = runner
+        self.runner, self._guides = runner, guides
         self._launches = runner.device.type != "cpu" if launches is None else launches
         self._datastore = datastore
         self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
@@ -220,7 +224,7 @@ class TargetExecutor:
             assert self._text_stream is not None
             text = self._text_stream(command.prompt, command.stops)
         direct = DirectDraw(command.sampling)
-        shaper = make_shaper(command.sampling.shaping, command.prompt)
+        shaper = make_shaper(command.sampling.shaping, command.prompt, self._guides)
         self._requests[command.request] = _Request(
             command.slot, rule, direct, spec, text, command.prompt, shaper, logprobs=command.logprobs
         )
@@ -254,8 +258,11 @@ class TargetExecutor:
         ]
         logits = self.runner.forward(feeds)
         for command, request, rows in zip(commands, requests, logits, strict=True):
-            request.logits, request.fed, request.launched = _shaped(request.shaper, command, rows), command, None
-            request.raw = rows
+            request.raw, request.fed, request.launched, request.failure = rows, command, None, None
+            try:
+                request.logits = _shaped(request.shaper, command, rows)
+            except GrammarError as error:  # told where its rows are looked at: the other requests go on
+                request.logits, request.failure = rows, error
             if self._launches and command.rows:
                 request.launched = request.rule.launch(request.logits, request.positions())
         self.runner.synchronize()
@@ -275,6 +282,8 @@ class TargetExecutor:
 
     def _judge(self, command: Judge) -> Judged:
         request = self._requests[command.request]
+        if request.failure is not None:
+            raise request.failure
         if self._uploads is not None:
             torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
         first, count = request.row(command.nodes[0]), len(command.nodes)
@@ -293,6 +302,8 @@ class TargetExecutor:
 
     def _sample(self, command: Sample) -> Sampled:
         request = self._requests[command.request]
+        if request.failure is not None:
+            raise request.failure
         children = request.children() if command.follow else {}
         draws = self._draws(request, command, children)
         tokens: list[int] = []

@@ -1,0 +1,165 @@
+"""Texts held to a grammar: a JSON schema, or a regular expression. By llguidance (extra `structured`).
+
+Which tokens may follow is a function of the text alone, so both models are held alike, and what holds without a grammar
+holds with one: every rule keeps its promise, and one seed gives one text whatever was proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pearl.errors import GrammarError, RequestError
+from pearl.text import Tokenizer, token_bytes
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
+
+
+def grammar_of(json_schema: str | None, regex: str | None) -> str:
+    """What workers are told of what a user asks for; empty where that is nothing.
+
+    Raises `RequestError` where it is no schema or expression that can be kept to, or llguidance is not installed.
+    """
+    if json_schema is None and regex is None:
+        return ""
+    name = "json_schema" if regex is None else "regex"
+    try:
+        return _checked(json_schema, regex)
+    except ImportError:
+        raise RequestError(f"{name} {_MISSING}") from None
+    except ValueError as error:
+        raise RequestError(f"{name} cannot be kept to: {_short(str(error))}") from None
+
+
+@lru_cache(maxsize=64)
+def _checked(json_schema: str | None, regex: str | None) -> str:
+    """Raises `ImportError` and `ValueError`."""
+    from llguidance import LLMatcher
+
+    if regex is not None:
+        grammar: str = LLMatcher.grammar_from_regex(regex)
+    else:
+        assert json_schema is not None
+        grammar = LLMatcher.grammar_from_json_schema(json_schema, overrides={"whitespace_pattern": _WHITESPACE})
+    failed, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+    if failed:
+        raise ValueError(said[0])
+    return grammar
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    # A hostile schema is not to hold up the other texts. Its own bounds are two to ten times as high.
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=50_000,
+        verbose_errors=False,
+    )
+
+
+def _short(problem: str) -> str:
+    return " ".join(problem.split())[:300].rstrip(".")
+
+
+class Guide:
+    """Says which tokens may follow a text that is held to a grammar.
+
+    A text may break it, for it may be made of guesses: nothing may follow such a text, and nothing has to, for what
+    breaks the grammar has no probability.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, list(ends)
+        self._kept, self._beyond = 0, 0  # tokens within the grammar, and tokens after these
+
+    def extend(self, token: int) -> None:
+        """The next token of the text."""
+        if not self._beyond and self._matcher.try_consume_tokens([token]):
+            self._kept += 1
+        else:
+            self._beyond += 1
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if length >= self._kept:
+            self._beyond = min(self._beyond, length - self._kept)
+            return
+        self._matcher.rollback(self._kept - length)
+        self._kept, self._beyond = length, 0
+
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """[vocab], of the tokens that may follow; None where the text has left the grammar, or ended.
+
+        Raises `GrammarError` where the parser has given up.
+        """
+        if self._beyond:
+            return None
+        mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+        if self._matcher.is_error():
+            raise GrammarError(f"the text's grammar: {_short(self._matcher.get_error())}")
+        mask[self._ends] = mask[-1]
+        return mask[:-1]
+
+
+class Guides:
+    """Makes the guides of one model's texts.
+
+    Args:
+        load: its tokenizer. What follows from it is made when a grammar first comes: it takes half a second.
+        size: ids of the model.
+    """
+
+    def __init__(self, load: Callable[[], Tokenizer], size: int) -> None:
+        self._tokens = cache(lambda: _tokens(load(), size))
+        self._size = size
+
+    def __call__(self, grammar: str, ends: Sequence[int]) -> Guide:
+        """Of a text that the tokens `ends` end, which are no part of it. Raises `GrammarError`."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise GrammarError(f"a grammar {_MISSING}") from None
+        matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise GrammarError(f"the text's grammar: {_short(matcher.get_error())}")
+        return Guide(matcher, [token for token in ends if token < self._size])
+
+
+def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + 1, eos_token=size)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for it, with one id more, which stands for all tokens that end a text.
+
+    Each text has its own of these. Tokens without a text are no part of any.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        known = range(min(size, tokenizer.vocab_size))
+        beyond = range(len(known), size + 1)
+        self._tokenizer = tokenizer
+        self.eos_token_id = size
+        self.tokens = [token_bytes(tokenizer, id) for id in known] + [b"<%d>" % id for id in beyond]
+        # Decoded twice over, for a decoder may strip one leading space.
+        self.special_token_ids = [id for id in known if not tokenizer.decode([id, id])] + [*beyond]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)

@@ -1,0 +1,305 @@
+"""Texts held to a grammar: which tokens may follow is a function of the prefix, so what holds without it holds here."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from pearl import Engine, SamplingParams
+from pearl.cli import cli
+from pearl.config import MAX_GRAMMAR, DecodingConfig
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import probabilities, read_draw
+from pearl.decoding.shaping import Shaper
+from pearl.errors import ConfigError, ForwardError, GrammarError, RequestError
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models import grammar
+from pearl.models.embedded import embedded_draft, embedded_target
+from pearl.models.grammar import Guides, grammar_of
+from pearl.models.tokenizer import ToyTokenizer, load_tokenizer
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
+from pearl.protocol.window import METHODS
+from tests.test_look_ahead import TIMINGS
+
+VOCAB, PROMPT = 6, (1, 2, 3, 1)
+END = 5  # "5" in a text, were it not what ends one
+REGEX = "(0|12){2,4}3?"
+# The whole language, written down without any parser.
+LANGUAGE = {"".join(parts) + last for n in (2, 3, 4) for parts in product(("0", "12"), repeat=n) for last in ("", "3")}
+TEXTS = st.lists(st.integers(0, VOCAB - 1), max_size=10)
+
+
+def toy_guides(size: int = VOCAB) -> Guides:
+    return Guides(lambda: ToyTokenizer(VOCAB), size)
+
+
+def shaping(**others: float) -> Shaping:
+    return Shaping(len(PROMPT), grammar=grammar_of(None, REGEX), ends=(END,), **others)
+
+
+def allowed(text: str) -> set[int]:
+    """What may follow a text of the language; empty where it is none."""
+    following = {int(word[len(text)]) for word in LANGUAGE if word.startswith(text) and len(word) > len(text)}
+    return following | ({END} if text in LANGUAGE else set())
+
+
+def written(tokens: list[int]) -> str:
+    return "".join(map(str, tokens))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 12), TEXTS), max_size=6))
+def test_what_may_follow_is_what_the_language_has(moves: list[tuple[int, list[int]]]) -> None:
+    """After any text, in the language or not, however it was come by."""
+    guide, text = toy_guides()(grammar_of(None, REGEX), (END,)), list[int]()
+    for length, more in moves:
+        text = text[:length]
+        guide.cut(len(text))
+        for token in more:
+            guide.extend(token)
+            text.append(token)
+        is_within = END not in text and any(word.startswith(written(text)) for word in LANGUAGE)
+        mask = guide.allowed()
+        assert (mask is not None) == is_within
+        if mask is not None:
+            assert set(mask.nonzero()[0]) == allowed(written(text))
+
+
+def test_a_model_may_have_more_ids_than_its_tokenizer_and_fewer() -> None:
+    for size in (VOCAB + 3, VOCAB - 2):
+        mask = toy_guides(size)(grammar_of(None, REGEX), (END,)).allowed()
+        assert mask is not None
+        assert list(mask.nonzero()[0]) == [0, 1]
+        assert len(mask) == size
+    shaper = Shaper(shaping(), PROMPT, toy_guides(VOCAB - 2))
+    shaper.hold(len(PROMPT))
+    assert shaper.shape(torch.zeros(VOCAB)).isfinite().tolist() == [True, True, False, False, False, False]
+
+
+def test_rows_behind_a_guess_that_breaks_the_grammar_are_as_they_were() -> None:
+    """They are never drawn from: the guess has no probability."""
+    shaper = Shaper(shaping(), PROMPT, toy_guides())
+    shaper.hold(len(PROMPT))
+    rows = shaper.tree(torch.zeros(4, VOCAB), [0, 4, 1, 2], [-1, 0, 0, 2])
+    assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in rows] == [
+        {0, 1},
+        {*range(VOCAB)},
+        {2},
+        {0, 1, 3, END},
+    ]
+
+
+# ---- texts ----
+
+
+def masked(text: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """The toy has no probability for half of all tokens. Where none of the others may follow, those are equal."""
+    may = allowed(written(text[len(PROMPT) :]))
+    possible = any(logits[token] > -torch.inf for token in may)
+    values = [float(value) if possible else 0.0 for value in logits]
+    return torch.tensor([value if token in may else -torch.inf for token, value in enumerate(values)])
+
+
+def reference(sampling: Sampling) -> list[int]:
+    """What the target says by itself under the direct draw, found without runtime and parser."""
+    target, _ = alpha_pair(VOCAB, 0.6)
+    draw, text = DirectDraw(sampling), list(PROMPT)
+    while text[-1] != END:
+        text.append(read_draw(draw(masked(text, torch.log(target(text))), len(text))))
+    return text[len(PROMPT) :]
+
+
+def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, extras: int = 4) -> list[int]:
+    target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
+    decoding = Decoding(method, "stream", None, rule, (), extras, extras, extras)
+    submit = Submit(1, PROMPT, 100, sampling, decoding, (END,))
+    return list(simulate(submit, *paired_executors(target, draft, guides=toy_guides()), timing).tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
+    for seed, timing in product(range(3), TIMINGS):
+        sampling = Sampling(float(seed > 0), seed=seed, shaping=shaping())
+        text = decoded(method, "coupled", sampling, timing)
+        assert text == reference(sampling)
+        assert text[-1] == END
+        assert written(text[:-1]) in LANGUAGE
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"), [("ar", "ratio"), ("sd", "ratio"), ("pearl", "ratio"), ("pearl", "coupled")]
+)
+def test_sampled_texts_have_the_held_targets_distribution(method: str, rule: str) -> None:
+    texts = 1500
+    found = Counter(
+        tuple(decoded(method, rule, Sampling(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
+        for seed in range(texts)
+    )
+    expected: dict[tuple[int, ...], float] = {}
+    target, _ = alpha_pair(VOCAB, 0.6)
+    open_: list[tuple[list[int], float]] = [([], 1.0)]
+    while open_:
+        so_far, chance = open_.pop()
+        if so_far[-1:] == [END]:
+            expected[tuple(so_far)] = chance
+            continue
+        text = [*PROMPT, *so_far]
+        probs = probabilities(masked(text, torch.log(target(text))), Sampling(1.0))
+        open_ += [([*so_far, token], chance * float(prob)) for token, prob in enumerate(probs) if prob]
+    assert {written(list(text[:-1])) for text in expected} <= LANGUAGE
+    assert set(found) <= set(expected)
+    common = [text for text, chance in expected.items() if chance * texts >= 5]
+    assert len(common) > 5
+    observed, wanted = [float(found[text]) for text in common], [expected[text] * texts for text in common]
+    if (rest := texts - sum(observed)) or texts - sum(wanted) > 1e-6:
+        observed.append(rest)
+        wanted.append(texts - sum(wanted))
+    assert stats.chisquare(observed, wanted).pvalue > 1e-5
+
+
+# ---- through the engine ----
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_through_workers_each_method_gives_the_text_of_ar(toy: Engine) -> None:
+    """Beside it a request whose grammar the workers cannot keep to fails, and it alone."""
+    for seed in (1, 2, 3):
+        asked = SamplingParams(temperature=1, seed=seed, regex="(0|12){2,40}4", max_tokens=60)
+        wanted = toy.generate([7, 8], asked, decoding=DecodingConfig(method="ar"))[0]
+        assert wanted.finish_reason == "eos"
+        assert re.fullmatch("(0|12){2,40}4", wanted.text.removesuffix("3")), "3 is what ends a text, and a digit"
+        for method in ("ngram", "sd", "pearl"):
+            decoding = DecodingConfig(method=method, rule="coupled")
+            assert toy.generate([7, 8], asked, decoding=decoding)[0].tokens == wanted.tokens
+
+
+@pytest.mark.slow
+def test_json_of_the_embedded_pair() -> None:
+    with Engine(str(embedded_target()), str(embedded_draft())) as engine:
+        prompt = [{"role": "user", "content": "Describe a pet as JSON with name, age and kind."}]
+        asked = SamplingParams(temperature=0, json_schema=SCHEMA, max_tokens=80)  # type: ignore[arg-type]
+        alone = engine.generate(prompt, asked, decoding=DecodingConfig(method="ar"))[0]
+        made = json.loads(alone.text)
+        assert set(made) == {"name", "age", "kind"}
+        assert made["kind"] in ("cat", "dog")
+        assert 0 <= made["age"] <= 150
+        for method in ("ngram", "pearl"):
+            assert engine.generate(prompt, asked, decoding=DecodingConfig(method=method))[0].tokens == alone.tokens
+        plain = engine.generate(prompt, asked.model_copy(update={"json_schema": None}))[0]
+        assert plain.tokens != alone.tokens
+
+
+# ---- what cannot be ----
+
+# Multiplied out it has 6 ** 8 alternatives.
+ALL_OF_ANY = {
+    "allOf": [
+        {"anyOf": [{"type": "object", "properties": {f"{i}{j}": {"type": "integer"}}} for j in range(6)]}
+        for i in range(8)
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": "7"}, "json_schema: must be a JSON object"),
+        ({"json_schema": {"enum": ["x" * MAX_GRAMMAR]}}, "json_schema: has 65,550 characters, at most 32,768 are read"),
+        ({"json_schema": {1j: 2}}, "json_schema: cannot be written as JSON"),
+        ({"regex": ""}, "regex"),
+        ({"regex": "a", "json_schema": {}}, "two grammars"),
+        ({"regex": "a", "ignore_eos": True}, "which ignore_eos forbids"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_name(asked: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        SamplingParams(**asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"regex": "(0"}, "regex cannot be kept to"),
+        ({"regex": r"(?=0)1"}, "regex cannot be kept to"),
+        ({"json_schema": {"type": "mouse"}}, "json_schema cannot be kept to"),
+        ({"json_schema": {"$ref": "https://example.com/x"}}, "json_schema cannot be kept to"),
+        ({"json_schema": ALL_OF_ANY}, "json_schema cannot be kept to: schema too large"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_before_anything_is_sent(
+    toy: Engine, asked: dict[str, object], named: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(named)):
+        toy.generate([1], SamplingParams(max_tokens=4, **asked))  # type: ignore[arg-type]
+
+
+def test_a_model_without_an_end_is_held_to_none() -> None:
+    with (
+        Engine("toy:vocab=32", "none", startup_timeout=120) as engine,
+        pytest.raises(RequestError, match="no token that ends a text"),
+    ):
+        engine.generate([1], SamplingParams(max_tokens=4, regex="1+"), decoding=DecodingConfig(method="ar"))
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front that sends what it should have refused."""
+    monkeypatch.setattr("pearl.client.request.grammar_of", lambda json_schema, regex: regex or "")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_hostile_front_fails_its_own_request(toy: Engine) -> None:
+    for hostile in ("{", "start: (", '{"grammars":[{"json_schema":{"type":"mouse"}}]}'):
+        with pytest.raises(ForwardError, match="the text's grammar"):
+            toy.generate([1], SamplingParams(max_tokens=4, regex=hostile))
+    assert toy.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens
+
+
+def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammar._checked.cache_clear()
+    with pytest.raises(RequestError, match=r"regex needs .* pip install 'pearl-runtime\[structured\]'"):
+        grammar_of(None, "1+")
+    with pytest.raises(GrammarError, match="needs the package llguidance"):
+        toy_guides()("anything", ())
+
+
+def test_flags() -> None:
+    command = ["generate", "abc", "--target", "toy:vocab=32,alpha=0.5,eos=3", "--draft", "none", "--method", "ar"]
+    done = CliRunner().invoke(cli, [*command, "--regex", "(ab|c){3}", "--max-tokens", "20", "--json"])
+    assert done.exit_code == 0, done.output
+    assert re.fullmatch("(ab|c){3}3", json.loads(done.output)["text"]), "at last the token that ends it"
+    wrong = CliRunner().invoke(cli, [*command, "--json-schema", "[]"])
+    assert "json_schema: must be a JSON object" in str(wrong.exception)
+
+
+def test_every_token_of_the_embedded_target_that_writes_a_digit() -> None:
+    """By a list of its own: what each token is in text."""
+    tokenizer, _ = load_tokenizer(str(embedded_target()))
+    mask = Guides(lambda: tokenizer, 49152)(grammar_of(None, "[0-9]{1,3}"), (2,)).allowed()
+    assert mask is not None
+    digits = {id for id in range(49152) if re.fullmatch("[0-9]{1,3}", tokenizer.decode([id]))}
+    assert set(mask.nonzero()[0].tolist()) == digits
+    assert len(digits) >= 10
