@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pearl.errors import RequestError
 
@@ -35,6 +35,9 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
+Tools = Sequence[dict[str, Any]] | None  # what a model is told that it may call, in OpenAI's notation
+
+
 class Tokenizer(Protocol):
     """Text to tokens and back. `vocab_size`: ids 0..vocab_size-1 may mean something to it."""
 
@@ -48,14 +51,14 @@ class Tokenizer(Protocol):
         """The text of `ids`: special and unknown tokens skipped, spaces not cleaned up."""
         ...
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
         """The prompt for the reply to `messages`, as tokens; None where there is no chat template.
 
         Raises `RequestError` where the template refuses these messages.
         """
         ...
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         """The prompt of `apply_chat` as text."""
         ...
 

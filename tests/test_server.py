@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 
 from pearl.cli import cli
 from pearl.cli.serve import serve
+from pearl.client.request import Chat
 from pearl.client.stream import Result
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine
@@ -112,6 +113,17 @@ def body(path: str) -> dict[str, Any]:
 
 def message(content: Any, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """An assistant's message that is a call, as clients send it back."""
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -424,7 +436,6 @@ def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine)
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
-        ({"tools": [{}]}, "tools"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
@@ -453,7 +464,14 @@ def test_what_cannot_be_served_is_refused_by_name(served: Served, fields: dict[s
         ([], "messages"),
         ("hello", "messages"),
         ([3], "messages[0]"),
-        ([message("1", "tool")], "messages[0].role"),
+        ([message("1", "function")], "messages[0].role"),
+        ([message("1", "user") | {"tool_call_id": "1"}], "messages[0].tool_call_id"),
+        ([message("1", "user") | {"tool_calls": [CALL]}], "messages[0].tool_calls"),
+        ([message("1", "assistant") | {"tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
+        ([message("1", "assistant") | {"tool_calls": [CALL | {"type": "x"}]}], "messages[0].tool_calls[0]"),
+        ([called("[1]")], "messages[0].tool_calls[0].function.arguments"),
+        ([called("{")], "messages[0].tool_calls[0].function.arguments"),
+        ([called('{"x": "\\ud800"}')], "messages[0].tool_calls[0]"),
         ([message("1"), message(None, "assistant")], "messages[1].content"),
         ([message([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
         ([message([{"type": "text"}])], "messages[0].content[0].text"),
@@ -487,7 +505,8 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [*body("completions"), *body("chat/completions"), "n", "stop", "stream", "stream_options", "top_p", "top_k"]
-FIELDS += ["min_p", "max_completion_tokens", "ignore_eos", "logprobs", "top_logprobs", "tools", "user", "nonsense"]
+FIELDS += ["min_p", "max_completion_tokens", "ignore_eos", "logprobs", "top_logprobs", "tools", "tool_choice", "user"]
+FIELDS += ["response_format", "structured_outputs", "nonsense"]
 
 
 @hypothesis.given(st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
@@ -562,6 +581,41 @@ def test_a_model_without_a_chat_template_says_so(
     response = served.post("chat/completions")
     assert response.status_code == 400
     assert "no chat template" in response.json()["error"]["message"]
+
+
+def test_tools_and_their_calls_reach_the_template() -> None:
+    """A call's arguments as an object: templates write JSON of them."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+    strict = {"type": "function", "function": tool["function"] | {"strict": True}}  # type: ignore[operator]
+    answer = {"role": "tool", "tool_call_id": "1", "content": "5"}
+    asked = body("chat/completions") | {"messages": [message("1", "user"), called('{"x": 2}'), answer]}
+    wanted = [message("1", "user"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, answer]
+    (prompt,) = read_request(asked | {"tools": [strict]}, True, MODEL, SamplingParams()).prompts
+    assert prompt == Chat(wanted, [tool])
+    for without in ({"tools": []}, {"tools": [tool], "tool_choice": "none"}):
+        (prompt,) = read_request(asked | without, True, MODEL, SamplingParams()).prompts
+        assert prompt == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "color": 1}}]}, "tools[0].function.color"),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ],
+)
+def test_tools_that_cannot_be_passed_on_are_refused(fields: dict[str, Any], param: str) -> None:
+    error = refusal(body("chat/completions") | fields, True)
+    assert error is not None
+    assert (error.status, error.param) == (400, param)
+    assert refusal(body("completions") | {"tools": [{}]}, False) is not None
 
 
 def test_the_legacy_endpoint_writes_sixteen_tokens(served: Served) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
+from pearl.client.request import Chat, encode
 from pearl.errors import ModelError, RequestError
 from pearl.models.kept_tokenizer import KeptTokenizer
 from pearl.models.tokenizer import (
@@ -193,6 +194,32 @@ class TestKeptTokenizer:
                     patch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
                 found = said(kept, chat)
             assert found == said(made, chat)
+
+    def test_tools_are_told_as_transformers_does(self, cache: Path, checkpoint: Path) -> None:
+        """Only by a template that asks for them; of another one they are refused."""
+        template = (
+            "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+        )
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+        (checkpoint / "chat_template.jinja").write_text(template)
+        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
+        assert isinstance(kept, KeptTokenizer)
+        told = kept.chat_text(chat, tools)
+        assert told == made.chat_text(chat, tools)
+        assert told is not None
+        assert '"name": "f"' in told
+        assert '{"x": "é"}' in told
+        assert encode(kept, Chat(chat, tools)) == kept.apply_chat(chat, tools) != kept.apply_chat(chat)
+        assert encode(kept, Chat(chat, ())) == kept.apply_chat(chat)
+        (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+        silent = load_tokenizer(str(checkpoint))[0]
+        with pytest.raises(RequestError, match="does not tell it of tools"):
+            encode(silent, Chat(chat[:1], tools))
+        with pytest.raises(RequestError, match="no chat template"):
+            encode(byte_level(), Chat(chat[:1], tools))
 
     def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()

@@ -211,7 +211,7 @@ except TransportError:
         pairs[0].said()
 
     def test_the_process_ends_though_its_rows_were_never_received(self, pairs: list[Pair], store_path: Path) -> None:
-        """Workers leave by `os._exit`; what leaves as programs do is not held up either, though gloo's own threads now and
+        """Workers leave by `os._exit`; what leaves as programs do is not held up either, though threads of gloo now and
         then abort it at the last moment.
         """
         pairs.append(Pair(store_path, "channel.send(rows[0])\nprint('done', flush=True)", ending=""))

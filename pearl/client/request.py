@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pearl.config import DecodingConfig, SamplingParams
@@ -12,13 +13,25 @@ from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
 from pearl.text import Tokenizer
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and the tools that the model is told it may call, both in OpenAI's notation.
+
+    Who uses it reads the calls from the text, where they stand as the model writes them.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several: a list of ints or of messages is one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Chat)):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
         raise RequestError(f"{_PROMPT}, or a list of these; not {_named(prompts)}")
@@ -36,17 +49,30 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
         messages = [{"role": "user", "content": prompt}]
         chat = None if raw else tokenizer.apply_chat(messages)
         return chat if chat is not None else tokenizer.encode(prompt)
+    if isinstance(prompt, Chat):
+        return _encode_chat(tokenizer, prompt)
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, dict) for item in items):
-        chat = tokenizer.apply_chat(items)
-        if chat is None:
-            raise RequestError("this model has no chat template: give the prompt as text or token ids")
-        return chat
+        return _templated(tokenizer.apply_chat(items))
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
         raise RequestError(_PROMPT)
     return items
+
+
+def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    messages = [*chat.messages]
+    told = _templated(tokenizer.apply_chat(messages, chat.tools))
+    if chat.tools and told == tokenizer.apply_chat(messages):
+        raise RequestError("this model's chat template does not tell it of tools: leave tools out")
+    return told
+
+
+def _templated(tokens: list[int] | None) -> list[int]:
+    if tokens is None:
+        raise RequestError("this model has no chat template: give the prompt as text or token ids")
+    return tokens
 
 
 def _named(value: object) -> str:

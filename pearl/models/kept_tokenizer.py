@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.models.kept import converted, find, silent, stamp
-from pearl.text import Tokenizer
+from pearl.text import Tokenizer, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,23 +77,27 @@ class KeptTokenizer:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
-        text = self.chat_text(messages)
+    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
+        text = self.chat_text(messages, tools)
         return None if text is None else self.encode(text, special=False)  # the template writes its own
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         if self._template is None:
             return None
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with refusals_explained():
-            if self._is_plain_chat and all(_is_plain_message(message) for message in given):
+            if tools is None and self._is_plain_chat and all(_is_plain_message(message) for message in given):
                 from pearl.models.chat_template import render
 
                 return render(self._template, given, self._special)
             from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
 
             made: Any = render_jinja_template(
-                [given], chat_template=self._template, add_generation_prompt=True, **self._special
+                [given],
+                tools=None if tools is None else [*tools],
+                chat_template=self._template,
+                add_generation_prompt=True,
+                **self._special,
             )
         return str(made[0][0])  # of the first conversation; beside them stands where replies begin
 

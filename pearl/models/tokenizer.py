@@ -21,7 +21,7 @@ from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_ch
 from pearl.models.kept import Progress, silent
 from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
 from pearl.models.recorded import RecordedTexts, read_texts
-from pearl.text import REPLACEMENT, Tokenizer
+from pearl.text import REPLACEMENT, Tokenizer, Tools
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -98,15 +98,18 @@ class HFTokenizer:
         text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
-        text = self.chat_text(messages)
+    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
+        text = self.chat_text(messages, tools)
         return None if text is None else self.encode(text, special=False)  # the template writes its own
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
         with refusals_explained():
-            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            made = self._tokenizer.apply_chat_template(
+                messages, tools=None if tools is None else [*tools], add_generation_prompt=True, tokenize=False
+            )
+        return str(made)
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
@@ -134,10 +137,10 @@ class ToyTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.token(id) or "" for id in ids)
 
-    def apply_chat(self, messages: list[dict[str, str]]) -> list[int] | None:
+    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
         return None
 
-    def chat_text(self, messages: list[dict[str, str]]) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         return None
 
     def token(self, id: int) -> str | None:

@@ -6,13 +6,15 @@ setting took effect which did not.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from pearl.client.request import Prompt
+from pearl.client.request import Chat, Prompt
 from pearl.config import MAX_LOGPROBS, SamplingParams
+from pearl.document import parse_json
 from pearl.errors import ConfigError, RequestError
 from pearl.models.grammar import grammar_of
 from pearl.server.errors import ApiError
@@ -28,10 +30,11 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pen
 _SAMPLING = (*_NUMBERS, "top_k", "seed", "max_tokens", "stop", "ignore_eos", "logit_bias")
 _WHOLE = ("top_k", "seed", "max_tokens")
 _COMMON = {"model", "n", "stream", "stream_options", "logprobs", "response_format", "structured_outputs", *_SAMPLING}
-_CHAT = {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"}
+_CHAT = {*_COMMON, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
 _COMPLETION = {*_COMMON, "prompt"}
 _IGNORED = {"user", "safety_identifier", "prompt_cache_key"}  # they say who asks, not what
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
+MOST_TOOLS = 128
 
 # Fields that are known but not served -> values that ask for nothing. Null does so for every field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -58,8 +61,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Likewise of a message: clients send back the messages that they were given.
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "name": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": (),
     "audio": (),
@@ -117,7 +118,7 @@ def read_request(body: Any, chat: bool, model: str, defaults: SamplingParams) ->
     given = {name: value for name, value in body.items() if value is not None}
     _refuse(given, _CHAT if chat else _COMPLETION, _IGNORED, _NEUTRAL)
     _check_model(given, model)
-    prompts: tuple[Prompt, ...] = (_messages(given),) if chat else _prompts(given)
+    prompts = (_chat(given),) if chat else _prompts(given)
     n = _whole(given, "n", 1, MOST_TEXTS)
     if n * len(prompts) > MOST_TEXTS:
         raise ApiError(400, f"prompts times n are at most {MOST_TEXTS} texts a request", param="n")
@@ -159,7 +160,38 @@ def _check_model(given: Mapping[str, Any], served: str) -> None:
 # ---- prompts ----
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+def _chat(given: Mapping[str, Any]) -> Prompt:
+    messages, tools = _messages(given), given.get("tools", [])
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        raise ApiError(400, f"tools must be a list of at most {MOST_TOOLS}", param="tools")
+    told = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    choice = given.get("tool_choice", "auto")
+    if choice not in ("none", "auto"):
+        raise ApiError(400, "tool_choice must be none or auto: no call is forced", param="tool_choice")
+    return Chat(messages, told) if told and choice == "auto" else messages
+
+
+def _tool(tool: Any, at: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ApiError(400, f"{at} must be an object of type 'function'", param=at)
+    _refuse(tool, {"type", "function"}, set(), {}, f"{at}.")
+    try:
+        _unicode(json.dumps(tool, ensure_ascii=False), at)
+    except RecursionError:
+        raise ApiError(400, f"{at} is nested too deep", param=at) from None
+    return {"type": "function", "function": _function(tool.get("function"), f"{at}.function")}
+
+
+def _function(function: Any, at: str) -> dict[str, Any]:
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{at} must be an object with a name", param=at)
+    _refuse(function, {"name", "description", "parameters"}, {"strict"}, {}, f"{at}.")
+    if not isinstance(function.get("description", ""), str) or not isinstance(function.get("parameters", {}), dict):
+        raise ApiError(400, f"{at} takes a description, which is text, and parameters, an object", param=at)
+    return {name: value for name, value in function.items() if name != "strict"}
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
@@ -168,16 +200,43 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def _message(message: Any, at: str) -> dict[str, str]:
+def _message(message: Any, at: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content, not {_kind(message)}", param=at)
     given = {name: value for name, value in message.items() if value is not None}
-    _refuse(given, {"role", "content"}, set(), _NEUTRAL_IN_MESSAGE, f"{at}.")
+    _refuse(given, {"role", "content", "tool_calls", "tool_call_id"}, set(), _NEUTRAL_IN_MESSAGE, f"{at}.")
     role = given.get("role")
     if role not in _ROLES:
         shown = repr(role)[:100]
         raise ApiError(400, f"{at}.role must be one of {', '.join(_ROLES)}, not {shown}", param=f"{at}.role")
-    return {"role": role, "content": _content(given.get("content"), f"{at}.content")}
+    more: dict[str, Any] = {}
+    if calls := given.get("tool_calls"):
+        if role != "assistant" or not isinstance(calls, list):
+            raise ApiError(400, f"{at}.tool_calls must be a list, of an assistant's message", param=f"{at}.tool_calls")
+        more["tool_calls"] = [_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    if (call_id := given.get("tool_call_id")) is not None:
+        if role != "tool" or not isinstance(call_id, str):
+            raise ApiError(400, f"{at}.tool_call_id must be text, of a tool's message", param=f"{at}.tool_call_id")
+        more["tool_call_id"] = call_id
+    content = "" if calls and "content" not in given else _content(given.get("content"), f"{at}.content")
+    return {"role": role, "content": content, **more}
+
+
+def _call(call: Any, at: str) -> dict[str, Any]:
+    """What the assistant called, as templates read it: with its arguments as an object, not as the text of one."""
+    function = call.get("function") if isinstance(call, dict) and call.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, f"{at} must be an object of type 'function', whose function has a name", param=at)
+    try:
+        arguments = parse_json(function.get("arguments") or "{}")
+    except (TypeError, ValueError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{at}.function.arguments"
+        raise ApiError(400, f"{field} must be the text of a JSON object", param=field)
+    _unicode(json.dumps([call, arguments], ensure_ascii=False), at)
+    called = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", "function": called} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
 def _content(content: Any, at: str) -> str:
