@@ -186,8 +186,7 @@ def test_under_ratio_the_draft_never_rests_amid_a_text() -> None:
     assert found.counts.rested == 0
 
 
-@pytest.mark.parametrize("alpha", [0.2, 0.8])
-@pytest.mark.parametrize("c", [1, 8])
+@pytest.mark.parametrize(("alpha", "c"), [(0.2, 1), (0.8, 1), (0.8, 8), pytest.param(0.2, 8, marks=pytest.mark.long)])
 def test_auto_is_nearly_as_fast_as_the_better_way(alpha: float, c: int) -> None:
     """Once it has found out, for which it takes 48 tokens."""
     t_target, t_spread = (lambda n: c + 0.01 * n), (lambda n: 0.7 * c + 0.01 * n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -58,6 +58,7 @@ STEADY = Timing(1.0, lambda _: 5.0)
 # ---- theory ----
 
 
+@pytest.mark.long
 def test_theorem_1() -> None:
     """Tried out, the best of all fixed windows is the speed ratio."""
     for a, c in ((0.6, 3), (0.8, 5), (0.9, 8)):
@@ -65,12 +66,24 @@ def test_theorem_1() -> None:
         assert found.passed, found
 
 
-def test_closed_forms_hold_within_one_per_cent() -> None:
+@pytest.mark.parametrize(
+    ("held", "at", "count"),
+    [
+        (checks.pearl_yield, (0.8, 5), 4),
+        pytest.param(checks.pearl_yield, (0.9, 5), 4, marks=pytest.mark.long),
+        pytest.param(checks.pearl_yield, (0.6, 3), 4, marks=pytest.mark.long),
+        (checks.sd_yield, (0.8, 4, 5), 2),
+        pytest.param(checks.sd_yield, (0.6, 2, 5), 2, marks=pytest.mark.long),
+        (checks.window_yield, (0.8, 3, 5), 3),
+        pytest.param(checks.window_yield, (0.9, 6, 4), 3, marks=pytest.mark.long),
+    ],
+)
+def test_closed_forms_hold_within_one_per_cent(
+    held: Callable[..., Iterable[checks.Check]], at: tuple[float, ...], count: int
+) -> None:
     """Tokens a step, speed and run lengths of PEARL; its ablations and other windows; tokens a step and speed of sd."""
-    found = [check for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)) for check in checks.pearl_yield(a, c, TOKENS, seed=1)]
-    found += [check for a, gamma in ((0.8, 4), (0.6, 2)) for check in checks.sd_yield(a, gamma, 5, TOKENS, seed=1)]
-    found += [check for a, w, c in ((0.8, 3, 5), (0.9, 6, 4)) for check in checks.window_yield(a, w, c, TOKENS, seed=1)]
-    assert len(found) == 22
+    found = list(held(*at, TOKENS, seed=1))
+    assert len(found) == count
     assert [check for check in found if not check.passed] == []
 
 
@@ -124,6 +137,7 @@ class Greedless(CoinTarget):
         return super().execute(command)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("coin", [generous, Greedless])
 def test_a_wrong_coin_is_found_out(coin: checks.Coin) -> None:
     assert not any(check.passed for check in checks.pearl_yield(0.8, 5, TOKENS, 1, coin))
@@ -208,6 +222,7 @@ def test_waits_are_told() -> None:
     assert run(independent(STEADY, 1.0, 2, 500), FIXED).target_waits == {"window": pytest.approx(0, abs=1e-6)}
 
 
+@pytest.mark.long
 def test_the_best_window_is_climbed_to() -> None:
     """From wherever one begins."""
     work = independent(STEADY, 0.8, 20, 100)
@@ -411,6 +426,7 @@ def test_where_a_method_stops_paying() -> None:
         assert sweeps.stops_paying(points, "delay", sweeps.PEARL, None, of) == pytest.approx(at)
 
 
+@pytest.mark.long
 def test_an_interval_holds_what_other_luck_gives() -> None:
     """Nineteen times in twenty; of blocks of texts that balance each other, not of the texts, which are far wider."""
     luck = [sweeps.Luck(1000, 5, seed) for seed in range(12)]
@@ -434,6 +450,7 @@ def test_digits_are_those_that_the_sample_carries() -> None:
     assert not Estimate(1.0, None).ties(1.0)
 
 
+@pytest.mark.long
 def test_a_long_delay_takes_pearls_lead(tmp_path: Path) -> None:
     """And the best window found is never behind the one that is chosen without knowing of the delay."""
     points = list(sweeps.over_delay(Timing(0.01, lambda _: 0.05), [0.8], sweeps.Luck(500, 2), (0.0, 0.5, 2.0)))
@@ -446,6 +463,7 @@ def test_a_long_delay_takes_pearls_lead(tmp_path: Path) -> None:
     assert 0.02 < end < 0.1
 
 
+@pytest.mark.long
 def test_more_foresight_is_faster_and_has_its_closed_form() -> None:
     """No faster than its bound, and as fast as published PEARL without any."""
     points = list(sweeps.over_foreseen(STEADY, [0.8], sweeps.Luck(2000, 2, 1)))
@@ -455,6 +473,7 @@ def test_more_foresight_is_faster_and_has_its_closed_form() -> None:
     assert all(a.lead(sweeps.PEARL).value < b.lead(sweeps.PEARL).value for a, b in pairwise(points))
 
 
+@pytest.mark.long
 def test_a_lookup_that_hits_moves_the_bound() -> None:
     """Where all that is drafted is right, PEARL is as fast as c says, times the tokens of a draft forward."""
     work = independent(STEADY, 1.0, 20, 300)

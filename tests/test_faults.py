@@ -526,6 +526,7 @@ def test_the_soak_has_as_many_faults_as_it_was_asked_for() -> None:
     check_soaked(ended.returncode, ended.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_soak_of_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In this process: its workers need not import what this one's have imported."""

@@ -46,6 +46,7 @@ class Decoding:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_their_loops_and_ours_decode_in_turns(tmp_path: Path) -> None:
     """Of their tokens those up to the limit count; greedy ones in float32 are ours."""

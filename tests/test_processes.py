@@ -69,12 +69,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 # ---- nothing is left behind ----
 
 SCRIPT = """
-import json
+import json, sys
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine({spec!r}, {spec!r})
 print(json.dumps([str(engine.directory), engine._launcher.target.pid, engine._launcher.draft.worker.pid]), flush=True)
+sys.stdin.readline()
 {body}
 """
 STREAM = """
@@ -88,13 +89,15 @@ def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """A front in a process of its own: it, its engine's directory and its workers' process ids."""
     script = SCRIPT.format(spec=LONG_TOY, body=body)
     pipe = subprocess.PIPE
-    front = subprocess.Popen([sys.executable, "-c", script], stdout=pipe, stderr=pipe, text=True)
+    front = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert front.stdin is not None
     assert front.stdout is not None
     line = front.stdout.readline()
     assert line, front.communicate(timeout=BOUND)[1]
     directory, *workers = json.loads(line)
     assert Path(directory).is_dir()
     assert not any(map(gone, workers))
+    print(file=front.stdin, flush=True)  # it goes on from here: it may end at once
     return front, Path(directory), workers
 
 
@@ -441,6 +444,7 @@ def test_workers_with_several_cores_each_give_the_same_text() -> None:
 # ---- for a long time ----
 
 
+@pytest.mark.long
 def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path) -> None:
     """Of all three processes; the first requests fill caches, so they are not counted."""
     # The same thirty texts again and again: what a toy model remembers of a context is then known soon.

@@ -127,8 +127,19 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(temporary: dict[st
     It is stopped, so that its keeper has to notice, to end it and to start it again: what it does to one that is
     killed is a part of that.
     """
-    arguments = ["--target", SPEC, "--draft", SPEC, "--temperature", "0", "--target-pace", "0.1", *PLAIN]
-    run = launch([*ALONE, *arguments, "--draft-timeout", "1", "--max-tokens", "400", "123"], temporary)
+    arguments = [
+        "--target",
+        SPEC,
+        "--draft",
+        SPEC,
+        "--temperature",
+        "0",
+        "--target-pace",
+        "0.1",
+        "--draft-pace",
+        "0.02",
+    ]
+    run = launch([*ALONE, *arguments, *PLAIN, "--draft-timeout", "1", "--max-tokens", "400", "123"], temporary)
     assert run.stdout is not None
     first = run.stdout.read(1)
     draft = workers(temporary["TMPDIR"])["draft"]
@@ -191,6 +202,7 @@ def test_ranks_that_torchrun_started_are_counted(temporary: dict[str, str]) -> N
 
 SHARED = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "pearl", "generate", "--target-tp", "2"]
 SHARED_DRAFT = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate", "--draft-tp", "2"]
+RANKS = [pytest.param(SHARED, id="target"), pytest.param(SHARED_DRAFT, id="draft", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +211,7 @@ def tiny_pair() -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [SHARED, SHARED_DRAFT], ids=["target", "draft"])
+@pytest.mark.parametrize("command", RANKS)
 def test_two_ranks_of_a_model_write_what_one_would(
     temporary: dict[str, str], tiny_pair: tuple[str, str], command: list[str]
 ) -> None:
@@ -223,6 +235,7 @@ def greedy_alone(path: str, prompt: list[int], tokens: int) -> list[int]:
     return text[len(prompt) :]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_of_the_target_that_is_killed_is_named(temporary: dict[str, str], tiny_pair: tuple[str, str]) -> None:
     """Rank 1's launcher knows how its worker ended; rank 0, whose text is lost, says it."""
@@ -237,7 +250,7 @@ def test_a_rank_of_the_target_that_is_killed_is_named(temporary: dict[str, str],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [SHARED, SHARED_DRAFT], ids=["target", "draft"])
+@pytest.mark.parametrize("command", RANKS)
 def test_a_start_that_fails_on_a_rank_of_a_model_is_told(temporary: dict[str, str], command: list[str]) -> None:
     run = launch([*command, "--target", SPEC, "--draft", SPEC, "1"], temporary)
     _, said = run.communicate(timeout=BOUND)
@@ -245,6 +258,7 @@ def test_a_start_that_fails_on_a_rank_of_a_model_is_told(temporary: dict[str, st
     assert said.count("ranks cannot share a toy model") == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_agents_give_the_same_text(temporary: dict[str, str]) -> None:
     """Two nodes as torchrun sees it, both on this machine."""
@@ -302,6 +316,7 @@ def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path)
     assert nothing == ""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_draft_with_another_key_is_told_so_on_its_own_host(temporary: dict[str, str], tmp_path: Path) -> None:
     """Not after 15 minutes of start-up time-out, nor as a draft that died; and both sides end."""

@@ -471,6 +471,7 @@ def share_of_zeros(texts: list[list[int]]) -> float:
     return tokens.count(0) / len(tokens)
 
 
+@pytest.mark.long
 def test_no_random_number_serves_two_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Official PEARL reuses one after a pre-verify acceptance: token 0 comes with frequency .568 for .500."""
     texts = coin_texts()

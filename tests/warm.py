@@ -28,7 +28,8 @@ from pearl.device import Device
 from pearl.engine.processes import _environment
 
 _PR_SET_CHILD_SUBREAPER = 36
-_READ_LATE = {"PEARL_DIRECTORY", "PYTEST_CURRENT_TEST", "TMPDIR", "XDG_RUNTIME_DIR"}  # by no import
+# By no import.
+_READ_LATE = {"PEARL_CACHE", "PEARL_CACHE_GB", "PEARL_DIRECTORY", "PYTEST_CURRENT_TEST", "TMPDIR", "XDG_RUNTIME_DIR"}
 _SET_LATER = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # a worker that is pinned sets them itself besides
 _MOST = 1 << 20  # bytes of a request
 
