@@ -536,3 +536,15 @@ def test_the_soak_of_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr("tempfile.tempdir", None)
     ended = CliRunner().invoke(runpy.run_path(str(SOAK))["main"], ["--faults", "2", "--seed", "3", *models])
     check_soaked(ended.exit_code, ended.output)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_soak_of_the_server(tmp_path: Path) -> None:
+    """Its limits of time and memory are for a quiet machine, and for minutes."""
+    command = [sys.executable, str(SOAK.with_name("soak_http.py")), "--seconds", "6", "--clients", "4", "--slots", "2"]
+    command += ["--kill-every", "2", "--most-overhead", "1e6", "--most-growth", "1e6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "drafts killed" in done.stdout
+    assert ", 0 wrong" in done.stdout

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -45,6 +46,9 @@ class AsyncStream:
 
     What has come waits here until it is taken, at most one context of tokens: a slow reader holds up neither the engine
     nor those who wait for it.
+
+    Attributes:
+        waited: seconds until its turn came and the engine was asked for it; 0 before that.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class AsyncStream:
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._closed = self._ended = False
+        self._read = self.waited = 0.0
 
     @property
     def result(self) -> Result:
@@ -84,6 +89,7 @@ class AsyncStream:
         if self._asked is None:
             raise RequestError("this stream is being read already, or has been")
         asked, self._asked = self._asked, None
+        self._read = time.monotonic()
         await self._engine.turns.acquire()
         loop = asyncio.get_running_loop()
         loop.run_in_executor(self._engine.encoder, self._begin, loop, *asked)
@@ -112,6 +118,7 @@ class AsyncStream:
                     tell(None)
                     return
                 stream = self._stream = engine.stream(tokens, params, **options)
+            self.waited = time.monotonic() - self._read
             if self._watch is not None:
                 loop.call_soon_threadsafe(self._watch.begun)
             self._engine.reader.add(stream, tell)

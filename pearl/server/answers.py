@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pearl.client.stream import Piece, Result
@@ -138,11 +138,12 @@ def finish_reason(result: Result) -> str:
     return "length" if result.finish_reason == "length" else "stop"
 
 
-def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict[str, Any]:
     """Tokens of a request, and how well its drafts were accepted.
 
     Args:
         n: texts for each prompt; those of one prompt stand together, and its tokens count once.
+        waits: number of a result -> seconds until the engine was asked for it.
     """
     prompts = sum(len(result.prompt_tokens) for result in results[::n])
     cached = sum(result.statistics.num_cached_tokens for result in results[::n])
@@ -162,6 +163,8 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
             "draft_acceptance_rate": accepted / drafted if drafted else None,
             "tokens_by_source": sources(results),
             "seconds_to_first_token": statistics[0].seconds_to_first_token if statistics else None,
+            "queue_seconds": [waits.get(at, 0.0) + one.queue_seconds for at, one in enumerate(statistics)],
+            "seconds": [one.seconds - one.queue_seconds for one in statistics],
             "tokens_per_second": [one.tokens_per_second for one in statistics],
         },
     }

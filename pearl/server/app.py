@@ -185,6 +185,7 @@ class _Reply(Response):
 
     def __init__(self, turns: Turns, asked: Asked, model: str, arrived: float) -> None:
         self._turns, self._asked, self._arrived = turns, asked, arrived
+        self._waits: dict[int, float] = {}  # number of a text -> seconds until its turn
         spell = partial(token_bytes, turns.engine.tokenizer)
         self._answer = Answer(asked.chat, model, asked.include_usage, asked.provenance, spell)
         self.background = None
@@ -200,7 +201,7 @@ class _Reply(Response):
                 await self._send_stream(prompts, send)
                 return
             results = await self._all(prompts, self._read_text)
-            whole = JSONResponse(self._answer.whole(results, usage(results, self._asked.n)))
+            whole = JSONResponse(self._answer.whole(results, usage(results, self._asked.n, self._waits)))
             await whole(scope, receive, send)
 
     async def _encoded(self, prompt: Any) -> list[int]:
@@ -220,6 +221,7 @@ class _Reply(Response):
         async def one(index: int, tokens: list[int], number: int) -> Result:
             async with room, self._text(tokens, number) as text:
                 await write(index, text)
+            self._waits[index] = text.waited
             return text.result
 
         each = [(tokens, number) for tokens in prompts for number in range(self._asked.n)]
@@ -255,7 +257,7 @@ class _Reply(Response):
             self._turns.figures.refused(error.status)
             await body.end(event(error.body))
             return
-        for chunk in self._answer.usage(usage(results, self._asked.n)):
+        for chunk in self._answer.usage(usage(results, self._asked.n, self._waits)):
             await body.send(chunk)
         await body.end(DONE)
 
