@@ -1,0 +1,112 @@
+"""Clients that people have, against our server: those in the extra `clients`, which the tests do without otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from pearl import Engine
+from pearl.server.listen import bind
+from tests.test_server import BOUND, MODEL, Served
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("test_clients")]
+
+QUESTION = "Name a colour."
+
+
+class Cat(BaseModel):
+    name: str
+    age: int
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """The embedded target, which knows how to answer."""
+    with Engine("embedded", "none") as engine, Served(engine, bind("127.0.0.1:0", None, 8, None)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def wanted(served: Served) -> str:
+    """Its answer to `QUESTION`."""
+    message = {"role": "user", "content": QUESTION}
+    answer = served.post("chat/completions", messages=[message], temperature=0, max_tokens=16)
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    assert text
+    return text
+
+
+def test_langchain(served: Served, wanted: str) -> None:
+    """A text, a stream, an object of a class of the program's, and an error that says what is wrong."""
+    langchain_openai = pytest.importorskip("langchain_openai")
+    chat: Any = langchain_openai.ChatOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", model=MODEL, temperature=0, max_tokens=16
+    )
+    answer = chat.invoke(QUESTION)
+    assert answer.content == wanted
+    assert answer.usage_metadata["output_tokens"] in (16, 17)
+    assert "".join(piece.content for piece in chat.stream(QUESTION)) == wanted
+    asked = chat.model_copy(update={"max_tokens": 60})
+    for method in ("json_schema", "json_mode"):
+        made = asked.with_structured_output(Cat, method=method).invoke("Describe a cat as JSON with name and age.")
+        assert isinstance(made, Cat)
+    with pytest.raises(Exception, match="does not tell it of tools"):
+        chat.bind_tools([Cat]).invoke("Describe a cat.")
+
+
+def test_litellm(served: Served, wanted: str) -> None:
+    litellm: Any = pytest.importorskip("litellm")
+    asked = {
+        "model": f"openai/{MODEL}",
+        "api_base": f"{served.url}/v1",
+        "api_key": "none",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
+    assert litellm.completion(**asked).choices[0].message.content == wanted
+    pieces = litellm.completion(**asked, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == wanted
+    with pytest.raises(litellm.BadRequestError, match="the context holds"):
+        litellm.completion(**asked | {"max_tokens": 10**7})
+
+
+def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -> None:
+    """The command `llm`: it asks, goes on with what was said, and takes a schema."""
+    command = shutil.which("llm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if command is None:
+        pytest.skip("llm is not installed")
+    model = {"model_id": "pearl", "model_name": MODEL, "api_base": f"{served.url}/v1", "supports_schema": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+
+    def llm(*arguments: str) -> str:
+        done = subprocess.run(
+            [command, *arguments, "-o", "temperature", "0"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=BOUND,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert llm("-m", "pearl", QUESTION, "-o", "max_tokens", "16") == wanted.strip()
+    assert llm("-m", "pearl", "--no-stream", QUESTION, "-o", "max_tokens", "16") == wanted.strip()
+    assert llm("-c", "And another?", "-o", "max_tokens", "16")
+    logged = json.loads(subprocess.check_output([command, "logs", "--json", "-n", "2"], env=environment))
+    assert {entry["prompt"] for entry in logged} == {QUESTION, "And another?"}
+    assert len({entry["conversation_id"] for entry in logged}) == 1
+    schema = json.dumps(Cat.model_json_schema() | {"additionalProperties": False})
+    made = llm("-m", "pearl", "--schema", schema, "Describe a cat.", "-o", "max_tokens", "80")
+    assert Cat.model_validate_json(made)
