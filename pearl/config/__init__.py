@@ -1,0 +1,138 @@
+"""Every setting there is, validated by pydantic: how an engine is built, how a request is decoded and sampled.
+
+A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line.  Unknown
+keys and bad values are refused by name.  Knows no models, sockets or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pearl.config.decoding import (
+    AS_PUBLISHED,
+    BRANCHES,
+    BRANCHING,
+    DRAFT_LOOKUP,
+    DRAFTLESS,
+    LOOK_AHEAD,
+    LOOKING_AHEAD,
+    NUMBER_WORDS,
+    STOPPING,
+    DecodingConfig,
+    WordedNumber,
+    with_registered_rules,
+)
+from pearl.config.engine import MAX_SLOTS, EngineConfig, ModelConfig, ModelRole
+from pearl.config.sampling import (
+    LEAST_LOGPROB,
+    LEAST_REPETITION_PENALTY,
+    LEAST_SHARE,
+    LEAST_TEMPERATURE,
+    MAX_BIASES,
+    MAX_GRAMMAR,
+    MAX_LOGPROBS,
+    MOST_BIAS,
+    MOST_PENALTY,
+    MOST_REPETITION_PENALTY,
+    MOST_TEMPERATURE,
+    SamplingParams,
+    sampling_problem,
+)
+from pearl.config.section import UNSUPPORTED, Section, refuse_unknown
+from pearl.document import parse_yaml
+from pearl.errors import ConfigError
+
+__all__ = [
+    "AS_PUBLISHED",
+    "BRANCHES",
+    "BRANCHING",
+    "DRAFTLESS",
+    "DRAFT_LOOKUP",
+    "DecodingConfig",
+    "EngineConfig",
+    "LEAST_LOGPROB",
+    "LEAST_REPETITION_PENALTY",
+    "LEAST_SHARE",
+    "LEAST_TEMPERATURE",
+    "LOOKING_AHEAD",
+    "LOOK_AHEAD",
+    "MAX_BIASES",
+    "MAX_GRAMMAR",
+    "MAX_LOGPROBS",
+    "MAX_SLOTS",
+    "MOST_BIAS",
+    "MOST_PENALTY",
+    "MOST_REPETITION_PENALTY",
+    "MOST_TEMPERATURE",
+    "ModelConfig",
+    "ModelRole",
+    "NUMBER_WORDS",
+    "SECTIONS",
+    "STOPPING",
+    "SamplingParams",
+    "Section",
+    "Settings",
+    "UNSUPPORTED",
+    "WordedNumber",
+    "load_settings",
+    "read_file",
+    "sampling_problem",
+    "with_registered_rules",
+]
+
+SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole run: the three sections."""
+
+    engine: EngineConfig
+    decoding: DecodingConfig
+    sampling: SamplingParams
+
+
+def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
+    """A configuration file, if any, with `overrides` (flags given by the user) on top."""
+    values = read_file(path) if path else {}
+    try:
+        return _settings({**values, **overrides})
+    except ConfigError as error:
+        if path is None or _sound(values):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _sound(values: Mapping[str, Any]) -> bool:
+    try:
+        _settings(values)
+    except ConfigError:
+        return False
+    return True
+
+
+def _settings(values: Mapping[str, Any]) -> Settings:
+    refuse_unknown(values, {name: field for section in SECTIONS for name, field in section.model_fields.items()})
+    engine, decoding, sampling = (s(**{k: v for k, v in values.items() if k in s.model_fields}) for s in SECTIONS)
+    assert isinstance(engine, EngineConfig)
+    assert isinstance(decoding, DecodingConfig)
+    assert isinstance(sampling, SamplingParams)
+    return Settings(engine, decoding, sampling)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `ConfigError` where there is none."""
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML that PEARL reads: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}")
+    return {str(key): value for key, value in values.items()}

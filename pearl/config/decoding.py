@@ -1,0 +1,166 @@
+"""How a request is decoded: method, window, rule, stop policy, and what guesses beside the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    create_model,
+    model_validator,
+)
+
+from pearl.config.section import Section
+from pearl.decoding.registry import RULES, Parameters, find, named_parameters
+from pearl.drafting.registry import CAP, FIXED, STOPS, check_stop
+from pearl.errors import ConfigError
+
+# What `pearl.protocol.window.METHODS` says of them, for who must not import the protocol; a test compares the two.
+DRAFTLESS = ("ar", "ngram")  # methods that need no draft
+BRANCHING = ("auto", "pearl", "ssd")  # methods whose draft may prepare for other outcomes
+LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies guesses too
+# Methods whose draft may stop where a policy says so. Not ssd and pearl-no-post-verify: what the one prepares no policy
+# sees, and the windows of the other would depend on when a verdict comes, and with them its text under ratio.
+STOPPING = ("auto", "sd", "pearl", "pearl-no-pre-verify")
+LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
+BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
+AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
+
+NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
+WordedNumber = BeforeValidator(lambda given: NUMBER_WORDS.get(given, given) if isinstance(given, str) else given)
+Guesses = Annotated[Annotated[int, Field(ge=0, le=256)] | None, WordedNumber]
+Outcomes = Annotated[Annotated[int, Field(ge=0, le=BRANCHES)] | None, WordedNumber]
+
+_Decoding = TypeVar("_Decoding", bound="DecodingConfig")
+
+
+def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
+    """The section with what rules and stop policies declare: the values that `rule` and `draft_stop` may have, and an
+    optional field a parameter.
+    """
+    summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
+    choice = Field(next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
+    policies = "; ".join(f"{spec.name}: {spec.description}" for spec in STOPS.values())
+    stop = Field(
+        FIXED,
+        description=f"Where the draft ends a window before its bound. {policies}. For methods {', '.join(STOPPING)}; "
+        f"under sd --gamma is then the bound, {CAP} by default. It changes no text but that of sd under a rule whose "
+        "text depends on drafts, and never its distribution.",
+    )
+    fields: dict[str, Any] = {"rule": (Literal[tuple(RULES)], choice), "draft_stop": (Literal[tuple(STOPS)], stop)}
+    of_rules, of_stops = named_parameters(RULES.values()), named_parameters(STOPS.values())
+    assert not set(of_rules) & set(of_stops), "a flag is either a rule's or a stop policy's"
+    for name, declared in (of_rules | of_stops).items():
+        whose = "rule" if name in of_rules else "draft_stop"
+        described = " ".join(f"Of {whose} {owner}: {one}: {one.description}." for owner, one in declared.items())
+        low, high = min(one.low for one in declared.values()), max(one.high for one in declared.values())
+        kind = next(iter(declared.values())).kind
+        fields[name] = (kind | None, Field(None, ge=low, le=high, description=described))
+    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, __module__=__name__, **fields)
+
+
+@with_registered_rules
+class DecodingConfig(Section):
+    """How a request is decoded: the method, its window, the acceptance rule and that rule's parameters."""
+
+    method: Literal["auto", "ar", "ngram", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
+        "auto",
+        description="auto: pearl or ngram, what is faster, found out while a text is written; ar: target alone; "
+        "ngram: target alone, verifying guesses from the text so far; sd: draft and "
+        "target in turn; ssd: the same, but the draft prepares for what the target may decide meanwhile; pearl and its "
+        "two ablations.",
+    )
+    window: Literal["stream", "fixed"] = Field("stream", description="stream: no full windows; fixed: the paper's.")
+    gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
+    rule: str = next(iter(RULES))
+    draft_stop: str = FIXED
+    look_ahead: Guesses = Field(
+        None,
+        description="Most guesses, n-grams of the text so far, that the target verifies in a forward beside what is "
+        "drafted: of these so many as make most tokens a second; 0 or off: none, as published. Default, auto: "
+        f"{LOOK_AHEAD} for ngram and pearl, which alone take them.",
+    )
+    draft_lookup: Guesses = Field(
+        None,
+        description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, of which "
+        f"it likewise takes what pays; 0 or off: none, as published. Default, auto: {DRAFT_LOOKUP} for pearl, else 0.",
+    )
+    branches: Outcomes = Field(
+        None,
+        description="Most outcomes other than the expected one that the draft prepares for, in rows of its forwards "
+        "that cost little; 0 or off: none, as published. Default, auto: "
+        f"{BRANCHES} for pearl and ssd, else 0.",
+    )
+
+    @property
+    def rule_in_use(self) -> str:
+        """`rule`; where nobody has chosen one, method auto takes the one under which no choice changes a text."""
+        return "coupled" if self.method == "auto" and "rule" not in self.model_fields_set else self.rule
+
+    @property
+    def guesses(self) -> tuple[int, int, int]:
+        """`look_ahead`, `draft_lookup` and `branches`, with their defaults."""
+        ahead = LOOK_AHEAD if self.method in LOOKING_AHEAD else 0
+        lookup = DRAFT_LOOKUP if self.method in ("auto", "pearl") else 0
+        branches = BRANCHES if self.method in BRANCHING else 0
+        defaults = {"look_ahead": ahead, "draft_lookup": lookup, "branches": branches}
+        chosen = (default if getattr(self, name) is None else getattr(self, name) for name, default in defaults.items())
+        look_ahead, draft_lookup, most = chosen
+        return look_ahead, draft_lookup, most
+
+    @property
+    def parameters(self) -> Parameters:
+        """Those of the rule that are set, as they travel: (name, value)."""
+        return self._set(named_parameters(RULES.values()))
+
+    @property
+    def stop_parameters(self) -> Parameters:
+        """Likewise of the stop policy."""
+        return self._set(named_parameters(STOPS.values()))
+
+    def _set(self, names: Iterable[str]) -> Parameters:
+        given = ((name, getattr(self, name, None)) for name in names)
+        return tuple((name, value) for name, value in given if value is not None)
+
+    @property
+    def gamma_in_use(self) -> int | None:
+        """`gamma`; where a policy ends the windows of a target that waits for them, a bound that seldom does."""
+        waits = self.method == "sd" and self.draft_stop != FIXED
+        return CAP if waits and self.gamma is None else self.gamma
+
+    @model_validator(mode="after")
+    def _parameters_of_the_rule(self) -> Self:
+        try:
+            find(self.rule).values(self.parameters)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _stops_of_the_method(self) -> Self:
+        try:
+            check_stop(self.draft_stop).values(self.stop_parameters)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if self.draft_stop != FIXED and self.method not in STOPPING:
+            raise ConfigError(
+                f"draft_stop {self.draft_stop} is for methods {', '.join(STOPPING)}, not {self.method}, which takes "
+                f"{FIXED}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guesses_of_the_method(self) -> Self:
+        if self.look_ahead and self.method not in LOOKING_AHEAD:
+            raise ConfigError(f"look_ahead is for method {' and '.join(LOOKING_AHEAD)}, not {self.method}")
+        if self.look_ahead == 0 and self.method == "ngram":
+            raise ConfigError("method ngram with look_ahead 0 is method ar")
+        if self.draft_lookup and self.method in DRAFTLESS:
+            raise ConfigError(f"draft_lookup is for methods with a draft, not {self.method}")
+        if self.branches and self.method not in BRANCHING:
+            raise ConfigError(f"branches are for methods {', '.join(BRANCHING)}, not {self.method}")
+        if self.branches == 0 and self.method == "ssd":
+            raise ConfigError("method ssd with branches 0 is method sd")
+        return self

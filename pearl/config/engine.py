@@ -1,0 +1,247 @@
+"""What is fixed for an engine's life."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from pearl.config.decoding import DRAFTLESS, DecodingConfig
+from pearl.config.section import Section
+from pearl.device import Device
+from pearl.drafting.registry import STOPS
+from pearl.errors import ConfigError
+
+MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
+
+Seconds = Annotated[float, Field(gt=0)]
+_ONE_HOST = ("ipc", "tcp")
+_ADDRESS = re.compile(
+    r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
+)  # what may be bound is for the transport
+ModelRole = Literal["target", "draft"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+
+
+class EngineConfig(Section):
+    """What is fixed for an engine's life: the pair, where it runs and how its processes talk."""
+
+    target: str = Field(
+        "embedded",
+        description="Target model: embedded, directory, hub id, .gguf file, toy:vocab=32,alpha=0.8, or replay:FILE, "
+        "recorded texts (see pearl simulate record --help).",
+    )
+    draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram.")
+    target_device: str = Field("auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).")
+    draft_device: str = Field("auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread.")
+    target_dtype: DType = Field(
+        "auto",
+        description="Weights of the target; auto: the checkpoint's or, on a CPU that has no instructions for it, "
+        "float32 (4 bits where they are so in the file). int8 and int4, on CPUs, round them to another model.",
+    )
+    draft_dtype: DType = Field(
+        "auto",
+        description="Of the draft. int8 and int4, on CPUs: it guesses a little worse. auto may be int8 on a CPU that "
+        "has no instructions for bfloat16.",
+    )
+    target_tp: int = Field(
+        1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
+    )
+    draft_tp: int = Field(
+        1, ge=1, validate_default=True, description="Likewise, ranks that share the draft and draft_device."
+    )
+    target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
+        "auto", description="How a target on several GPUs is spread over them."
+    )
+    forwards: Literal["auto", "eager", "transformers"] = Field(
+        "auto",
+        description="auto: our own forward pass where it knows the model; eager: on a GPU neither recorded nor "
+        "chained; transformers: always theirs.",
+    )
+    exact: bool = Field(
+        False,
+        description="Refuse a model whose logits depend on how many tokens are fed together: all but our own forward.",
+    )
+    max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
+    slots: int = Field(
+        1,
+        ge=1,
+        le=MAX_SLOTS,
+        description="Requests that are worked on side by side, each in a KV cache of its own; others wait.",
+    )
+    datastore: str | None = Field(
+        None,
+        description="Directory of texts from which ngram and pearl guess too, beside the text so far; see "
+        "pearl datastore --help.",
+    )
+    disco: str | None = Field(
+        None,
+        description="File with the classifier of --draft-stop disco for this pair, as pearl disco train has made it.",
+    )
+    target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
+    draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
+    control: str = Field(
+        "ipc",
+        description="Control channel: ipc (private socket files), tcp (127.0.0.1), or for two hosts tcp://HOST:PORT, "
+        "an address of the target's host; PORT * is a free one.",
+    )
+    keys: str | None = Field(
+        None,
+        validate_default=True,
+        description="File of the keys that secure the control channel; pearl keys FILE makes one.",
+    )
+    tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
+        "auto", description="How dense draft distributions travel; auto: ZeroMQ frames, between GPUs too."
+    )
+    draft_timeout: Seconds = Field(10.0, description="Seconds of silence after which the draft counts as lost.")
+    target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
+    startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
+    profile: str = Field(
+        "auto",
+        description="What is known of the pair's speeds at start: auto (of this pair on this machine, as pearl "
+        "calibrate has kept it, if it has), none, or such a file.",
+    )
+    draft_restarts: int = Field(
+        3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
+    )
+    trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
+    trace: str | None = Field(None, description="File to write a timeline of both workers to; see pearl trace --help.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")
+
+    @field_validator("target_device", "draft_device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        Device.parse(value)
+        return value
+
+    @field_validator("target_tp", "draft_tp")
+    @classmethod
+    def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
+        of = str(known.field_name).replace("_tp", "_device")
+        name = known.data.get(of, "auto")  # where it was bad, that is what is told
+        device = Device.parse(name)
+        if value == 1 < len(device.gpus) and of == "draft_device":
+            raise ValueError(f"{of} {name}: a draft is not spread; name one GPU, or share it with draft_tp")
+        if value > 1 and (len(device.gpus) not in (0, value) or len(device.cores or ()) % value):
+            raise ValueError(
+                f"{of} {name} cannot be shared: name as many GPUs as there are ranks, or as many cores each"
+            )
+        return value
+
+    @field_validator("control")
+    @classmethod
+    def _channel(cls, value: str) -> str:
+        if value not in _ONE_HOST and not _ADDRESS.fullmatch(value):
+            raise ValueError("use ipc, tcp or tcp://HOST:PORT, an address of the target's host")
+        return value
+
+    @field_validator("keys")
+    @classmethod
+    def _secured(cls, value: str | None, known: ValidationInfo) -> str | None:
+        if value is None and not _on_one_host(known):
+            raise ValueError(
+                "other hosts can reach this control address, so it takes keys: make them with `pearl keys FILE`, "
+                "copy FILE to the other host, and give --keys FILE on both"
+            )
+        return value and os.path.abspath(value)  # whoever attaches may do so from another directory
+
+    @field_validator("tensors")
+    @classmethod
+    def _not_in_the_clear(cls, value: str, known: ValidationInfo) -> str:
+        if value in ("gloo", "nccl") and not _on_one_host(known):
+            raise ValueError(
+                "it is not encrypted, and its two ends meet in a file of one host; between hosts take frames or auto"
+            )
+        return value
+
+    @field_validator("profile")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        return value if value in ("auto", "none") else os.path.abspath(os.path.expanduser(value))
+
+    @field_validator("datastore", "disco")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return value and os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
+
+    @field_validator("trace")
+    @classmethod
+    def _writable(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        path = Path(value).absolute()
+        if not value or path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError("not a file that can be written: name one in a directory that exists")
+        return str(path)
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft != "none"
+
+    @property
+    def roles(self) -> tuple[ModelRole, ...]:
+        """Of the models that there are."""
+        return ("target", "draft") if self.has_draft else ("target",)
+
+    def check_method(self, method: str) -> None:
+        """Raises `ConfigError` where the method needs a draft and there is none."""
+        if method not in (*DRAFTLESS, "auto") and not self.has_draft:
+            use = " or ".join(DRAFTLESS)
+            raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
+
+    def check_decoding(self, decoding: DecodingConfig) -> None:
+        """Raises `ConfigError` where the method or the stop policy needs what this engine has not."""
+        self.check_method(decoding.method)
+        if STOPS[decoding.draft_stop].is_trained and self.disco is None:
+            raise ConfigError(
+                f"draft_stop {decoding.draft_stop} needs a classifier of this pair: make one with pearl disco train, "
+                "and name its file with --disco"
+            )
+
+    def model(self, role: ModelRole) -> ModelConfig:
+        """The settings of one model, and those that both have."""
+        values = self.model_dump()
+        names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
+        own: dict[str, Any] = {name: values.get(f"{role}_{name}", values.get(name)) for name in names}
+        return ModelConfig(role, values[role], **own)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether both workers are on one host, and share the engine's directory."""
+        return self.control in _ONE_HOST
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model of the pair. All but `role` and `spec` are fields of `EngineConfig`, less the role before their names.
+
+    Attributes:
+        spec: which model, as `EngineConfig.target` names it.
+        device: of all its ranks; `part` is one's.
+        device_map: how it is spread over several GPUs; None: it is a draft, which is not.
+    """
+
+    role: ModelRole
+    spec: str
+    device: str
+    dtype: DType
+    tp: int
+    pace: float | None
+    device_map: str | None
+    forwards: str
+    exact: bool
+    max_context: int | None
+    slots: int
+    trust_remote_code: bool
+
+    def part(self, rank: int = 0) -> Device:
+        """Where the worker of that rank runs."""
+        return Device.parse(self.device).part(rank, self.tp)
+
+
+def _on_one_host(known: ValidationInfo) -> bool:
+    return known.data.get("control", "ipc") in _ONE_HOST  # where it was bad, that is what is told

@@ -1,0 +1,155 @@
+"""How a request is sampled: what is drawn from, what the text keeps to, and where it ends."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+
+from pydantic import (
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from pearl.config.section import Section
+from pearl.document import parse_json
+from pearl.errors import ConfigError
+
+# Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
+LEAST_TEMPERATURE = 1e-4
+MOST_TEMPERATURE = 1e30
+LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+MOST_PENALTY = 2.0  # OpenAI's range
+MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain or impossible
+MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or what is made of it
+MAX_LOGPROBS = 20  # tokens told of at each place, as OpenAI's; JSON has no infinity, so theirs is the least, too
+LEAST_LOGPROB = -9999.0
+
+
+class SamplingParams(Section):
+    """How tokens are drawn and where the text ends. None: the checkpoint's own default, as transformers reads it."""
+
+    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the checkpoint's.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="Keep the k likeliest tokens; 0: all.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Keep the likeliest tokens that hold this probability.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="Default: drawn, and reported.")
+    sample: int = Field(0, ge=0, lt=2**63, description="Index of this sample under one seed.")
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens to generate; default: up to the context.")
+    stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
+    ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Tell of each token its log probability under the target, and of so many of the likeliest tokens "
+        "at its place: at temperature 1, unfiltered, without penalties and biases.",
+    )
+
+    repetition_penalty: float | None = Field(
+        None,
+        ge=LEAST_REPETITION_PENALTY,
+        le=MOST_REPETITION_PENALTY,
+        description="Above 1: make tokens that prompt or text have less likely; default: the checkpoint's.",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-MOST_PENALTY,
+        le=MOST_PENALTY,
+        description="Is taken from the logit of each token that was generated.",
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="Likewise, times how often it was."
+    )
+    logit_bias: tuple[tuple[int, float], ...] = Field(
+        (),
+        max_length=MAX_BIASES,
+        description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several times).",
+    )
+    json_schema: str | None = Field(
+        None, description='Write JSON that this JSON schema allows; {"type": "object"} is any object.'
+    )
+    regex: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_GRAMMAR // 16,
+        description="Write what this regular expression matches, and end.",
+    )
+
+    @field_validator("temperature", "top_p", "min_p")
+    @classmethod
+    def _within_float32(cls, value: float | None, known: ValidationInfo) -> float | None:
+        assert known.field_name is not None
+        if value is not None and (problem := sampling_problem(**{known.field_name: value})):
+            raise ValueError(problem)
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        stops = (value,) if isinstance(value, str) else value
+        if isinstance(stops, (list, tuple)) and any(s == "" for s in stops):
+            raise ValueError("a stop string must not be empty")
+        return stops
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _as_json(cls, value: object) -> object:
+        if value is None:
+            return None
+        schema = parse_json(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise ValueError("must be a JSON object")
+        try:
+            text = json.dumps(schema)
+        except (RecursionError, TypeError) as error:
+            raise ValueError(f"cannot be written as JSON: {error}") from None
+        if len(text) > MAX_GRAMMAR // 2:
+            raise ValueError(f"has {len(text):,} characters, at most {MAX_GRAMMAR // 2:,} are read")
+        return text
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> SamplingParams:
+        given = [name for name in ("json_schema", "regex") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError("json_schema and regex are two grammars: a text keeps to one")
+        if given and self.ignore_eos:
+            raise ConfigError(f"{given[0]} ends a text where it is whole, which ignore_eos forbids")
+        return self
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        return tuple(value.items()) if isinstance(value, Mapping) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bounded(cls, value: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        for token, bias in value:
+            if not 0 <= token < 2**31 or not abs(bias) <= MOST_BIAS:
+                raise ValueError(
+                    f"takes token ids, and numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}: {token}, {bias:g}"
+                )
+        if len(dict(value)) < len(value):
+            raise ValueError("has a token id twice")
+        return value
+
+    def with_seed(self) -> SamplingParams:
+        """Itself, with a seed drawn where none was given."""
+        return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+
+
+def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:
+    """Why nothing can be sampled so, though each is in its range as a number: every probability would be NaN, say."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
+    if temperature > MOST_TEMPERATURE:
+        return f"the greatest temperature is {MOST_TEMPERATURE:g}"
+    if top_p < LEAST_SHARE:
+        return f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone"
+    if 0 < min_p < LEAST_SHARE:
+        return f"0 is off; the least min_p above it is {LEAST_SHARE:g}"
+    return None

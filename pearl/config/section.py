@@ -1,0 +1,59 @@
+"""What all sections of settings have in common: bad values and unknown names are refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from pearl.errors import ConfigError
+
+# Known elsewhere, not here: refused by name, so that nobody believes they took effect.
+UNSUPPORTED = {
+    "n": "one text a request: submit it several times with sample=0, 1, 2, ...",
+    "best_of": "one text a request",
+    "prompt_logprobs": "log probabilities are told of generated tokens alone",
+    "num_beams": "no beam search",
+    "typical_p": "filters are top_k, top_p and min_p",
+}
+
+
+class Section(BaseModel):
+    """Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _told_by_name(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(values, dict):
+            refuse_unknown(values, cls.model_fields)
+        try:
+            return handler(values)
+        except ValidationError as error:
+            problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_told(e)}" for e in error.errors())
+            raise ConfigError("; ".join(problems)) from None
+
+
+def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a setting that is none of those allowed."""
+    for key in values:
+        if key in UNSUPPORTED:
+            raise ConfigError(f"{key} is not supported: {UNSUPPORTED[key]}")
+        if key not in allowed:
+            near = get_close_matches(key, allowed, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"unknown setting {key!r}; {meant}allowed are {', '.join(sorted(allowed))}")
+
+
+def _told(error: Any) -> str:
+    given = repr(error["input"])
+    return f"{error['msg'].removeprefix('Value error, ')} (got {given[:200]}{'...' if given[200:] else ''})"
