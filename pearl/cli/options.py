@@ -90,7 +90,7 @@ def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
     if WordedNumber in field.metadata:
         return click.option(flag, name, type=_NumberOrWord(), default=None, help=_help(field))
     return click.option(
-        flag, name, type=_type(kind), multiple=multiple, default=None, help=_help(field), metavar=_metavar(kind)
+        flag, name, type=_type(kind), multiple=multiple, default=None, help=_help(field), metavar=_metavar(field, kind)
     )
 
 
@@ -127,8 +127,10 @@ def _type(kind: Any) -> Any:
     return typing.get_args(each) or each  # pairs are two arguments of the flag
 
 
-def _metavar(kind: Any) -> str | None:
-    return {int: "N", float: "X", str: "NAME"}.get(kind)
+def _metavar(field: FieldInfo, kind: Any) -> str | None:
+    extra = field.json_schema_extra
+    own = extra.get("metavar") if isinstance(extra, dict) else None
+    return str(own) if own else {int: "N", float: "X", str: "NAME"}.get(kind)
 
 
 def _help(field: FieldInfo) -> str:

@@ -70,13 +70,16 @@ class SamplingParams(Section):
         description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several times).",
     )
     json_schema: str | None = Field(
-        None, description='Write JSON that this JSON schema allows; {"type": "object"} is any object.'
+        None,
+        description='Write JSON that this JSON schema allows; {"type": "object"} is any object.',
+        json_schema_extra={"metavar": "JSON"},
     )
     regex: str | None = Field(
         None,
         min_length=1,
         max_length=MAX_GRAMMAR // 16,
         description="Write what this regular expression matches, and end.",
+        json_schema_extra={"metavar": "EXPRESSION"},
     )
 
     @field_validator("temperature", "top_p", "min_p")
