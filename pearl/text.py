@@ -247,8 +247,10 @@ class StopMatcher:
     def _beginning(self, text: str) -> int:
         """Where the longest end of `text` starts that some stop begins with; len(text) if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._initials and any(stop.startswith(text[start:]) for stop in self._stops):
-                return start
+            if text[start] in self._initials:
+                end = text[start:]
+                if any(stop.startswith(end) for stop in self._stops):
+                    return start
         return len(text)
 
 

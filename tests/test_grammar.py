@@ -212,6 +212,7 @@ def test_json_of_the_embedded_pair() -> None:
 
 # ---- what cannot be ----
 
+REMAINDERS = '{"type": "integer", "multipleOf": 4000037}'  # 35 seconds, and 1.6 GB
 # Multiplied out it has 6 ** 8 alternatives.
 ALL_OF_ANY = {
     "allOf": [
@@ -245,6 +246,11 @@ def test_what_is_no_grammar_is_refused_by_name(asked: dict[str, object], named: 
         ({"regex": r"(?=0)1"}, "regex cannot be kept to"),
         ({"json_schema": {"type": "mouse"}}, "json_schema cannot be kept to"),
         ({"json_schema": {"$ref": "https://example.com/x"}}, "json_schema cannot be kept to"),
+        ({"json_schema": REMAINDERS}, "json_schema cannot be kept to: multipleOf"),
+        (
+            {"json_schema": {"allOf": [{"multipleOf": 9973}, {"items": [{"multipleOf": 10.1}]}]}},
+            "json_schema cannot be kept to: multipleOf",
+        ),
         ({"json_schema": ALL_OF_ANY}, "json_schema cannot be kept to: schema too large"),
     ],
 )
@@ -271,7 +277,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_hostile_front_fails_its_own_request(toy: Engine) -> None:
-    for hostile in ("{", "start: (", '{"grammars":[{"json_schema":{"type":"mouse"}}]}'):
+    for hostile in ("{", "lark\nstart: (", "regex\n(", 'json_schema\n{"type":"mouse"}', f"json_schema\n{REMAINDERS}"):
         with pytest.raises(ForwardError, match="the text's grammar"):
             toy.generate([1], SamplingParams(max_tokens=4, regex=hostile))
     assert toy.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens

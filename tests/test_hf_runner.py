@@ -12,9 +12,9 @@ import gguf
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 
-from pearl.errors import ModelError, RequestError
+from pearl.errors import ForwardError, ModelError, RequestError
 from pearl.models import loading
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.hf import HFRunner
@@ -332,6 +332,31 @@ def test_a_damaged_directory_is_a_model_error(tmp_path: Path, damage: object) ->
     damage(directory)
     with pytest.raises(ModelError, match="could not be loaded"):
         load_runner(str(directory), device=CPU)
+
+
+def test_the_limit_of_positions_has_other_names_too(tmp_path: Path) -> None:
+    """Beyond it MPT has no biases, and its forward fails: so would the engine."""
+    config = MptConfig(d_model=32, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=50)
+    MptForCausalLM(config).save_pretrained(tmp_path)
+    runner = load_runner(str(tmp_path), device=CPU, dtype="float32")
+    assert runner.context == 64
+    with pytest.raises(ModelError, match="max_context 65"):
+        load_runner(str(tmp_path), device=CPU, dtype="float32", max_context=65)
+
+
+def test_a_forward_that_fails_is_its_requests_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it stays: the same runner goes on where it was. Only of a CPU: after a GPU's error nothing works."""
+    config = MptConfig(d_model=32, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=50)
+    MptForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr("pearl.models.loading._POSITIONS", ())
+    runner = load_runner(str(tmp_path), device=CPU, dtype="float32", max_context=64)
+    feed_chain(runner, range(5, 15), 1)
+    with pytest.raises(ForwardError, match="MptForCausalLM's forward failed: The size of tensor"):
+        feed_chain(runner, range(20), 1)
+    assert runner.length() == 10
+    again = feed_chain(runner, [7], 1)
+    runner.rollback(0)
+    close(again, feed_chain(runner, [*range(5, 15), 7], 1))
 
 
 def test_unknown_dtype() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -12,11 +13,12 @@ import psutil
 import pytest
 import zmq
 
-from pearl.config import SamplingParams
+import pearl.protocol.window
+from pearl.config import MAX_WINDOW, DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.distribution import Distribution, Form
 from pearl.engine import Engine
 from pearl.engine.attach import attach
-from pearl.errors import ProtocolError, RequestError
+from pearl.errors import ConfigError, ProtocolError, RequestError
 from pearl.lab.simulate import paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
@@ -81,7 +83,7 @@ def test_a_front_may_have_so_many_requests_and_another_as_many(owners: dict[int,
     take(limits, owners, b"a", submit())
 
 
-@pytest.mark.parametrize("asked", [submit(tokens=1 << 20), submit(stops=("x" * (1 << 16),) * 16)])
+@pytest.mark.parametrize("asked", [submit(tokens=1 << 20), submit(tokens=(1 << 20) - 40_000, stops=("x" * 1000,) * 64)])
 def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, int]], asked: Submit) -> None:
     """Tokens and stop strings; the longest prompt still fits into an engine that is idle."""
     limits = Admission(owners, 32, CONTEXT)
@@ -90,6 +92,29 @@ def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, in
         take(limits, owners, b"b", asked)
     del owners[first]
     take(limits, owners, b"b", asked)
+
+
+def test_what_each_token_is_looked_at_for_is_bounded(owners: dict[int, tuple[bytes, int]]) -> None:
+    """Two thousand stops of a thousand characters took a second, again and again, in the loop that all share."""
+    limits = Admission(owners, 32, CONTEXT)
+    for stops in (("x",) * 65, ("x" * 1001,)):
+        with pytest.raises(RequestError, match="at most 64 strings of at most 1000 characters"):
+            take(limits, owners, b"a", submit(stops=stops))
+        with pytest.raises(ConfigError, match="stop: at most 64 strings of at most 1000 characters"):
+            SamplingParams(stop=stops)
+
+
+def test_a_wide_window_is_for_an_engine_of_one_slot(owners: dict[int, tuple[bytes, int]]) -> None:
+    """One of 1024 tokens made another text wait for six seconds."""
+    asked = dataclasses.replace(submit(), decoding=Decoding("sd", "fixed", MAX_WINDOW + 1))
+    take(Admission(owners, 32, CONTEXT), owners, b"a", asked)
+    with pytest.raises(RequestError, match="gamma 65 is more than 64"):
+        take(Admission(owners, 32, CONTEXT, slots=2), owners, b"a", asked)
+    decoding = DecodingConfig(method="sd", window="fixed", gamma=MAX_WINDOW + 1)
+    EngineConfig().check_decoding(decoding)
+    with pytest.raises(ConfigError, match="gamma 65 is more than 64"):
+        EngineConfig(slots=2).check_decoding(decoding)
+    assert MAX_WINDOW == pearl.protocol.window.MAX_WINDOW
 
 
 # ---- what is logged of it ----

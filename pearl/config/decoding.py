@@ -26,6 +26,7 @@ LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies gues
 STOPPING = ("auto", "sd", "pearl", "pearl-no-pre-verify")
 LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
 BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
+MAX_WINDOW = 64  # tokens, measured; and of several requests that share forwards: none waits for more than so many
 AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
 
 NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
@@ -164,3 +165,8 @@ class DecodingConfig(Section):
         if self.branches == 0 and self.method == "ssd":
             raise ConfigError("method ssd with branches 0 is method sd")
         return self
+
+
+def wide_window(gamma: int | None) -> str:
+    """Why a window of `gamma` tokens is none for an engine of several slots."""
+    return f"gamma {gamma} is more than {MAX_WINDOW}: the other requests of an engine with several slots would wait"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from pearl.config.decoding import DRAFTLESS, DecodingConfig
+from pearl.config.decoding import DRAFTLESS, MAX_WINDOW, DecodingConfig, wide_window
 from pearl.config.section import Section
 from pearl.device import Device
 from pearl.drafting.registry import STOPS
@@ -194,8 +194,10 @@ class EngineConfig(Section):
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
 
     def check_decoding(self, decoding: DecodingConfig) -> None:
-        """Raises `ConfigError` where the method or the stop policy needs what this engine has not."""
+        """Raises `ConfigError` where method, window or stop policy ask for what this engine has not."""
         self.check_method(decoding.method)
+        if self.slots > 1 and (decoding.gamma or 0) > MAX_WINDOW:
+            raise ConfigError(wide_window(decoding.gamma))
         if STOPS[decoding.draft_stop].is_trained and self.disco is None:
             raise ConfigError(
                 f"draft_stop {decoding.draft_stop} needs a classifier of this pair: make one with pearl disco train, "

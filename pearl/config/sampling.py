@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import (
     Field,
@@ -24,6 +24,7 @@ LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
 MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain or impossible
+MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is looked at for all of them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or what is made of it
 MAX_LOGPROBS = 20  # tokens told of at each place, as OpenAI's; JSON has no infinity, so theirs is the least, too
 LEAST_LOGPROB = -9999.0
@@ -96,6 +97,8 @@ class SamplingParams(Section):
         stops = (value,) if isinstance(value, str) else value
         if isinstance(stops, (list, tuple)) and any(s == "" for s in stops):
             raise ValueError("a stop string must not be empty")
+        if isinstance(stops, (list, tuple)) and (problem := stop_problem([s for s in stops if isinstance(s, str)])):
+            raise ValueError(problem)
         return stops
 
     @field_validator("json_schema", mode="before")
@@ -143,6 +146,13 @@ class SamplingParams(Section):
     def with_seed(self) -> SamplingParams:
         """Itself, with a seed drawn where none was given."""
         return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+
+
+def stop_problem(stops: Sequence[str]) -> str | None:
+    """Why these stop strings cannot be looked for."""
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        return f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text"
+    return None
 
 
 def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:

@@ -7,12 +7,15 @@ holds with one: every rule keeps its promise, and one seed gives one text whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import cache, lru_cache
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
 from pearl.text import Tokenizer, token_bytes
 
@@ -20,39 +23,64 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
+_MOST_REMAINDERS = 10_000  # 0.03 s
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
 def grammar_of(json_schema: str | None, regex: str | None) -> str:
-    """What workers are told of what a user asks for; empty where that is nothing.
+    """What workers are told of what a user asks for: "json_schema" or "regex", a line feed, and the text of it.
 
-    Raises `RequestError` where it is no schema or expression that can be kept to, or llguidance is not installed.
+    Empty where nothing is asked for. Raises `RequestError` where it is no schema or expression that can be kept to, or
+    llguidance is not installed.
     """
     if json_schema is None and regex is None:
         return ""
-    name = "json_schema" if regex is None else "regex"
+    kind, text = ("regex", regex) if regex is not None else ("json_schema", json_schema)
+    grammar = f"{kind}\n{text}"
     try:
-        return _checked(json_schema, regex)
+        _checked(grammar)
     except ImportError:
-        raise RequestError(f"{name} {_MISSING}") from None
+        raise RequestError(f"{kind} {_MISSING}") from None
     except ValueError as error:
-        raise RequestError(f"{name} cannot be kept to: {_short(str(error))}") from None
+        raise RequestError(f"{kind} cannot be kept to: {_short(str(error))}") from None
+    return grammar
 
 
 @lru_cache(maxsize=64)
-def _checked(json_schema: str | None, regex: str | None) -> str:
-    """Raises `ImportError` and `ValueError`."""
+def _checked(grammar: str) -> str:
+    """In the notation of llguidance. Raises `ImportError` and `ValueError`."""
     from llguidance import LLMatcher
 
-    if regex is not None:
-        grammar: str = LLMatcher.grammar_from_regex(regex)
+    kind, _, text = grammar.partition("\n")
+    if kind == "regex":
+        written: str = LLMatcher.grammar_from_regex(text)
+    elif kind == "json_schema":
+        _check_multiples(parse_json(text))
+        written = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
     else:
-        assert json_schema is not None
-        grammar = LLMatcher.grammar_from_json_schema(json_schema, overrides={"whitespace_pattern": _WHITESPACE})
-    failed, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+        raise ValueError(f"unknown kind {kind[:20]!r}")
+    failed, said = LLMatcher.validate_grammar_with_warnings(written, limits=_limits())
     if failed:
         raise ValueError(said[0])
-    return grammar
+    return written
+
+
+def _check_multiples(schema: Any) -> None:
+    """Raises ValueError where `multipleOf` asks for too much: a parser has a state for each remainder of a number, and
+    llguidance's limits do not count these.
+    """
+    states, waiting = 1, [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            number = one.get("multipleOf")
+            if isinstance(number, (int, float)) and number:
+                states = lcm(states, Fraction(str(number)).numerator)
+            if states > _MOST_REMAINDERS:
+                raise ValueError(f"multipleOf: the least common multiple is over {_MOST_REMAINDERS:,}")
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
 
 
 def _limits() -> Any:
@@ -132,7 +160,11 @@ class Guides:
             from llguidance import LLMatcher
         except ImportError:
             raise GrammarError(f"a grammar {_MISSING}") from None
-        matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=_limits())
+        try:
+            written = _checked(grammar)
+        except ValueError as error:
+            raise GrammarError(f"the text's grammar: {_short(str(error))}") from None
+        matcher = LLMatcher(self._tokens(), written, log_level=0, limits=_limits())
         if matcher.is_error():
             raise GrammarError(f"the text's grammar: {_short(matcher.get_error())}")
         return Guide(matcher, [token for token in ends if token < self._size])

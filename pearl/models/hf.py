@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from pearl.errors import ModelError
+from pearl.errors import ForwardError, ModelError
+from pearl.models.memory import is_of_memory
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds
 
 
@@ -99,8 +100,12 @@ class HFRunner:
             if any(layer.filled != end for layer in self._layers):
                 name = type(self._model).__name__
                 raise ModelError(f"{name} does not keep its state in the cache it is given. Use another model.")
-        except BaseException:
+        except BaseException as error:
             self.rollback(self._length)
+            if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
+                # A limit that its configuration does not name, say. On a GPU nothing could be computed after it.
+                cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {cause}.") from error
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.

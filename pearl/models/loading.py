@@ -272,10 +272,14 @@ def _check_cache_fits(spec: str, model: PreTrainedModel | Decoder, context: int,
     return 0 if free is None else free // each - slots
 
 
+# What families call the number of positions that they were made for.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+
+
 def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:
     """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
     config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = min((named for name in _POSITIONS if (named := getattr(config, name, None))), default=None)
     steady = _steady_positions(config)
     if steady is not None and (limit is None or steady < limit):
         if wanted is not None and wanted > steady:

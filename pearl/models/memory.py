@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from pearl.models.graphs import FED, PREFILL
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TOLD_FROM = 1e9  # bytes; nobody wants to know of less
+_MEMORY_WORDS = re.compile(
+    r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
+    r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
+)
 _DEFAULT_HEAD = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 
 
@@ -161,3 +166,12 @@ def _kernels(proc: Path) -> dict[str, int]:
 
 def _weight_files(directory: Path) -> list[Path]:
     return next((files for files in (sorted(directory.glob(name)) for name in _WEIGHTS) if files), [])
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is too little memory.
+
+    torch has a class for what its own allocator of GPU memory lacks. All else comes as a `RuntimeError`: the host's
+    memory, pinned memory, workspaces of cuBLAS and cuDNN, and what the driver needs to launch a recorded forward.
+    """
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_MEMORY_WORDS.search(str(error)))

@@ -51,7 +51,7 @@ class Shaping:
     """How the text before them changes logits; see `pearl.decoding.shaping`. `prompt`: tokens that were not generated.
 
     A `repetition_penalty` of 1 and other penalties of 0 do nothing. `logit_bias`: (token id, what is added).  What is
-    generated keeps to `grammar`, in the notation of llguidance, and then ends with one of `ends`; empty: to none.
+    generated keeps to `grammar` (of `pearl.models.grammar`), and then ends with one of `ends`; empty: to none.
     """
 
     prompt: int

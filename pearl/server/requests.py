@@ -13,15 +13,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from pearl.client.request import Chat, Prompt
-from pearl.config import MAX_LOGPROBS, SamplingParams
+from pearl.config import LONGEST_STOP, MAX_LOGPROBS, MOST_STOPS, SamplingParams
 from pearl.document import parse_json
 from pearl.errors import ConfigError, RequestError
 from pearl.models.grammar import grammar_of
 from pearl.server.errors import ApiError
 
 MOST_TEXTS = 128  # of one request: prompts times n
-MOST_STOPS = 64
-LONGEST_STOP = 1000  # characters
 MOST_MESSAGES = 4096
 LEGACY_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes where max_tokens is missing
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pearl.config import STOPPING, sampling_problem
+from pearl.config import MAX_WINDOW, STOPPING, sampling_problem, stop_problem, wide_window
 from pearl.drafting.registry import FIXED, STOPS
 from pearl.errors import RequestError
 from pearl.protocol.messages import Decoding, Submit
@@ -25,15 +25,20 @@ _LATER = "try again later"
 class Admission:
     """Keeps what each request holds. `owners` is the worker's: number -> front, its number.
 
-    `has_classifier`: of stop policy disco.
+    `has_classifier`: of stop policy disco. `slots`: requests that are worked on side by side.
     """
 
     def __init__(
-        self, owners: Mapping[int, tuple[Peer, int]], vocab_size: int, context: int, has_classifier: bool = False
+        self,
+        owners: Mapping[int, tuple[Peer, int]],
+        vocab_size: int,
+        context: int,
+        has_classifier: bool = False,
+        slots: int = 1,
     ) -> None:
         self._owners = owners
         self._vocab_size, self._context = vocab_size, context
-        self._has_classifier = has_classifier
+        self._has_classifier, self._slots = has_classifier, slots
         self._held: dict[int, int] = {}
 
     def admit(self, number: int, front: Peer, submit: Submit) -> None:
@@ -63,6 +68,10 @@ class Admission:
             return problem
         if "" in submit.stops:
             return "a stop string must not be empty"
+        if problem := stop_problem(submit.stops):
+            return problem
+        if self._slots > 1 and (submit.decoding.gamma or 0) > MAX_WINDOW:
+            return wide_window(submit.decoding.gamma)
         sampling = submit.sampling
         if problem := sampling_problem(sampling.temperature, sampling.top_p, sampling.min_p):
             return problem

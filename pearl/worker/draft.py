@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from pearl import errors
-from pearl.errors import ModelError, NumericalError, ProtocolError, RemoteProtocolError, TraceError, TransportError
+from pearl.errors import ForwardError, ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.protocol.drafter import Drafter, State
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.messages import (
@@ -205,7 +205,7 @@ class DraftWorker:
             return self._draft_together(drafts)
         try:
             return [self._execute(drafts[0])]
-        except NumericalError as error:
+        except ForwardError as error:
             return [Drafted(failure=str(error), request=drafts[0].request)]
 
     def _carry_out(self, command: object) -> None:

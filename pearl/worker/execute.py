@@ -4,7 +4,6 @@ but the one that times a forward.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pearl.drafting.ngram import TextIndex, anchored, guess_tree
 from pearl.drafting.proposer import Launched, Proposer
 from pearl.errors import GrammarError, NumericalError, OutOfMemory
 from pearl.models.feeds import depths
+from pearl.models.memory import is_of_memory
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Draft,
@@ -45,22 +45,12 @@ from pearl.protocol.events import (
 from pearl.protocol.messages import Logprobs
 from pearl.text import TextStream
 
-_MEMORY_WORDS = re.compile(
-    r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
-    r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
-)
-
 Event = Guessed | Forwarded | Judged | Sampled | Drafted
 
 
 def _of_memory(error: Exception) -> OutOfMemory | None:
-    """What to say of an error where it is one of memory.
-
-    torch has a class for what its own allocator of GPU memory lacks. All else comes as a `RuntimeError`: the host's
-    memory, pinned memory, workspaces of cuBLAS and cuDNN, and what the driver needs to launch a recorded forward.
-    """
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if not known and not _MEMORY_WORDS.search(str(error)):
+    """What to say of an error where it is one of memory."""
+    if not is_of_memory(error):
         return None
     cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
     return OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.")

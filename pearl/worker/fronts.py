@@ -37,12 +37,12 @@ class Fronts:
         has_classifier: of stop policy disco.
     """
 
-    def __init__(self, post: Post, vocab_size: int, context: int, has_classifier: bool = False) -> None:
+    def __init__(self, post: Post, vocab_size: int, context: int, has_classifier: bool = False, slots: int = 1) -> None:
         self._post = post
         self._attached: set[Peer] = set()
         self._unwelcomed: list[Peer] = []  # said hello before requests could be served
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
-        self._admission = Admission(self._owners, vocab_size, context, has_classifier)
+        self._admission = Admission(self._owners, vocab_size, context, has_classifier, slots)
         self._numbers = count(1)
 
     def __contains__(self, peer: Peer) -> bool:

@@ -100,7 +100,9 @@ class TargetWorker:
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
-        self._fronts = Fronts(self._post, settings.vocab_size, settings.context, settings.has_classifier)
+        self._fronts = Fronts(
+            self._post, settings.vocab_size, settings.context, settings.has_classifier, settings.slots
+        )
         self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, self._post, self._renew)
         self._notices = Notices(log)
