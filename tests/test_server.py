@@ -739,13 +739,76 @@ def test_the_page_runs_in_a_browser(served: Served, tmp_path: Any) -> None:
     assert "CONSOLE" not in run.stderr
 
 
+# ---- what both workers do ----
+
+
+def looked_on(served: Served, meanwhile: Callable[[], object], enough: Callable[[list[Any]], bool]) -> list[Any]:
+    """The events of the timeline from before `meanwhile` until there are enough."""
+    seen: list[Any] = []
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("GET", f"{served.url}/v1/timeline", timeout=BOUND) as response,
+    ):
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line:
+                seen.append(json.loads(line.removeprefix("data: ")))
+            if line and "recording" in seen[-1]:
+                pool.submit(meanwhile)
+            if enough(seen):
+                break
+    return seen
+
+
+def test_the_timeline_has_what_both_workers_do(served: Served, engine: Engine) -> None:
+    """Forwards, waits and each token by its source, in order; nothing of it is left when nobody looks on."""
+
+    def tokens(seen: list[Any]) -> list[str]:
+        return [source for event in seen for source in event.get("tokens", ())]
+
+    asked = {"max_tokens": 40, "ignore_eos": True}
+    seen = looked_on(served, lambda: served.post(**asked), lambda seen: len(tokens(seen)) >= 40)
+    assert len(tokens(seen)) == 40
+    assert set(tokens(seen)) <= {"accepted", "corrected", "guessed", "direct", "bonus"}
+    of = {role: {event["name"] for event in seen if event.get("of") == role} for role in ("target", "draft")}
+    assert of["target"] & {"pre-verify", "post-verify"}
+    assert "draft" in of["draft"]
+    assert all(event["from"] < event["to"] for event in seen if "of" in event)
+    until(lambda: not list(engine.directory.glob("trace-*")))
+    assert served.is_well()
+    again = looked_on(served, lambda: served.post(**asked), lambda seen: bool(tokens(seen)))
+    assert tokens(again)
+
+
+def test_a_timeline_begins_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks while a text is written is told to wait, and the text goes on."""
+    monkeypatch.setattr("pearl.client.recording._RECORD_SECONDS", 0.5)
+    with (
+        chatting_engine(target_pace=0.05, draft_pace=0.01) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(lambda: served.post(max_tokens=60, ignore_eos=True))
+        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        seen = looked_on(served, lambda: None, lambda seen: "recording" in seen[-1] if seen else False)
+        assert any("another front's text" in event.get("problem", "") for event in seen)
+        assert first.result(BOUND).status_code == 200
+
+
+def test_so_many_look_on_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pearl.server.timeline.MOST_VIEWERS", 0)
+    response = httpx.get(f"{served.url}/v1/timeline", timeout=BOUND)
+    assert response.status_code == 429
+    assert "retry-after" in response.headers
+
+
 # ---- who may ask ----
 
 
 def test_a_key_is_asked_for(engine: Engine) -> None:
     with Served(engine, bind("127.0.0.1:0", "secret", 8, None)) as served:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-            for path in ("/v1/models", "/v1/nothing"):
+            for path in ("/v1/models", "/v1/timeline", "/v1/nothing"):
                 response = httpx.get(served.url + path, headers=headers)
                 assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (
@@ -755,7 +818,7 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="secret")
         assert client.completions.create(model=MODEL, prompt="12", max_tokens=2).choices
         assert httpx.get(f"{served.url}/health", timeout=BOUND).status_code == 200
-        assert served.figure("pearl:http_refused_total") == 6
+        assert served.figure("pearl:http_refused_total") == 9
 
 
 def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:

@@ -273,6 +273,14 @@ class Client:
         """See `Engine.stop_trace`."""
         return self._recording.stop(self)
 
+    def begin_live_trace(self) -> Path:
+        """See `Engine.begin_live_trace`."""
+        return self._recording.begin_live(self)
+
+    def end_live_trace(self) -> None:
+        """See `Engine.end_live_trace`."""
+        self._recording.end_live(self)
+
     def wait_until_lost(self) -> None:
         """See `Engine.wait_until_lost`."""
 

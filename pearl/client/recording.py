@@ -14,7 +14,7 @@ from typing import Protocol
 from pearl.errors import TargetLost, TraceError
 from pearl.protocol.messages import Message, Trace
 from pearl.trace.chrome import merge
-from pearl.trace.recorder import asked_for
+from pearl.trace.recorder import asked_for, part_paths
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,37 @@ class Recording:
             writable = False
         if not writable:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
+        self._asked = (path, self._begin(talk))
+
+    def begin_live(self, talk: Talk) -> Path:
+        """Begins to record for nobody but who reads the workers' parts as they grow: what these are named after."""
+        if self._taken or self.active:
+            raise TraceError("this engine is recording a trace already")
+        number = self._begin(talk)
+        self._asked = (asked_for(self._directory, number), number)
+        return self._asked[0]
+
+    def end_live(self, talk: Talk) -> None:
+        """Ends that recording, and removes the parts."""
+        if self._asked is None:
+            return
+        parts, number = self._asked
+        self._asked = None
+        try:
+            self._ask(Trace(number, False), talk)
+        finally:
+            for part in part_paths(parts):
+                part.unlink(missing_ok=True)
+
+    def _begin(self, talk: Talk) -> int:
+        """The number of the recording."""
         number = secrets.randbits(62) + 1
         try:
             self._ask(Trace(number, True), talk)
         except BaseException:
             talk.post(Trace(number, False))  # should it have begun, or be about to
             raise
-        self._asked = (path, number)
+        return number
 
     def stop(self, talk: Talk) -> Path:
         """Ends the recording and writes its file, whose path it returns. After a `TraceError` it can be tried again."""

@@ -172,6 +172,16 @@ class Engine:
         """Ends the recording and writes its file, whose path it returns. After a `TraceError` it can be tried again."""
         return self._client.stop_trace()
 
+    def begin_live_trace(self) -> Path:
+        """As `start_trace`, for who reads what the workers write as they write it (`pearl.trace.recorder.GrowingPart`).
+
+        Returns what the workers' files are named after; `end_live_trace` removes them. Raises `TraceError`.
+        """
+        return self._client.begin_live_trace()
+
+    def end_live_trace(self) -> None:
+        self._client.end_live_trace()
+
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Reads what comes for all streams until `done`: for one thread that reads for several.
 

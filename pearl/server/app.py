@@ -34,6 +34,7 @@ from pearl.errors import PearlError
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.requests import Asked, check_fits, read_request
+from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
 from pearl.server.turns import Turns
 from pearl.text import token_bytes
 from pearl.version import __version__
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 MOST_BODY = 2 << 20  # bytes of one request
 MOST_BODIES = 32 << 20  # bytes of all that are being read
 BODY_SECONDS = 30.0  # within which a body must have come
+_LOOK_SECONDS = 1.0  # after which a timeline that shows nothing looks whether the server ends
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -71,6 +73,7 @@ class App:
     def __init__(self, turns: Turns, sampling: SamplingParams, model: str, access: Access) -> None:
         self._turns, self._sampling, self._model = turns, sampling, model
         self._bodies = _Bodies()
+        self._timeline = Timeline(turns.engine.directory)
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
         refused = turns.figures.refused
@@ -85,6 +88,7 @@ class App:
                 Mount(
                     "/v1",
                     routes=[
+                        Route("/timeline", self._live),
                         Route("/models", self._models),
                         Route("/models/{name:path}", self._one_model),
                         Route("/chat/completions", self._chat, methods=["POST"]),
@@ -111,6 +115,11 @@ class App:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def _live(self, request: Request) -> Response:
+        if self._timeline.is_full:
+            raise ApiError(429, f"{MOST_VIEWERS} look at the timeline already; try again later", retry_after=10)
+        return _Live(self._turns, self._timeline)
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -271,6 +280,31 @@ class _Reply(Response):
             for chunk in self._answer.piece(index, piece):
                 await body.send(chunk)
         await body.send(self._answer.last(index, text.result))
+
+
+class _Live(Response):
+    """What both workers do, as server-sent events, until the client goes away or the server ends."""
+
+    def __init__(self, turns: Turns, timeline: Timeline) -> None:
+        self._turns, self._timeline = turns, timeline
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):  # as of a text
+            await while_connected(receive, self._show(send))
+
+    async def _show(self, send: Send) -> None:
+        body = _EventStream(send)
+        async with self._timeline.viewed() as viewer:
+            with suppress(ApiError):
+                while True:
+                    self._turns.check()
+                    events: list[Event] = []
+                    with suppress(TimeoutError):
+                        events = await asyncio.wait_for(viewer.events(), _LOOK_SECONDS)
+                    for told in events:
+                        await body.send(event(told))
+        await body.end(DONE)
 
 
 class _EventStream:

@@ -41,6 +41,7 @@ _HEADER, _END = "pearl-trace", "end"
 _KNOWN = {"role": str, "opened": int, "run": str, "pid": int, "host": str, "machine": str, "boot": str}
 _RECORD = (int, str, str, int, int, dict)
 _MOST_ELEMENTS = 1 << 20  # of one array: a prompt's tokens
+_MOST_UNREAD = 64 << 20  # bytes of a part that is read while it grows
 
 
 class Record(NamedTuple):
@@ -211,3 +212,35 @@ class Part:
                     return
                 except (ValueError, TypeError, OverflowError, MemoryError, msgpack.UnpackException):
                     return  # what is no msgpack of ours: only a file that is none of ours holds any
+
+
+class GrowingPart:
+    """One worker's file, read while it is written.
+
+    Attributes:
+        role: of the worker; empty until the header has come.
+        size: bytes read so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.role, self.size = path, "", 0
+        limits = {"max_array_len": _MOST_ELEMENTS, "max_map_len": _MOST_ELEMENTS, "max_ext_len": 0}
+        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=_MOST_UNREAD, **limits)
+
+    def read(self) -> list[Record]:
+        """What has come since the last time. Raises `TraceError` where the file is gone, or none of ours."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.size)
+                new = file.read(_MOST_UNREAD // 2)
+            self.size += len(new)
+            self._unpacker.feed(new)
+            items = list(self._unpacker)
+        except OSError as error:
+            raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException, msgpack.BufferFull) as error:
+            raise TraceError(f"{self.path} is a damaged part of a trace: {type(error).__name__}") from None
+        for item in items:
+            if isinstance(item, list) and item[:2] == [_HEADER, FORMAT] and isinstance(item[-1], dict):
+                self.role = str(item[-1].get("role", ""))
+        return [Record(*item) for item in items if isinstance(item, list) and tuple(map(type, item)) == _RECORD]
