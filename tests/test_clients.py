@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from pearl import Engine
 from pearl.server.listen import bind
+from tests.conftest import TOY
 from tests.test_server import BOUND, MODEL, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("test_clients")]
@@ -110,3 +111,25 @@ def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -
     schema = json.dumps(Cat.model_json_schema() | {"additionalProperties": False})
     made = llm("-m", "pearl", "--schema", schema, "Describe a cat.", "-o", "max_tokens", "80")
     assert Cat.model_validate_json(made)
+
+
+def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
+    """Requests made of the OpenAPI document, right and wrong ones: none is an error of the server's."""
+    command = shutil.which("schemathesis", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if command is None:
+        pytest.skip("schemathesis is not installed")
+    with Engine(TOY, TOY) as engine, Served(engine, bind("127.0.0.1:0", None, 64, None)) as running:
+        done = subprocess.run(
+            [
+                *(command, "run", f"{running.url}/openapi.json", "--max-examples", "60", "--seed", "1"),
+                *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
+                *("--phases", "examples,coverage,fuzzing", "--no-color"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert running.is_well()

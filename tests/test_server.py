@@ -39,6 +39,7 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.metrics import Statistics
 from pearl.server import app as app_module
 from pearl.server import listen as listen_module
+from pearl.server import requests as requests_module
 from pearl.server.app import App
 from pearl.server.connection import BoundedProtocol
 from pearl.server.errors import ApiError
@@ -737,6 +738,20 @@ def test_the_page_runs_in_a_browser(served: Served, tmp_path: Any) -> None:
     assert f'<small id="model">{MODEL}</small>' in run.stdout
     assert '<dd id="waiting">0</dd>' in run.stdout
     assert "CONSOLE" not in run.stderr
+
+
+def test_what_is_understood_is_described(served: Served) -> None:
+    """Every field that is honoured, and no other; and what is described as a default is taken."""
+    described = httpx.get(f"{served.url}/openapi.json", timeout=BOUND).json()
+    schemas = described["components"]["schemas"]
+    ignored = requests_module._IGNORED - {"user"}
+    assert set(schemas["ChatCompletionRequest"]["properties"]) == (requests_module._CHAT | {"user"}) - ignored
+    assert set(schemas["CompletionRequest"]["properties"]) == (requests_module._COMPLETION | {"user"}) - ignored
+    for path, methods in described["paths"].items():
+        for method in methods:
+            status = httpx.request(method, served.url + path.replace("{name}", MODEL), timeout=BOUND).status_code
+            assert str(status) in methods[method]["responses"], path
+    assert "security" not in described
 
 
 # ---- what both workers do ----

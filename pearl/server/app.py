@@ -31,6 +31,7 @@ from pearl.config import SamplingParams
 from pearl.document import parse_json
 from pearl.engine.asynchronous import AsyncStream
 from pearl.errors import PearlError
+from pearl.server import openapi
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.requests import Asked, check_fits, read_request
@@ -76,6 +77,7 @@ class App:
         self._timeline = Timeline(turns.engine.directory)
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
+        self._described = openapi.document(keyed=access.key is not None)
         refused = turns.figures.refused
         keyed = [Middleware(_KeyNeeded, key=access.key, refused=refused)] if access.key is not None else []
         hosted = [Middleware(_HostChecked, hosts=access.hosts, refused=refused)] if access.hosts is not None else []
@@ -85,6 +87,7 @@ class App:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 Route("/version", self._version),
+                Route("/openapi.json", self._openapi),
                 Mount(
                     "/v1",
                     routes=[
@@ -115,6 +118,9 @@ class App:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(self._described)
 
     async def _live(self, request: Request) -> Response:
         if self._timeline.is_full:
