@@ -77,7 +77,7 @@ class App:
         self._timeline = Timeline(turns.engine.directory)
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
-        self._described = openapi.document(keyed=access.key is not None)
+        self._described = openapi.document(model, keyed=access.key is not None)
         refused = turns.figures.refused
         keyed = [Middleware(_KeyNeeded, key=access.key, refused=refused)] if access.key is not None else []
         hosted = [Middleware(_HostChecked, hosts=access.hosts, refused=refused)] if access.hosts is not None else []

@@ -42,6 +42,10 @@ _CALL = {
 }
 
 
+def _named(schema: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{schema}"}
+
+
 def _message(roles: list[str], required: list[str], **more: Any) -> dict[str, Any]:
     properties = {"role": {"enum": roles}, "content": {"anyOf": [_TEXT, _PARTS]}, **more}
     return {"type": "object", "required": ["role", *required], "properties": properties, "additionalProperties": False}
@@ -96,7 +100,7 @@ _ALIKE = [
 
 def _asked(required: list[str], **more: Any) -> dict[str, Any]:
     properties = {name: _sampling(name) for name in _ALIKE} | {
-        "model": _TEXT,
+        "model": _named("Model"),
         "n": {"type": "integer", "minimum": 1, "maximum": MOST_TEXTS},
         "stream": _FLAG,
         "stream_options": {
@@ -176,10 +180,6 @@ def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def _named(schema: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{schema}"}
-
-
 _PROBLEMS = {
     400: "A field is wrong, or not supported; param names it.",
     401: "The API key is missing or wrong.",
@@ -209,10 +209,15 @@ def _posted(schema: str) -> dict[str, Any]:
     return {"post": {"requestBody": body, "responses": answers}}
 
 
-def document(keyed: bool) -> dict[str, Any]:
-    """The whole of it. `keyed`: whether an API key is needed for /v1."""
+def document(model: str, keyed: bool) -> dict[str, Any]:
+    """The whole of it.
+
+    Args:
+        model: the one that is served.
+        keyed: whether an API key is needed for /v1.
+    """
     one_model = _got("A model.", _OBJECT, 401, 404)
-    one_model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _TEXT}]
+    one_model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _named("Model")}]
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "PEARL", "version": __version__, "description": "OpenAI's API, as far as PEARL serves it."},
@@ -224,7 +229,7 @@ def document(keyed: bool) -> dict[str, Any]:
             "/health": _got("The engine runs.", _OBJECT, 503),
             "/version": _got("The server's version.", _OBJECT),
         },
-        "components": {"schemas": _SCHEMAS},
+        "components": {"schemas": {**_SCHEMAS, "Model": {"type": "string", "enum": [model]}}},
     }
     if keyed:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
