@@ -47,6 +47,7 @@ from pearl.server.figures import Figures
 from pearl.server.listen import Door, Server, bind, name_of
 from pearl.server.requests import read_request
 from pearl.server.turns import Turns
+from tests.browser import CHROMIUM, Browser
 from tests.conftest import TOY
 
 BOUND = 180.0  # seconds that nothing here should ever take
@@ -719,25 +720,37 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
     assert f"script-src 'sha256-{digest}'" in response.headers["content-security-policy"]
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_the_page_runs_in_a_browser(served: Served, tmp_path: Any) -> None:
-    """Its script is let run, and finds the model and who waits."""
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000"]
-    run = subprocess.run(
-        [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", served.url],
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=True,
-    )
-    assert f'<small id="model">{MODEL}</small>' in run.stdout
-    assert '<dd id="waiting">0</dd>' in run.stdout
-    assert "CONSOLE" not in run.stderr
+def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
+    """A text streams, the timeline moves, and no script fails; `PEARL_SCREENSHOT` keeps a picture of it."""
+    with (
+        chatting_engine(target_pace=0.03, draft_pace=0.008) as engine,
+        Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+        Browser(served.url, tmp_path / "profile") as browser,
+    ):
+        assert browser.sees("$('model').textContent") == MODEL
+        browser.run("$('look').click()")
+        browser.sees("looking && $('looking').textContent === ''")
+        assert browser.run("$('live').hidden") is False
+        browser.run("$('plain').checked = true; $('text').value = '123'; $('most').value = 200; $('send').click()")
+        first = browser.sees("document.querySelector('.assistant').textContent.length")
+        assert browser.sees("document.querySelector('.assistant').textContent.length", lambda now: now > first)
+        shares = browser.sees("$('shares').innerText", lambda said: "verify" in said and "draft: draft" in said)
+        assert "target: " in shares
+        drawn = "$('live').toDataURL()"
+        before = browser.run(drawn)
+        assert browser.sees(drawn, lambda now: now != before), "it moves"
+        browser.sees("marks.length")
+        if (kept := os.environ.get("PEARL_SCREENSHOT")) is not None:
+            browser.sees("performance.now() > 6000")
+            browser.screenshot(Path(kept))
+        browser.sees("!running")
+        assert browser.run("$('waiting').textContent") in ("0", "-")
+        browser.run("$('look').click()")
+        browser.sees("!looking && $('live').hidden")
+        until(lambda: not list(engine.directory.glob("trace-*")))
+        assert browser.said == []
 
 
 def test_what_is_understood_is_described(served: Served) -> None:
