@@ -133,3 +133,31 @@ def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout[-6000:]
         assert running.is_well()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_load_generator(tmp_path: Path, streams: bool) -> None:
+    """`ab` of Debian's apache2-utils: eight at once, and each has its answer."""
+    command = shutil.which("ab")
+    if command is None:
+        pytest.skip("ab is not installed")
+    asked = {"model": MODEL, "prompt": "123", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": streams}
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    with Engine(TOY, TOY, slots=4) as engine, Served(engine, bind("127.0.0.1:0", None, 64, None)) as running:
+        done = subprocess.run(
+            [
+                *(command, "-n", "200", "-c", "8", "-l", "-p", str(tmp_path / "asked.json")),
+                *("-T", "application/json", f"{running.url}/v1/completions"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=BOUND,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        told = {
+            name.strip(): value.strip() for name, _, value in (line.partition(":") for line in done.stdout.splitlines())
+        }
+        assert (told["Complete requests"], told["Failed requests"]) == ("200", "0")
+        assert "Non-2xx responses" not in told
+        assert running.figure("vllm:generation_tokens_total") == 200 * 12
