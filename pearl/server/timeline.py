@@ -90,12 +90,12 @@ class Timeline:
         while self._viewers:
             try:
                 front = await asyncio.to_thread(attach, self._directory)
-            except PearlError as error:
+            except (PearlError, OSError) as error:
                 self._tell({"problem": str(error)})
                 return
             try:
                 await self._record(front)
-            except PearlError as error:  # a text is being written, say
+            except (PearlError, OSError) as error:  # a text is being written, say
                 self._tell({"problem": str(error)})
             finally:
                 await asyncio.to_thread(_ended, front)
@@ -116,7 +116,7 @@ def _ended(front: Engine) -> None:
     """Closes the second front, and with it its recording."""
     try:
         front.end_live_trace()
-    except PearlError as error:
+    except (PearlError, OSError) as error:
         log.warning("the live timeline: %s", error)
     finally:
         front.close()
