@@ -51,11 +51,27 @@ SETTLED = 0.2  # of the time: what grows after that, grows for ever
 
 @dataclass
 class Found:
-    """What the clients have seen. `overheads`: (seconds a token, tokens) of each text that was read to its end."""
+    """What the clients have seen.
+
+    Attributes:
+        overheads: (seconds a token, tokens) of each text that was read to its end.
+        texts: (prompt, tokens asked for, text) of these.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     overheads: list[tuple[float, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    texts: list[tuple[list[int], int, str]] = field(default_factory=list)
+
+    def check_texts(self) -> None:
+        """Against what the target says by itself. Once all is over: it takes the time that the server is given."""
+        tokenizer, (target, _) = ToyTokenizer(VOCAB), alpha_pair(VOCAB, ALPHA)
+        for prompt, length, text in self.texts:
+            tokens = list(prompt)
+            for _ in range(length):
+                tokens.append(int(target(tokens).argmax()))
+            if text != tokenizer.decode(tokens[len(prompt) :]):
+                self.wrong.append(f"wrong text: {text!r} of {prompt}, {length} tokens")
 
 
 class Client:
@@ -63,7 +79,6 @@ class Client:
 
     def __init__(self, number: int, found: Found, http: httpx.AsyncClient, model: str) -> None:
         self._noise, self._found, self._http, self._model = random.Random(number), found, http, model
-        self._tokenizer = ToyTokenizer(VOCAB)
 
     async def run(self, end: float) -> None:
         while time.monotonic() < end:
@@ -89,8 +104,7 @@ class Client:
             return
         self._found.counts["texts streamed" if streams else "texts at once"] += 1
         self._found.counts["tokens"] += usage["completion_tokens"]
-        if text != self._expected(prompt, length):
-            self._found.wrong.append(f"wrong text: {text!r} of {prompt}, {length} tokens")
+        self._found.texts.append((prompt, length, text))
         ((waited,), (engine,)) = usage["pearl"]["queue_seconds"], usage["pearl"]["seconds"]
         tokens = usage["completion_tokens"]
         self._found.overheads.append(((seconds - waited - engine) / tokens, tokens))
@@ -111,13 +125,6 @@ class Client:
                 if leaves is not None and len(text) >= leaves:
                     return text, None
         return text, usage
-
-    def _expected(self, prompt: Sequence[int], length: int) -> str:
-        target, _ = alpha_pair(VOCAB, ALPHA)
-        tokens = list(prompt)
-        for _ in range(length):
-            tokens.append(int(target(tokens).argmax()))
-        return self._tokenizer.decode(tokens[len(prompt) :])
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -222,6 +229,7 @@ def main(seconds: float, clients: int, slots: int, kill_every: float, most_overh
         code = server.close()
     if code:
         found.wrong.append(f"the server ended with exit code {code}")
+    found.check_texts()
     if not found.overheads:
         found.wrong.append("no text was read to its end")
     table = Table("what", "count", box=None, padding=(0, 2, 0, 0))
@@ -233,7 +241,8 @@ def main(seconds: float, clients: int, slots: int, kill_every: float, most_overh
         if share > 0.5 and overhead > most_overhead:
             found.wrong.append(f"overhead {overhead:.1f} ms a token, more than {most_overhead:g}")
     for name, megabytes in memory.items():
-        table.add_row(f"memory of the {name}, MB, from and to", f"{megabytes[0]:.1f} {megabytes[-1]:.1f}")
+        shown = megabytes[:: max(1, len(megabytes) // 4)]
+        table.add_row(f"memory of the {name}, MB, over time", " ".join(f"{one:.1f}" for one in shown))
         if megabytes[-1] - megabytes[0] > most_growth:
             found.wrong.append(f"the {name} has grown by {megabytes[-1] - megabytes[0]:.1f} MB")
     console.print(table)

@@ -61,21 +61,22 @@ def _bench(result: Mapping[str, Any], path: Path) -> None:
 def _slots(result: Mapping[str, Any], path: Path) -> None:
     """By the number of slots: tokens a second of all texts, each round a dot, and of one text."""
     rows = result["slots"]
-    picture, places = figure(8, 3), range(len(rows))
+    picture, places, labels = figure(8, 3.4), range(len(rows)), list[str]()
     together, alone = picture.subplots(1, 2)
     together.bar(places, [row["rate"] for row in rows], color="#1f6fb2")
     for place, row in zip(places, rows, strict=True):
         together.plot([place] * len(row["rates"]), row["rates"], "k.", markersize=4)
-        label = f"{row['over_one']:.2f}x"
+        label = f"{row['slots']}\n{row['over_one']:.2f}x"
         if row["of_simulated"] is not None:
             together.plot(place, row["rate"] / row["of_simulated"], "_", color="black", markersize=24)
-            label += f", {row['of_simulated']:.3f}\nof simulated"
-        together.text(place, 0, f"{label}\n", ha="center", va="bottom", fontsize=8, color="white")
+            label += f"\n{row['of_simulated']:.3f} of\nsimulated (-)"
+        labels.append(label)
     together.set_title("all texts together: tokens/s", loc="left", fontsize=10)
     alone.bar(places, [row["each"] or 0.0 for row in rows], color="#9a9a9a")
     alone.set_title("one text, while it is written: tokens/s", loc="left", fontsize=10)
+    together.set_xticks(places, labels, fontsize=8)
+    alone.set_xticks(places, [str(row["slots"]) for row in rows])
     for axes in (together, alone):
-        axes.set_xticks(places, [str(row["slots"]) for row in rows])
         axes.set_xlabel("slots")
     target, draft = result["pair"]
     about = f"{target} with {draft}, method {result['method']}, {result['texts']} texts at once"
