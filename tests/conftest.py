@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
@@ -56,10 +57,15 @@ _SHARED: dict[str, set[str]] = {
 }
 
 
+_LONG = set(Path(__file__).with_name("long.txt").read_text().splitlines())
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist looks for groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first: at the end short ones keep all workers busy."""
     for item in items:
+        if item.nodeid in _LONG:
+            item.add_marker(pytest.mark.long)
         if _SHARED.get(item.path.stem, set()) & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
