@@ -76,7 +76,8 @@ TEXT = script(30)
 
 def submission(text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any) -> Submit:
     """Asks for the rest of `text`. `settings`: fields of Decoding or of Submit."""
-    ours = {k: v for k, v in settings.items() if k in ("window", "gamma", "rule", "look_ahead", "branches")}
+    own = ("window", "gamma", "rule", "parameters", "look_ahead", "branches")
+    ours = {k: v for k, v in settings.items() if k in own}
     theirs = {k: v for k, v in settings.items() if k not in ours}
     fields: dict[str, Any] = {"request": 1, "limit": len(text), "sampling": Sampling()} | theirs
     return Submit(prompt=tuple(text[:prompt]), decoding=Decoding(method, **ours), **fields)

@@ -15,7 +15,7 @@ from dataclasses import is_dataclass, replace
 from enum import Enum
 from functools import partial
 from io import BytesIO
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -366,7 +366,7 @@ def explore(
     """
     target = {name: ahead.pop(name) for name in ("unguessed", "trees") if name in ahead}
     drafts = ahead.pop("foresees", ()), ahead.pop("stops", ())
-    sampling = Sampling(1.0 if ahead.get("rule") == "ratio" else 0.0)
+    sampling = Sampling(1.0 if ahead.get("rule") in ("ratio", "joint") else 0.0)
     submit = submission(text, method, window=window, gamma=gamma, sampling=sampling, **ahead)
     pair = FaultyPair([submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, *drafts))
     pair.faults = faults
@@ -451,6 +451,36 @@ def test_every_interleaving_of_sd_that_prepares_ends_with_the_right_text(gamma: 
             assert explore("ssd", "fixed", gamma, wrong, **settings) > 0
 
 
+BLOCKED = ("pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify")
+
+
+@pytest.mark.parametrize("method", BLOCKED)
+@pytest.mark.parametrize("window", ["fixed", "stream"])
+def test_every_interleaving_with_blocks_ends_with_the_right_text(method: str, window: str) -> None:
+    """What is judged together does not depend on when tokens come: each has one provenance, whatever happens when."""
+    for wrong, depth in product(((), (3,), (2, 4), (5,)), (2, 3)):
+        origins: set[tuple[Provenance, ...]] = set()
+        settings = {"rule": "joint", "parameters": (("depth", float(depth)),), "origins": origins}
+        assert explore(method, window, 2, wrong, **settings) > 0
+        assert len(origins) == 1
+
+
+@pytest.mark.parametrize("faults", [("kill",), ("kill", "join"), ("repeat tokens",), ("lose to target",)], ids=str)
+@pytest.mark.parametrize("method", ["pearl", "sd"])
+def test_every_interleaving_with_blocks_survives_a_fault_at_any_time(method: str, faults: tuple[str, ...]) -> None:
+    for wrong in ((), (3,)):
+        settings = {"rule": "joint", "parameters": (("depth", 2.0),)}
+        assert explore(method, "stream", 2, wrong, TEXT[:-1], faults, **settings) > 0
+
+
+@pytest.mark.parametrize("stops", [(2,), (3,), (2, 3, 4, 5)])
+def test_blocks_of_a_draft_that_pauses_all_the_same_are_judged_as_they_are(stops: tuple[int, ...]) -> None:
+    """No policy goes with them; a draft that says so anyway makes no target wait for ever, or compute for ever."""
+    for method, wrong in product(("pearl", "sd"), ((), (3,))):
+        settings = {"rule": "joint", "parameters": (("depth", 3.0),), "stops": stops}
+        assert explore(method, "stream", 2, wrong, **settings) > 0
+
+
 def test_a_draft_lost_while_its_tokens_are_compared_costs_no_text() -> None:
     """What was fed of them is fed again, as far as it is the text after all: up to the limit, however near that is."""
     lost = 0
@@ -464,6 +494,25 @@ def test_a_draft_lost_while_its_tokens_are_compared_costs_no_text() -> None:
             if target.state is State.SAMPLING and pair.drafter is not None and is_near:
                 lost += 1
                 pair.kill_draft()
+            pair.move(pick(pair.moves))
+        assert tuple(pair.results[1].tokens) == text[len(PROMPT) :]
+    assert lost > 0
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+def test_a_text_that_begins_anew_while_guesses_are_made_is_fed_none_of_them(rule: str) -> None:
+    """The pending tokens that they were to follow are gone: the draft has lost its way amid them."""
+    lost = 0
+    for seed in range(60):
+        text = script(len(PROMPT) + 12)
+        settings = {"window": "stream", "gamma": 3, "rule": rule, "look_ahead": 8}
+        submit = submission(text, "pearl", sampling=Sampling(1.0), **settings)
+        pair, pick = Pair([submit], ScriptTarget(text, (4,)), partial(ScriptDraft, text, (6,))), at_random(seed)
+        while pair.moves:
+            target = pair.coordinator
+            if target.state is State.GUESSING and target.sequence.pending and not lost % 2:
+                pair.tell_target(Resync(1, target.epoch))
+            lost += target.state is State.GUESSING
             pair.move(pick(pair.moves))
         assert tuple(pair.results[1].tokens) == text[len(PROMPT) :]
     assert lost > 0

@@ -116,6 +116,9 @@ def eventful_run(seed: int) -> None:
     method, window = chance.choice(list(METHODS)), chance.choice(("fixed", "stream"))
     look_ahead, sampling = chance.choice((0, 8)), Sampling(chance.choice((0.0, 1.0)))
     branches = chance.choice((0, 8))
+    has_blocks = chance.random() < 0.3
+    rule, parameters = ("joint", (("depth", chance.choice((2.0, 3.0))),)) if has_blocks else ("ratio", ())
+    is_lost = 0.5 if has_blocks else 0.3  # of a draft that has come: how often it is told what it must take for wrong
     foresees = tuple(p for p in range(len(TEXT)) if chance.random() < 0.5)
     submits = [
         submission(
@@ -124,6 +127,8 @@ def eventful_run(seed: int) -> None:
             gamma=chance.choice((1, 2, 5)),
             look_ahead=look_ahead,
             branches=branches,
+            rule=rule,
+            parameters=parameters,
             sampling=sampling,
             request=i,
             limit=chance.randint(3, 30),
@@ -141,7 +146,7 @@ def eventful_run(seed: int) -> None:
             pair.kill_draft()
         elif disaster < 0.3 and not pair.drafter:
             pair.join_draft(chance.choice((2, 9, 1000)))
-        elif disaster < 0.3 and pair.to_draft:
+        elif disaster < is_lost and pair.to_draft:
             pair.to_draft[0] = garble(pair.to_draft[0])
         elif disaster < 0.31:
             pair.tell_target(Cancel(chance.randrange(2)))

@@ -137,6 +137,8 @@ class DecodingConfig(Section):
             find(self.rule).values(self.parameters)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if problem := find(self.rule).problem(self.method, self.draft_stop):
+            raise ConfigError(problem)
         return self
 
     @model_validator(mode="after")

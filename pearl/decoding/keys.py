@@ -36,9 +36,14 @@ class Purpose(IntEnum):
     DIRECT = 4
 
 
-def draw_key(sampling: Sampling, position: int, purpose: Purpose) -> int:
-    """The 64-bit key of one draw: for the token at `position` of the whole sequence."""
+def draw_key(sampling: Sampling, position: int, purpose: Purpose, candidate: int = 0) -> int:
+    """The 64-bit key of one draw: for the token at `position` of the whole sequence.
+
+    Of several draws for one position and purpose each has its `candidate` number.
+    """
     packed = struct.pack("<QqqB", sampling.seed, sampling.sample, position, purpose)
+    if candidate:
+        packed += struct.pack("<H", candidate)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
 
 

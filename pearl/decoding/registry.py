@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Protocol
 
 MAX_PARAMETERS = 8  # of one rule
+BLOCK_LENGTH = "depth"  # the parameter that says of how many tokens a block is
 Parameters = tuple[tuple[str, float], ...]  # (name, value); a parameter left out has its default
 
 
@@ -84,6 +85,7 @@ class RuleSpec:
             parameters; see `pearl.decoding.rules.DraftHalf` and `TargetHalf`.
         is_exact: whether what is committed has the target's distribution.
         is_proposal_invariant: whether the text does not depend on what was drafted.
+        parameters: of a rule that judges blocks `BLOCK_LENGTH` is one.
     """
 
     name: str
@@ -105,7 +107,25 @@ class RuleSpec:
         """As `checked_values`."""
         return checked_values(f"rule {self.name}", self.parameters, parameters)
 
+    def block(self, parameters: Parameters) -> int:
+        """How many tokens are judged as a whole."""
+        return int(self.values(parameters)[BLOCK_LENGTH]) if self.unit is Unit.BLOCK else 1
 
+    def problem(self, method: str, draft_stop: str) -> str | None:
+        """Why a method, or a policy that ends the draft's windows, cannot have this rule."""
+        if self.unit is Unit.TOKEN or (method != "ssd" and draft_stop == "fixed"):
+            return None
+        given = f"method {method}" if method == "ssd" else f"draft_stop {draft_stop}"
+        return f"{given} drafts token by token, and rule {self.name} whole blocks; it takes draft_stop fixed, not ssd"
+
+
+_CANDIDATES = Parameter("candidates", int, 1, 64, 4, "tokens are judged where the text has left what was drafted")
+_ROLLBACK = Parameter(
+    "rollback", float, 0.0, 20.0, 2.0, "negative log-likelihood, in nats, up to which one is accepted"
+)
+_TAU = Parameter("tau", float, 0.0, 1.0, 0.1, "is what the joint ratio must exceed")
+_DEPTH = Parameter(BLOCK_LENGTH, int, 1, 8, 4, "tokens are a block")
+_WIDTH = Parameter("width", int, 1, 16, 8, "sequences are kept while the draft searches for the likeliest block")
 _EPSILON = Parameter("epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token")
 
 RULES: dict[str, RuleSpec] = {}  # by name, the default first
@@ -118,6 +138,8 @@ def register(spec: RuleSpec) -> RuleSpec:
     names = [parameter.name for parameter in spec.parameters]
     if len(set(names)) != len(names) or len(names) > MAX_PARAMETERS:
         raise ValueError(f"rule {spec.name!r}: at most {MAX_PARAMETERS} parameters, each with a name of its own")
+    if (spec.unit is Unit.BLOCK) != (BLOCK_LENGTH in names):
+        raise ValueError(f"rule {spec.name!r}: {BLOCK_LENGTH} says how long blocks are, where blocks are judged")
     for parameter in spec.parameters:
         for other in named_parameters(RULES.values()).get(parameter.name, {}).values():
             if other.kind is not parameter.kind:
@@ -221,5 +243,57 @@ register(
         is_exact=False,
         is_proposal_invariant=False,
         parameters=(_EPSILON,),
+    )
+)
+register(
+    RuleSpec(
+        "batch",
+        "ratio; where the text has left what was drafted several tokens are judged in turn, each against what is left",
+        draft="pearl.decoding.rules.several:SeveralDraft",
+        target="pearl.decoding.rules.several:BatchTarget",
+        needs=Needs.DISTRIBUTIONS,
+        unit=Unit.TOKEN,
+        is_exact=True,
+        is_proposal_invariant=False,
+        parameters=(_CANDIDATES,),
+    )
+)
+register(
+    RuleSpec(
+        "spectr",
+        "as batch, but each is accepted with probability min(1, target/(divisor x draft)): K-SEQ",
+        draft="pearl.decoding.rules.several:SeveralDraft",
+        target="pearl.decoding.rules.several:SpectrTarget",
+        needs=Needs.DISTRIBUTIONS,
+        unit=Unit.TOKEN,
+        is_exact=True,
+        is_proposal_invariant=False,
+        parameters=(_CANDIDATES,),
+    )
+)
+register(
+    RuleSpec(
+        "bild",
+        "accept what the target finds likely enough, by rollback, else correct from the target",
+        draft="pearl.decoding.rules.biased:BildDraft",
+        target="pearl.decoding.rules.biased:BildTarget",
+        needs=Needs.DISTRIBUTIONS,
+        unit=Unit.TOKEN,
+        is_exact=False,
+        is_proposal_invariant=False,
+        parameters=(_ROLLBACK,),
+    )
+)
+register(
+    RuleSpec(
+        "joint",
+        "accept the longest part of a block whose joint ratio target/draft exceeds tau, then go on from the target",
+        draft="pearl.decoding.rules.joint:JointDraft",
+        target="pearl.decoding.rules.joint:JointTarget",
+        needs=Needs.SCALARS,
+        unit=Unit.BLOCK,
+        is_exact=False,
+        is_proposal_invariant=False,
+        parameters=(_TAU, _DEPTH, _WIDTH),
     )
 )

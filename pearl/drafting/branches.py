@@ -34,10 +34,18 @@ _RIGHT = (0.22, 0.11, 0.07, 0.06)
 
 
 def see(
-    ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, token: int, half: DraftHalf
+    ids: npt.NDArray[np.int64],
+    logits: npt.NDArray[np.float64],
+    position: int,
+    token: int,
+    half: DraftHalf,
+    is_root: bool = False,
 ) -> Seen:
-    """What a row says of `token`, that was drawn from it for `position`. `ids`, `logits`: see `sampling.shortlist`."""
-    likeliest, shares = half.likeliest(ids, logits, position, RIVALS + 1)
+    """What a row says of `token`, that was drawn from it for `position`.
+
+    `ids`, `logits`: see `sampling.shortlist`; `is_root`: see `DraftHalf.likeliest`.
+    """
+    likeliest, shares = half.likeliest(ids, logits, position, RIVALS + 1, is_root)
     own = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
     return Seen(token, min(7, int(8 * own)), tuple(each for each in likeliest if each != token)[:RIVALS])
 

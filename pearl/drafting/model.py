@@ -11,9 +11,12 @@ import numpy as np
 import torch
 
 from pearl.decoding.distribution import Distribution
-from pearl.decoding.rules import DraftHalf, make_draft_half
+from pearl.decoding.registry import Unit
+from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
+from pearl.decoding.rules.joint import JointDraft
 from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
+from pearl.drafting.beams import Search
 from pearl.drafting.branches import Branch, Branches, Foresight, see
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
@@ -100,6 +103,8 @@ class _Text:
         hedges: the most of them in one forward.
         shaper: changes its logits; None where they are taken as they are.
         window: as its stop policy sees it; None where there is no policy.
+        drawn: the last token that was drawn for it: (position, token); None before the first.
+        has_blocks: whether its rule judges whole blocks, which are searched for; search: the one that goes on.
     """
 
     rule: DraftHalf
@@ -110,6 +115,9 @@ class _Text:
     hedges: int
     shaper: Shaper | None
     window: StopWindow | None
+    has_blocks: bool
+    drawn: tuple[int, int] | None = None
+    search: Search | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +192,18 @@ class ModelProposer:
         shaper = make_shaper(command.sampling.shaping, command.prompt, self._guides)
         # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that. And
         # where the text changes the logits, a row of its own is drawn from each.
-        is_plain = not self.chains and shaper is None
+        has_blocks = rule_in_force(command.rule, command.sampling).unit is Unit.BLOCK
+        is_plain = not self.chains and shaper is None and not has_blocks
         index = text_index(command.prompt, self._datastore) if command.lookup and is_plain else None
         branches, hedges = None, command.branches
         if hedges and is_plain and (spare := self._spare()):
             branches = Branches(self.runner, spare, self._foresight)
-        self._open[command.request] = _Text(half, place, index, command.lookup, branches, hedges, shaper, window)
+        extras = index, command.lookup, branches, hedges, shaper, window, has_blocks
+        self._open[command.request] = _Text(half, place, *extras)
 
     def chained(self, request: int) -> bool:
-        return self.chains and self._open[request].shaper is None
+        text = self._open[request]
+        return self.chains and text.shaper is None and not text.has_blocks
 
     def _spare(self) -> list[int]:
         """Slots that neither a text has nor its branches: an equal share for each text."""
@@ -209,6 +220,8 @@ class ModelProposer:
             return
         if text.branches is not None:
             text.branches.rollback(length)
+        if text.search is not None and length < text.search.end - 1:  # the last token alone is fed again at each level
+            text.search = None
         self.runner.rollback(length, text.slot)
 
     def launch(self, command: Draft, after: Launched | None = None) -> LaunchedForward:
@@ -255,6 +268,8 @@ class ModelProposer:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
             return self._hedging(text, command, beside)
+        if text.has_blocks and command.budget:
+            return self._searching(text, command)
         unfed = self._unfed(text, command)
         guesses, hedges = self._chosen(text, command, len(unfed), beside)
         tokens = [*self._known(unfed), *guesses] if after is None else after.following
@@ -321,6 +336,49 @@ class ModelProposer:
 
         return _Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
 
+    def _searching(self, text: _Text, command: Draft) -> _Plan:
+        """Goes on looking for a block by a level; proposes it once it is whole. See `Search`."""
+        assert isinstance(text.rule, JointDraft)
+        end, last, search = command.start + len(command.tokens), command.tokens[-1], text.search
+        if search is None or (search.end, search.last) != (end, last) or search.found:
+            depth = min(text.rule.depth, command.budget)
+            text.search = search = Search(text.rule, end, last, depth)
+        chain, (nodes, parents) = self._known(command.tokens), search.tree()
+        is_tree = 0 < len(nodes) <= self.runner.capabilities.tree_nodes - len(chain)
+        feed = Feed(chain, 1, text.slot)
+        if is_tree:
+            below = (parent + len(chain) for parent in parents)  # -1 is the text's last token
+            tree = (*range(-1, len(chain) - 1), *below)
+            feed = Feed([*chain, *self._known(nodes)], len(search.sequences), text.slot, tree)
+
+        def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
+            rows = logits[0]
+            if nodes and not is_tree:
+                rows = self._one_by_one(search.sequences, text.slot)
+                marks[1].record()
+            rows = torch.stack([self._fit(row) for row in rows])
+            if text.shaper is not None:
+                rows = text.shaper.tree(rows, nodes, parents) if nodes else text.shaper.shape(rows[0])[None]
+            search.grow(rows)
+            tokens, probs = search.found or ((), ())
+            path = search.path(tokens) if is_tree else []
+            if is_tree:
+                self.runner.keep([*range(len(chain)), *(len(chain) + node for node in path)], text.slot)
+            marks[-1].record()
+            draws = [torch.tensor((0.0, token), dtype=torch.float64) for token in tokens]
+            given = [_scalar(token, prob, rows[0]) for token, prob in zip(tokens, probs, strict=True)]
+            return LaunchedForward(command, marks, draws, given, None, None, fed, len(path), paused=False)
+
+        return _Plan(command.request, [feed], len(feed.tokens), finish)
+
+    def _one_by_one(self, sequences: Sequence[Sequence[int]], slot: int) -> torch.Tensor:
+        """The logits after each of these behind the text, [sequences, vocab], by a runner that takes no such tree."""
+        length, rows = self.runner.length(slot), []
+        for tokens in sequences:
+            rows += self.runner.forward([Feed(self._known(tokens), 1, slot)])
+            self.runner.rollback(length, slot)
+        return torch.cat(rows)
+
     def _unfed(self, text: _Text, command: Draft) -> Sequence[int]:
         """Of the command's tokens those whose keys and values are still to be computed: a branch may have some."""
         branches, end = text.branches, command.start + len(command.tokens)
@@ -331,6 +389,7 @@ class ModelProposer:
         if held:
             place = next(place for place, each in self._slots.items() if each == text.slot)
             text.slot = self._slots[place] = slot
+            text.drawn = end - 1, command.tokens[-1]
         return command.tokens[held:]
 
     def _chosen(self, text: _Text, command: Draft, fed: int, beside: int) -> tuple[list[int], list[Branch]]:
@@ -398,13 +457,14 @@ class ModelProposer:
         draws: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         seen: list[tuple[int, Seen]] = [] if text.branches is None else text.branches.taken()
-        paused = False
+        paused, is_root = False, text.drawn != (first - 1, command.tokens[-1])
         for i, row in enumerate(map(self._fit, logits)):
             draw, probs = text.rule.draft(row, first + i)
             draws.append(draw)
             rows += [] if probs is None else [probs]
             if text.branches is not None or self._noted():
-                seen.append((first + i, see(*shortlist(row, SHORTLIST), first + i, read_draw(draw), text.rule)))
+                token, largest = read_draw(draw), shortlist(row, SHORTLIST)
+                seen.append((first + i, see(*largest, first + i, token, text.rule, is_root and i == 0)))
             if text.branches is not None:
                 text.branches.drafted(*seen[-1])
             if text.window is not None:
@@ -413,6 +473,7 @@ class ModelProposer:
             if paused or (i < len(guesses) and read_draw(draw) != guesses[i]):
                 break
         cached = len(draws) - 1
+        text.drawn = first + cached, read_draw(draws[-1])
         if guesses:
             self.runner.rollback(first + cached, text.slot)
         marks[-1].record()
@@ -454,6 +515,13 @@ class ModelProposer:
         if self._missing < 0:
             return logits[: self._missing]
         return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf)
+
+
+def _scalar(token: int, prob: float, like: torch.Tensor) -> torch.Tensor:
+    """[vocab] float32, on the host: `prob` at the token, 0 elsewhere. `like`: [vocab]."""
+    row = torch.zeros(like.shape, dtype=torch.float32)
+    row[token] = prob
+    return row
 
 
 def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

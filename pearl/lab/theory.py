@@ -178,5 +178,51 @@ def expected_rejections(
     expected = 0.0
     for _ in range(tokens):
         expected += sum(share * distance for share, distance in zip(states, distances, strict=True))
-        states = [sum(share * row[t] for share, row in zip(states, target, strict=True)) for t in range(len(target))]
+        states = _after(states, target)
     return expected
+
+
+def expected_batch_rejections(
+    target: Sequence[Distribution], draft: Sequence[Distribution], first: int, tokens: int, candidates: int
+) -> float:
+    """The same by rule batch: `candidates` tokens are judged behind the prompt and behind each rejection.
+
+    From the expectation of one draft is taken off what the others save where there are others.  `after` is how likely
+    the text stands at a token that replaced a rejected one (or at the prompt's last).  No number of candidates brings
+    it to 0: only those places profit.  Source: Yin et al. 2024, theorem 3.
+    """
+    distances = [total_variation(p, q) for p, q in zip(target, draft, strict=True)]
+    corrections = [_excess(p, q) for p, q in zip(target, draft, strict=True)]
+    judged = [_judged_in_turn(p, q, candidates) for p, q in zip(target, draft, strict=True)]
+    states = [float(s == first) for s in range(len(target))]
+    after, expected = list(states), 0.0
+    for _ in range(tokens):
+        expected += sum(share * distance for share, distance in zip(states, distances, strict=True))
+        for share, distance, (rejected, _) in zip(after, distances, judged, strict=True):
+            expected -= share * (distance - rejected)
+        elsewhere = [share - root for share, root in zip(states, after, strict=True)]
+        at_roots, at_others = _after(after, [rest for _, rest in judged]), _after(elsewhere, corrections)
+        after = [one + other for one, other in zip(at_roots, at_others, strict=True)]
+        states = _after(states, target)
+    return expected
+
+
+def _after(states: Sequence[float], rows: Sequence[Distribution]) -> list[float]:
+    return [sum(share * row[t] for share, row in zip(states, rows, strict=True)) for t in range(len(rows))]
+
+
+def _excess(one: Distribution, other: Distribution) -> list[float]:
+    return [max(x - y, 0.0) for x, y in zip(one, other, strict=True)]
+
+
+def _judged_in_turn(target: Distribution, draft: Distribution, candidates: int) -> tuple[float, list[float]]:
+    """How likely all candidates are rejected, and each token's share of that as the correction."""
+    left, rejected = list(target), 1.0
+    for _ in range(candidates):
+        left = _excess(left, draft)
+        total = sum(left)
+        if total == 0:
+            return 0.0, left
+        rejected *= total
+        left = [each / total for each in left]
+    return rejected, [rejected * each for each in left]

@@ -79,6 +79,7 @@ class DraftMachine(Machine):
         self._paused = False  # by the stop policy, until all that was drafted is judged
         self._is_hedged = False  # nothing more is worth preparing, until the target says something
         self._in_flight = 0  # tokens that the running forward was fed
+        self._searched = 0.0  # seconds of forwards that have looked for the next block so far
         self._hedges = False  # the running forward is for other outcomes alone
         self._overtaken = False  # the running forward's tokens would continue a prefix that no longer stands
         self._branches: dict[tuple[int, int], tuple[int, ...]] = {}  # by outcome: what was sent for it
@@ -144,7 +145,8 @@ class DraftMachine(Machine):
             self.counts.drafted += len(event.tokens)
             self._paused = event.paused
             # A prefix's forward says nothing of how long a token takes.
-            seconds = event.seconds / len(event.tokens) if self._in_flight == 1 else 0.0
+            seconds = (self._searched + event.seconds) / len(event.tokens) if self._in_flight == 1 else 0.0
+            self._searched = 0.0
             tokens, rows, known = event.tokens, event.rows, self.sequence.committed
             drafted = DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows, known=known)
             do(Send(replace(drafted, paused=event.paused) if event.paused else drafted))
@@ -152,6 +154,8 @@ class DraftMachine(Machine):
         elif self._hedges:
             self._is_hedged = event.paused
             self._prepare(event.branches, do)
+        elif self._in_flight == 1:  # the search for a block goes on
+            self._searched += event.seconds
         self._go_on(do)
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
@@ -192,7 +196,7 @@ class DraftMachine(Machine):
 
     def _part(self) -> None:
         """What is being drafted, and what was prepared, would continue a prefix that no longer stands."""
-        self._overtaken, self._paused = True, False
+        self._overtaken, self._paused, self._searched = True, False, 0.0
         self._branches.clear()
         self._followed = None
 

@@ -71,12 +71,14 @@ class Judged:
 
     `stop_after`: how many tokens of accepted + correction it takes to complete a stop string; None if none does.
     `odds`: of the positions judged; None where the rule does not know the draft's distributions.
+    `is_candidate`: whether `token` is no correction: of several tokens drawn there it is the one accepted.
     """
 
     accepted: int
     token: int | None
     stop_after: int | None = None
     odds: Odds | None = None
+    is_candidate: bool = False
     request: int = field(default=-1, kw_only=True)
 
 

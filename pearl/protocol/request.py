@@ -9,7 +9,7 @@ from pearl.protocol.fed import Fed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import METHODS, Method, Window
+from pearl.protocol.window import METHODS, Method, Window, whole_blocks
 
 
 @dataclass
@@ -70,6 +70,7 @@ class RequestState:
             once it knows more than that; -1: none.
         received: the position up to which the draft's tokens have come in this epoch, used or not.
         untold: provenance of the tokens that the front does not know of.
+        block: tokens that the rule judges as a whole.
     """
 
     submit: Submit
@@ -97,6 +98,7 @@ class RequestState:
     window: int = 0
     draft_context: int = 0
     untold: list[Provenance] = field(default_factory=list)
+    block: int = 1
 
     @property
     def number(self) -> int:
@@ -108,8 +110,9 @@ class RequestState:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the target verifies guesses, made without a model, too."""
-        return self.submit.decoding.look_ahead > 0 and self.method.looks_ahead
+        """Whether the target verifies guesses, made without a model, too. They make no block whole."""
+        is_of_use = self.block == 1 or not self.method.drafts
+        return self.submit.decoding.look_ahead > 0 and self.method.looks_ahead and is_of_use
 
     @property
     def is_drafting(self) -> bool:
@@ -124,8 +127,25 @@ class RequestState:
     def needed(self) -> int:
         """Unfed tokens to wait for. Near the limit, or the draft's context, fewer can ever come."""
         length = self.sequence.committed
+        if self.block > 1 and self.is_drafting:
+            return 1 + self.next_block if self.is_paused else min(self._bounds.needed, 1 + self._can_come)
         can_come = min(self.submit.limit - length, 1 + max(0, self.draft_context - length))
         return min(self._bounds.needed, can_come) if self.is_drafting and not self.is_paused else 1
+
+    @property
+    def _can_come(self) -> int:
+        """How many tokens may be drafted behind the prefix."""
+        length = self.sequence.committed
+        return min(self.submit.limit, self.draft_context) - length
+
+    @property
+    def next_block(self) -> int:
+        """How many pending tokens are judged together next. Where the text's last token is a bonus it is in no block.
+
+        A draft that has paused sends no more: then it is what has come.
+        """
+        most = min(self._can_come, max(1, self.submit.limit - self.sequence.committed - self.method.bonus))
+        return min(self.block, most, len(self.sequence.pending) if self.is_paused else most)
 
     @property
     def may_draft_until(self) -> int:
@@ -135,7 +155,9 @@ class RequestState:
     @property
     def _bounds(self) -> Window:
         policy, committed, pending = self.submit.decoding.window, self.sequence.committed, len(self.sequence.pending)
-        return Window.after(self.method, policy, self.window, committed, fresh=self.is_fresh, pending=pending)
+        c = self.window if self.block == 1 else whole_blocks(self.window, self.block)
+        window = Window.after(self.method, policy, c, committed, fresh=self.is_fresh, pending=pending)
+        return window if self.block == 1 else window.in_blocks(self.block, committed)
 
     def propose(self, proposal: Proposal) -> None:
         """Takes the next tokens of the main line."""
@@ -150,10 +172,7 @@ class RequestState:
         self.is_fresh = token is not None
         if token is None:
             self.sequence.accept()
-            source, sources = self.proposals.accept(self.sequence.committed), self.counts.sources
-            sources[source] = sources.get(source, 0) + 1
-            self.counts.accepted += 1
-            self.counts.run += 1
+            self._count_accepted(self.proposals.accept(self.sequence.committed))
         elif self.looks_ahead and self.sequence.first_pending is None:
             self.sequence.correct(token)  # contradicts nothing that was drafted
             self.counts.run += provenance is Provenance.GUESSED
@@ -167,10 +186,10 @@ class RequestState:
                 self.counts.foreseen += not is_bonus
                 self.counts.foreseen_bonuses += is_bonus
                 self.propose(foreseen)
-            if provenance is not Provenance.DIRECT:
-                runs, run = self.counts.runs, self.counts.run
-                runs[run] = runs.get(run, 0) + 1
-            self.counts.run = 0
+            if provenance is Provenance.ACCEPTED:  # another of the model's than it went on from
+                self._count_accepted(Source.MODEL)
+            else:
+                self._end_run(provenance is not Provenance.DIRECT)
         self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
         self.counts.rested += self.is_resting
         self.untold.append(provenance)
@@ -181,6 +200,18 @@ class RequestState:
             self.ending = FinishReason.STOP
         elif self.sequence.committed >= self.submit.limit:
             self.ending = FinishReason.LENGTH
+
+    def _count_accepted(self, source: Source) -> None:
+        self.counts.sources[source] = self.counts.sources.get(source, 0) + 1
+        self.counts.accepted += 1
+        self.counts.run += 1
+
+    def _end_run(self, is_known: bool) -> None:
+        """`is_known`: whether it counts as one that a correction or a bonus token has ended."""
+        runs, run = self.counts.runs, self.counts.run
+        if is_known:
+            runs[run] = runs.get(run, 0) + 1
+        self.counts.run = 0
 
     def discard_pending(self) -> None:
         """What was drafted counts no more."""

@@ -85,15 +85,16 @@ _RUNNING = {
     Phase.POST_VERIFY: State.POST_VERIFY,
 }
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
+_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})  # no row is held for one token alone
 _ENDED = frozenset({State.IDLE})
 _DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
 
 # state -> event -> the states that may follow. What is not listed is illegal. The README's diagram is drawn from this.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.IDLE: {Submit: frozenset({State.PREFILL})},
-    State.PREFILL: {Forwarded: _FED | {State.PREFILL}, Failed: _ENDED},
-    State.PRE_VERIFY: {Forwarded: _FED, Failed: _ENDED},
-    State.POST_VERIFY: {Forwarded: _FED, Failed: _ENDED},
+    State.PREFILL: {Forwarded: _FED | _OF_BLOCKS | {State.PREFILL}, Failed: _ENDED},
+    State.PRE_VERIFY: {Forwarded: _FED | _OF_BLOCKS, Failed: _ENDED},
+    State.POST_VERIFY: {Forwarded: _FED | _OF_BLOCKS, Failed: _ENDED},
     State.JUDGING: {
         Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD},
         Failed: _ENDED,
@@ -106,7 +107,7 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Cancel: _ENDED,
     },
     State.GATHERING: {
-        DraftTokens: frozenset({State.POST_VERIFY, State.GUESSING}),
+        DraftTokens: frozenset({State.PRE_VERIFY, State.POST_VERIFY, State.GUESSING}),
         DraftGone: frozenset({State.PRE_VERIFY, State.GUESSING}),
         Stalled: frozenset({State.GATHERING}),
         Cancel: _ENDED,
@@ -147,11 +148,13 @@ class RequestMachine(Machine):
     ) -> None:
         super().__init__()
         self.state = State.IDLE
-        self.request = RequestState(submit, sequence, draft_context=draft_context, window=window)
+        rule, is_greedy = find(submit.decoding.rule), submit.sampling.temperature == 0
+        block = 1 if is_greedy else rule.block(submit.decoding.parameters)
+        self.request = RequestState(submit, sequence, draft_context=draft_context, window=window, block=block)
         self.submit, self.sequence = submit, sequence
         self.proposals, self.counts = self.request.proposals, self.request.counts
         self.slot, self.speeds = slot, speeds
-        is_direct = find(submit.decoding.rule).is_proposal_invariant or submit.sampling.temperature == 0
+        is_direct = rule.is_proposal_invariant or is_greedy
         self._runs_ahead = self.request.looks_ahead and (is_direct or not self.request.method.drafts)
         self._running = running
         self.choice = speeds.choice
@@ -256,11 +259,12 @@ class RequestMachine(Machine):
         self.speeds.observe_judgement(event.accepted, judged)
         if event.odds is not None:
             self.counts.odds = event.odds + (self.counts.odds or Odds())
-            self.counts.rejected += event.token is not None
+            self.counts.rejected += event.token is not None and not event.is_candidate
         for i in range(event.accepted):
             self.request.commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
         if event.token is not None:
-            self.request.commit(event.token, Provenance.CORRECTED, event.stop_after == judged)
+            provenance = Provenance.ACCEPTED if event.is_candidate else Provenance.CORRECTED
+            self.request.commit(event.token, provenance, event.stop_after == judged)
         self._decide(do)
 
     def _sampled(self, event: Sampled, do: Do) -> None:
@@ -314,7 +318,7 @@ class RequestMachine(Machine):
                     self._decide(do)
             case Taken.COMPARED if self.state is State.GATHERING:
                 self._decide(do)
-            case Taken.GAP if self.state is State.JUDGING:
+            case Taken.GAP if self.state in _COMPUTING:
                 self._deferred.append(message)
             case Taken.GAP:
                 self._resynchronise(do)
@@ -347,7 +351,7 @@ class RequestMachine(Machine):
             return
         if message.epoch > self.epoch:
             raise RemoteProtocolError(f"draft asks to resynchronise epoch {message.epoch}; it is epoch {self.epoch}")
-        if self.state is State.JUDGING:
+        if self.state in _COMPUTING:
             self._deferred.append(message)
         else:
             self._resynchronise(do)
@@ -364,7 +368,7 @@ class RequestMachine(Machine):
         if self.request.looks_ahead:
             fed.follow(seq)
         if seq.fed >= seq.committed:  # there is a row for the position after the prefix
-            run = 0 if self._runs_ahead else min(len(seq.pending), self._judgeable)
+            run = self._judged_next
             if run:
                 self.state = State.JUDGING
                 tokens, nodes = tuple(seq.pending[:run]), fed.nodes(seq.committed, run)
@@ -373,11 +377,14 @@ class RequestMachine(Machine):
                 self.state = State.SAMPLING
                 (node,) = fed.nodes(seq.committed, 1)
                 do(Sample(seq.committed, node, self.request.looks_ahead, request=self.number))
-            else:
+            elif self.request.block == 1:
                 announce(self.request, self.speeds, do)
                 self.state = State.HELD
                 do(Wait(Cause.HELD_ROW, request=self.number))
-            return
+            else:
+                seq.fed = seq.committed - 1  # the row comes again with those of a block
+            if seq.fed >= seq.committed:
+                return
         announce(self.request, self.speeds, do)
         if len(seq.unfed) >= self.request.needed:
             if self.request.looks_ahead:
@@ -387,6 +394,14 @@ class RequestMachine(Machine):
         else:
             self.state = State.GATHERING
             do(Wait(Cause.WINDOW, request=self.number))
+
+    @property
+    def _judged_next(self) -> int:
+        """How many pending tokens are to be judged with the rows at hand."""
+        run = 0 if self._runs_ahead else min(len(self.sequence.pending), self._judgeable)
+        if self.request.block == 1 or not run:
+            return run
+        return self.request.next_block if run >= self.request.next_block else 0
 
     @property
     def _judgeable(self) -> int:

@@ -197,6 +197,16 @@ class Speeds:
         return 1 + rates.index(max(rates))
 
 
+def whole_blocks(c: int, block: int) -> int:
+    """The window nearest to `c` that has blocks of `block` tokens alone; at least one."""
+    return max(1, (2 * c + block) // (2 * block)) * block
+
+
+def _whole(tokens: int, block: int) -> int:
+    """So many tokens, and those that make the last block whole; at least one block."""
+    return max(1, -(-tokens // block)) * block
+
+
 def worthwhile(chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]) -> int:
     """How many guesses to feed beside `fed` tokens: what makes most tokens a second.
 
@@ -253,6 +263,13 @@ class Window:
 
     needed: int
     draft_until: int
+
+    def in_blocks(self, block: int, length: int) -> Window:
+        """The same with whole blocks of `block` tokens; the last committed token is fed with them.
+
+        A row that is there for the next position judges nothing by itself, so none is computed before a block has come.
+        """
+        return Window(1 + _whole(self.needed - 1, block), length + _whole(self.draft_until - length, block))
 
     @staticmethod
     def after(method: Method, policy: str, c: int, length: int, fresh: bool, pending: int = 0) -> Window:

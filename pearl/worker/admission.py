@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pearl.config import MAX_WINDOW, STOPPING, sampling_problem, stop_problem, wide_window
+from pearl.decoding.registry import find
 from pearl.drafting.registry import FIXED, STOPS
 from pearl.errors import RequestError
 from pearl.protocol.messages import Decoding, Submit
@@ -65,6 +66,8 @@ class Admission:
         if submit.decoding.method not in METHODS:
             return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
         if problem := self._stop_problem(submit.decoding):
+            return problem
+        if problem := find(submit.decoding.rule).problem(submit.decoding.method, submit.decoding.draft_stop):
             return problem
         if "" in submit.stops:
             return "a stop string must not be empty"

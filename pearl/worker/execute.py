@@ -288,7 +288,8 @@ class TargetExecutor:
             new.append(verdict.token)
         self._say(request, command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
         stop_after = self._stop_after(request, new)
-        return Judged(verdict.accepted, verdict.token, stop_after, verdict.odds, request=command.request)
+        found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
+        return Judged(*found, request=command.request)
 
     def _sample(self, command: Sample) -> Sampled:
         request = self._requests[command.request]

@@ -27,12 +27,15 @@ _GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the targe
 class Judgement:
     """The first `accepted` tokens are accepted; `token` is the correction for the next, None if all were accepted.
 
-    `odds`: of the positions judged; None where the rule does not know the draft's distributions.
+    Attributes:
+        odds: of the positions judged; None where the rule does not know the draft's distributions.
+        is_candidate: whether `token` was accepted too: another that was drawn from the draft's distribution there.
     """
 
     accepted: int
     token: int | None
     odds: Odds | None = None
+    is_candidate: bool = False
 
 
 class DraftHalf(Protocol):
@@ -47,12 +50,18 @@ class DraftHalf(Protocol):
         ...
 
     def likeliest(
-        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+        self,
+        ids: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+        position: int,
+        count: int,
+        is_root: bool = False,
     ) -> tuple[list[int], list[float]]:
         """The tokens that the target will most likely commit at `position`, as far as this model's row tells.
 
         Args:
             ids, logits: the largest of the row, descending; see `sampling.shortlist`.
+            is_root: whether the text's last token is not this draft's, so that a rule may judge several tokens here.
 
         Returns:
             The `count` likeliest, the likeliest first, and the share of each among the likeliest.

@@ -61,7 +61,12 @@ class DirectDraft:
         return self._draw(logits, position), None
 
     def likeliest(
-        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+        self,
+        ids: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+        position: int,
+        count: int,
+        is_root: bool = False,
     ) -> tuple[list[int], list[float]]:
         """The first of the race: the target runs it with the same exponentials."""
         return self._draw.ranked(ids, logits, position, count)

@@ -44,7 +44,12 @@ class RatioDraft:
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
 
     def likeliest(
-        self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
+        self,
+        ids: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+        position: int,
+        count: int,
+        is_root: bool = False,
     ) -> tuple[list[int], list[float]]:
         """By the draft's own probabilities: what the target gives more is not known here."""
         return ids[:count].tolist(), shares(logits[:count], self.sampling.temperature).tolist()
@@ -84,8 +89,8 @@ class RatioTarget:
         for i, (target_prob, draft_prob, *both) in enumerate(chosen.tolist()):
             each.append((both[0], both[1]))
             if not self._accepts(start + i, target_prob, draft_prob):
-                return Judgement(i, self._correct(start + i, target[i], draft[i]), _odds(each))
-        return Judgement(len(tokens), None, _odds(each))
+                return Judgement(i, self._correct(start + i, target[i], draft[i]), odds_of(each))
+        return Judgement(len(tokens), None, odds_of(each))
 
     def _judge_on_host(
         self,
@@ -103,8 +108,8 @@ class RatioTarget:
             each.append((mass.item(), bias.item()))
             # Through numpy, whose scalars are cheapest.
             if not self._accepts(start + i, target.numpy().item(token), draft.numpy().item(token)):
-                return Judgement(i, self._correct(start + i, target, draft), _odds(each))
-        return Judgement(len(tokens), None, _odds(each))
+                return Judgement(i, self._correct(start + i, target, draft), odds_of(each))
+        return Judgement(len(tokens), None, odds_of(each))
 
     def _accepts(self, position: int, target_prob: float, draft_prob: float) -> bool:
         return accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob + self._epsilon, draft_prob)
@@ -136,7 +141,7 @@ class RatioTarget:
         return self._keys(position, purpose)
 
 
-def _odds(sums: Sequence[tuple[float, float]]) -> Odds:
+def odds_of(sums: Sequence[tuple[float, float]]) -> Odds:
     """Of positions of which each has (how likely what is drafted is accepted, bias)."""
     chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in sums]
     return Odds(sum(chances), sum(chance * (1 - chance) for chance in chances), sum(bias for _, bias in sums))

@@ -1,0 +1,91 @@
+"""The joint rule: what is accepted is decided by the likelihood of tokens together, not one by one.
+
+The draft looks for the likeliest block of `depth` tokens by beam search.  The target scores it whole: the longest part
+of which the joint ratio, the product of target / draft over its tokens, exceeds tau is accepted, even where a shorter
+part does not pass; then one token is drawn from the target.  So a token that the target finds unlikely is accepted
+where what follows makes up for it.
+
+Not exact, on purpose: it prefers texts that are likely as a whole.  Source: Qin et al. 2024, multi-token joint
+speculative decoding, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pearl.decoding.keys import DrawKeys, Purpose
+from pearl.decoding.rules import Judgement
+from pearl.decoding.sampling import pick, probabilities, read_draw, shares
+from pearl.protocol.messages import Sampling
+
+
+class JointDraft:
+    """Scores what a search for a block finds.
+
+    Attributes:
+        depth: tokens of a block.
+        width: sequences that the search keeps.
+    """
+
+    def __init__(self, sampling: Sampling, tau: float, depth: int, width: int) -> None:
+        self.sampling, self.depth, self.width = sampling, depth, width
+
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A block of one token: the likeliest."""
+        probs = probabilities(logits, self.sampling)
+        best, token = probs.max(-1)
+        row = torch.zeros_like(probs)
+        row[token] = best
+        return torch.stack((best.double(), token.double())), row
+
+    def likeliest(
+        self,
+        ids: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+        position: int,
+        count: int,
+        is_root: bool = False,
+    ) -> tuple[list[int], list[float]]:
+        return ids[:count].tolist(), shares(logits[:count], self.sampling.temperature).tolist()
+
+
+class JointTarget:
+    """Accepts the longest part of a block that is likely enough as a whole.
+
+    Args:
+        tau: the joint ratio that must be exceeded; 0 accepts all that the target allows, 1 nothing.
+    """
+
+    def __init__(self, sampling: Sampling, tau: float, depth: int, width: int) -> None:
+        self.sampling, self._tau = sampling, tau
+        self._keys = DrawKeys(sampling)
+
+    def launch(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        return probabilities(logits, self.sampling)
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor],
+        start: int,
+        launched: torch.Tensor | None = None,
+    ) -> Judgement:
+        """`tokens` are a block; `rows` are 0 but at their tokens: what the draft gave each after those before it."""
+        target = probabilities(logits, self.sampling) if launched is None else launched
+        ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
+        likely = target.gather(1, ids).squeeze(1).tolist()
+        drafted = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
+        accepted, ratio = 0, 1.0
+        for count, (own, other) in enumerate(zip(likely, drafted, strict=True), start=1):
+            ratio = ratio * own / other if other else 0.0  # of no finite ratio: a broken draft
+            if min(1.0, ratio) > self._tau:
+                accepted = count
+        if accepted == len(tokens):
+            return Judgement(accepted, None)
+        own = pick(target[accepted], self._keys(start + accepted, Purpose.CORRECTION))
+        return Judgement(accepted, read_draw(own))

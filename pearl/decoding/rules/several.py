@@ -1,0 +1,180 @@
+"""Exact rules that judge several first tokens: batch and spectr.
+
+Where the text has left what was drafted (a prompt, a correction), the draft's row is there before the target's is, and
+any number of tokens can be drawn from it, with replacement.  The first is the one that the draft goes on from; the
+others cost it nothing, for the target has the row and draws them itself, by keys that both sides know.  One that is
+accepted in the first one's place is committed like a correction, and the draft may have a branch ready that follows it.
+
+Batch: the candidates are judged in turn, each against what those before it have left of the target's distribution; what
+follows the one accepted is judged by the ratio rule.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr: they
+are judged by K-SEQ, and those that are equal to the one accepted go on as candidates of their own.  Source: Sun et al.
+2023, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pearl.decoding.keys import Purpose, draw_key, uniform
+from pearl.decoding.rules import Judgement
+from pearl.decoding.rules.ratio import RatioDraft, RatioTarget, accepts, odds_of, residual
+from pearl.decoding.sampling import pick, probabilities, read_draw, shares
+from pearl.protocol.messages import Sampling
+
+_HALVINGS = 40  # of the interval that the divisor of K-SEQ is looked for in: float32 tells no more apart
+
+
+class SeveralDraft(RatioDraft):
+    """Drafts as under the ratio rule; foresees that another candidate may be accepted."""
+
+    def __init__(self, sampling: Sampling, candidates: int) -> None:
+        super().__init__(sampling)
+        self._candidates = candidates
+        self._row: tuple[int, torch.Tensor] | None = None  # what was drawn from last: (position, distribution)
+
+    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        draw, probs = super().draft(logits, position)
+        assert probs is not None
+        self._row = position, probs
+        return draw, probs
+
+    def likeliest(
+        self,
+        ids: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+        position: int,
+        count: int,
+        is_root: bool = False,
+    ) -> tuple[list[int], list[float]]:
+        """The candidates first, in the order in which they are judged."""
+        if not is_root or self._row is None or self._row[0] != position:
+            return super().likeliest(ids, logits, position, count)
+        _, probs = self._row
+        drawn = [candidate(probs, self.sampling, position, number) for number in range(1, self._candidates)]
+        found = list(dict.fromkeys([*drawn, *ids.tolist()]))[:count]
+        share = dict(zip(ids.tolist(), shares(logits, self.sampling.temperature).tolist(), strict=True))
+        return found, [share.get(token, 0.0) for token in found]
+
+
+class BatchTarget(RatioTarget):
+    """Judges the candidates of a root in turn, each against what is left. With one candidate it is the ratio rule.
+
+    A root is a position behind a token that was not drafted: which these are is for the text alone to say.
+
+    Args:
+        candidates: at a root, the token that the draft went on from among them.
+    """
+
+    def __init__(self, sampling: Sampling, candidates: int) -> None:
+        super().__init__(sampling)
+        self._candidates = candidates
+        self._next = -1  # the position behind the last drafted token that was accepted
+        self._sequences = 1  # that go on there
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor],
+        start: int,
+        launched: torch.Tensor | None = None,
+    ) -> Judgement:
+        each: list[tuple[float, float]] = []
+        for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            position = start + i
+            target = probabilities(logits[i], self.sampling) if launched is None else launched[i]
+            draft = row.to(target.device)
+            drawn = [token, *self._others(position, draft)]
+            chosen, rest, rejected = self._choose(position, drawn, target, draft)
+            each.append((1 - rejected, 0.0))
+            if chosen is None:
+                correction = pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target)
+                return Judgement(i, read_draw(correction), odds_of(each))
+            own = drawn[chosen]
+            self._next, self._sequences = position + 1, self._going_on(own, drawn)
+            if own != token:
+                return Judgement(i, own, odds_of(each), is_candidate=True)
+        return Judgement(len(tokens), None, odds_of(each))
+
+    def _others(self, position: int, draft: torch.Tensor) -> list[int]:
+        """The candidates for a position beside the draft's own token."""
+        count = self._sequences if position == self._next else self._candidates
+        return [candidate(draft, self.sampling, position, number) for number in range(1, count)]
+
+    def _choose(
+        self, position: int, drawn: Sequence[int], target: torch.Tensor, draft: torch.Tensor
+    ) -> tuple[int | None, torch.Tensor, float]:
+        """Judges tokens drawn from `draft` [vocab].
+
+        Returns:
+            Which is accepted; what replaces it where none is, [vocab], not normalised; and how likely none was.
+        """
+        chosen, left, rejected = None, target, 1.0
+        for number, token in enumerate(drawn):
+            if number:
+                left = left / left.sum()
+            if chosen is None and accepts(self._uniform(position, number), left[token].item(), draft[token].item()):
+                chosen = number
+            rejected *= min(1.0, max(0.0, 1 - torch.minimum(left, draft).sum().item()))
+            left = residual(left, draft)
+            if not left.any():  # the two are equal, up to rounding
+                break
+        return chosen, left, rejected
+
+    def _going_on(self, accepted: int, drawn: Sequence[int]) -> int:
+        """How many sequences are judged at the next position."""
+        return 1
+
+    def _uniform(self, position: int, number: int) -> float:
+        if number == 0:
+            return uniform(self._key(position, Purpose.ACCEPT))
+        return uniform(draw_key(self.sampling, position, Purpose.ACCEPT, number))
+
+
+class SpectrTarget(BatchTarget):
+    """K-SEQ: each candidate is accepted with probability min(1, target / (divisor * draft)); see `_divisor`."""
+
+    def _choose(
+        self, position: int, drawn: Sequence[int], target: torch.Tensor, draft: torch.Tensor
+    ) -> tuple[int | None, torch.Tensor, float]:
+        divisor = _divisor(target, draft, len(drawn))
+        each = torch.minimum(draft, target / divisor)
+        mass = min(1.0, each.sum().item())
+        rejected = (1 - mass) ** len(drawn)
+        rest = (target - each * ((1 - rejected) / mass)).relu_() if mass else target
+        for number, token in enumerate(drawn):
+            u, scaled = self._uniform(position, number), divisor * draft[token].item()
+            if accepts(u, target[token].item(), scaled):
+                return number, rest, rejected
+        return None, rest, rejected
+
+    def _going_on(self, accepted: int, drawn: Sequence[int]) -> int:
+        return drawn.count(accepted)
+
+
+def candidate(draft: torch.Tensor, sampling: Sampling, position: int, number: int) -> int:
+    """Candidate `number`, from 1 on, of those drawn from `draft` [vocab] for a position; 0 is the draft's own draw."""
+    return read_draw(pick(draft, draw_key(sampling, position, Purpose.DRAFT, number)))
+
+
+def _divisor(target: torch.Tensor, draft: torch.Tensor, candidates: int) -> float:
+    """The least divisor, from 1 to `candidates`, with which K-SEQ takes no token more often than the target does."""
+    low, high = 1.0, float(candidates)
+    if candidates == 1 or _excess(target, draft, low, candidates) <= 0:
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _excess(target, draft, middle, candidates) > 0:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _excess(target: torch.Tensor, draft: torch.Tensor, divisor: float, candidates: int) -> float:
+    mass = min(1.0, torch.minimum(draft, target / divisor).sum().item())
+    return float(1 - (1 - mass) ** candidates - divisor * mass)

@@ -1,0 +1,251 @@
+"""The joint rule: blocks that a search finds are judged whole, by one text a seed whatever the timing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from scipy import stats
+
+from pearl.config import DecodingConfig
+from pearl.decoding.registry import RULES, Parameters, Unit, register
+from pearl.decoding.rules import make_draft_half, make_target_half
+from pearl.decoding.rules.joint import JointDraft, JointTarget
+from pearl.drafting.beams import Search
+from pearl.drafting.model import ModelProposer
+from pearl.errors import ConfigError, NumericalError
+from pearl.lab.simulate import Timing, simulate
+from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, feed_chain
+from pearl.models.toy import ToyRunner
+from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.window import METHODS, Window, whole_blocks
+from pearl.worker.execute import DraftExecutor, TargetExecutor
+
+WARM = Sampling(1.0, seed=3)
+NEVER = 1e-4
+TARGET = torch.tensor([[30, 18, 12, 4], [40, 12, 10, 2], [18, 28, 12, 6], [16, 16, 16, 16]]) / 64
+DRAFT = torch.tensor([[20, 30, 8, 6], [30, 20, 10, 4], [16, 16, 28, 4], [4, 4, 8, 48]]) / 64
+
+
+def parameters(tau: float = 0.5, depth: int = 3, width: int = 4) -> Parameters:
+    return (("tau", tau), ("depth", float(depth)), ("width", float(width)))
+
+
+def runners() -> tuple[ToyRunner, ToyRunner]:
+    return ToyRunner(4, lambda seen: TARGET[seen[-1]]), ToyRunner(4, lambda seen: DRAFT[seen[-1]])
+
+
+def decode(decoding: Decoding, seed: int = 3, tokens: int = 120, ratio: float = 4.0, draft: ModelRunner | None = None):  # type: ignore[no-untyped-def]
+    target, own = runners()
+    executors = TargetExecutor(target), DraftExecutor(ModelProposer(draft or own, 4))
+    submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed), decoding)
+    return simulate(submit, *executors, Timing(1.0, lambda _: ratio))
+
+
+# ---- what is judged ----
+
+
+def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
+    """By trying all."""
+
+    def chance(block: Sequence[int]) -> float:
+        return prod(DRAFT[a, b].item() for a, b in zip((first, *block), block, strict=False))
+
+    return max(product(range(4), repeat=depth), key=lambda block: (round(chance(block), 9), [-t for t in block]))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("first", range(4))
+def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth: int) -> None:
+    half = make_draft_half("joint", WARM, parameters(depth=depth, width=16))
+    assert isinstance(half, JointDraft)
+    search, runner = Search(half, 1, first, depth), runners()[1]
+    feed_chain(runner, [first], 0)
+    while search.found is None:
+        nodes, parents = search.tree()
+        if nodes:
+            rows = runner.forward([Feed(nodes, len(search.sequences), 0, tuple(parents))])[0]
+        else:
+            runner.rollback(0)
+            rows = feed_chain(runner, [first], 1)
+        search.grow(rows)
+    tokens, probs = search.found
+    assert tokens == likeliest_block(first, depth)
+    assert probs == pytest.approx([DRAFT[a, b].item() for a, b in zip((first, *tokens), tokens, strict=False)])
+
+
+def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -> None:
+    half = make_draft_half("joint", WARM, parameters(width=1))
+    assert isinstance(half, JointDraft)
+    search = Search(half, 1, 0, 2)
+    search.tree()
+    search.grow(DRAFT[:1].log())
+    assert search.sequences == [(1,)], "the likeliest token, whatever follows it"
+    search.tree()
+    with pytest.raises(NumericalError, match="not finite"):
+        search.grow(torch.full((1, 4), torch.nan))
+
+
+def accepted(block: Sequence[int], likely: Sequence[float], drafted: Sequence[float], tau: float) -> int:
+    rows = torch.zeros(len(block), 4)
+    target = torch.full((len(block), 4), 1e-9)
+    for i, token in enumerate(block):
+        rows[i, token], target[i, token] = drafted[i], likely[i]
+    target[:, 3] = 1 - target[:, :3].sum(-1)
+    rule = make_target_half("joint", WARM, parameters(tau, len(block)))
+    return rule.judge(target.log(), block, list(rows), 9).accepted
+
+
+@pytest.mark.parametrize(
+    ("likely", "drafted", "tau", "expected"),
+    [
+        ([0.3, 0.9, 0.9], [0.9, 0.5, 0.5], 0.5, 3),  # the first alone would not pass
+        ([0.3, 0.9, 0.1], [0.9, 0.5, 0.5], 0.5, 2),
+        ([0.9, 0.1, 0.1], [0.9, 0.5, 0.5], 0.5, 1),
+        ([0.3, 0.3, 0.3], [0.9, 0.5, 0.5], 0.5, 0),
+        ([0.44, 0.5, 0.5], [0.9, 0.5, 0.5], 0.5, 0),
+        ([0.9, 0.9, 0.9], [0.5, 0.5, 0.5], 1.0, 0),  # at 1 nothing passes
+        ([0.01, 0.01, 0.01], [0.9, 0.9, 0.9], 0.0, 3),
+    ],
+)
+def test_the_longest_part_that_passes_is_accepted(
+    likely: list[float], drafted: list[float], tau: float, expected: int
+) -> None:
+    assert accepted([0, 1, 2], likely, drafted, tau) == expected
+
+
+def test_the_token_behind_it_is_the_targets_own() -> None:
+    """Not of a residual; chi-square over positions."""
+    rule, counts = make_target_half("joint", WARM, parameters(1.0, 1)), torch.zeros(4)
+    assert isinstance(rule, JointTarget)
+    row = torch.zeros(4)
+    row[1] = 0.9
+    for position in range(4000):
+        verdict = rule.judge(TARGET[:1].log(), [1], [row], position)
+        assert verdict.accepted == 0
+        assert verdict.token is not None
+        counts[verdict.token] += 1
+    assert stats.chisquare(counts, 4000 * TARGET[0]).pvalue > NEVER
+
+
+def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -> list[tuple[int, int]]:
+    """Reads a text as the rule writes it, by a search of its own; returns what was drawn freely: (before it, token)."""
+    at, last, drawn = 0, 0, []
+    while at + depth < len(text):
+        block = likeliest_block(last, depth)
+        states = (last, *block)
+        passed, ratio = 0, 1.0
+        for i, (a, b) in enumerate(zip(states, block, strict=False), start=1):
+            ratio *= (TARGET[a, b] / DRAFT[a, b]).item()
+            passed = i if min(1.0, ratio) > tau else passed
+            if planted and min(1.0, ratio) <= tau:
+                break
+        assert tuple(text[at : at + passed]) == block[:passed]
+        at, last = at + passed, states[passed]
+        if passed < depth:
+            drawn.append((last, text[at]))
+            last, at = text[at], at + 1
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("method", "window"), [("pearl", "stream"), ("pearl", "fixed"), ("pearl-no-pre-verify", "fixed")]
+)
+@pytest.mark.parametrize("tau", [0.55, 0.9])
+def test_texts_are_what_the_rule_writes(method: str, window: str, tau: float) -> None:
+    """All that is accepted follows from the two models; what is not has the target's distribution."""
+    decoding = Decoding(method, window, 4, "joint", parameters(tau, 3, 16))
+    drawn = [each for seed in range(6) for each in follow(decode(decoding, seed, 400).tokens, tau, 3)]
+    pvalues = []
+    for state in range(4):
+        tokens = [token for last, token in drawn if last == state]
+        if len(tokens) > 100:
+            counts = [tokens.count(token) for token in range(4)]
+            pvalues.append(stats.chisquare(counts, len(tokens) * TARGET[state].numpy().astype(float)).pvalue)
+    assert pvalues
+    assert min(pvalues) > NEVER
+
+
+def test_reading_it_so_notices_a_planted_bug() -> None:
+    """A prefix that does not pass ends the block: the text of the rule is not that."""
+    decoding = Decoding("pearl", "stream", 4, "joint", parameters(0.7, 3, 16))
+    text = decode(decoding, 1, 400).tokens
+    follow(text, 0.7, 3)
+    with pytest.raises(AssertionError):
+        follow(text, 0.7, 3, planted=True)
+    with pytest.raises(AssertionError):
+        follow(text, 0.3, 3)
+
+
+# ---- whatever the timing ----
+
+
+@pytest.mark.parametrize("methods", [("pearl", "pearl-no-pre-verify"), ("sd",)])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 60])
+def test_one_text_a_seed_whatever_the_timing(methods: Sequence[str], tokens: int) -> None:
+    """Windows and speeds say what is judged when, and never what is judged together."""
+    found = set()
+    for method, window, gamma, ratio in product(methods, ["stream", "fixed"], [1, 4, 7], [0.5, 4.0, 9.0]):
+        if method == "sd" and gamma > 4:
+            continue  # where its bonus tokens stand depends on the window
+        text = decode(Decoding(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio).tokens
+        assert len(text) == tokens
+        found.add(tuple(text))
+    assert len(found) == 1
+
+
+class Chains(WrappedRunner):
+    """A runner that takes no trees, as the general path's."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, tree_nodes=0)
+
+    def keep(self, path: Sequence[int], slot: int = 0) -> None:
+        raise AssertionError("no tree was fed")
+
+
+def test_a_draft_that_takes_no_trees_finds_the_same() -> None:
+    decoding = Decoding("pearl", "stream", 4, "joint", parameters())
+    assert decode(decoding).tokens == decode(decoding, draft=Chains(runners()[1])).tokens
+
+
+@pytest.mark.parametrize("method", ["pearl", "sd"])
+def test_blocks_are_counted_as_tokens(method: str) -> None:
+    run = decode(Decoding(method, "stream", 3, "joint", parameters(0.3)))
+    counts = run.counts
+    assert counts.accepted == counts.provenance[Provenance.ACCEPTED] > 0
+    assert counts.drafted >= counts.accepted
+    assert (counts.provenance[Provenance.BONUS] > 0) == METHODS[method].bonus
+    assert counts.odds is None, "how likely a block is rejected nobody knows"
+    assert 120 / run.target_steps > 1.2
+
+
+def test_windows_have_whole_blocks() -> None:
+    assert [whole_blocks(c, 4) for c in (1, 4, 5, 6, 9, 13)] == [4, 4, 4, 8, 8, 12]
+    for method, policy, fresh in product(("pearl", "sd", "pearl-no-pre-verify"), ("stream", "fixed"), (True, False)):
+        window = Window.after(METHODS[method], policy, 8, 20, fresh).in_blocks(4, 20)
+        assert (window.needed - 1) % 4 == 0
+        assert window.draft_until % 4 == 0
+        assert 20 + window.needed - 1 <= window.draft_until, (method, policy, fresh)
+
+
+# ---- what it cannot be had with ----
+
+
+@pytest.mark.parametrize("given", [{"method": "ssd"}, {"method": "sd", "draft_stop": "heuristic"}])
+def test_what_drafts_token_by_token_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="whole blocks; it takes draft_stop fixed, not ssd"):
+        DecodingConfig(rule="joint", **given)  # type: ignore[arg-type]
+    assert DecodingConfig(rule="joint", method="sd").rule == "joint"
+
+
+def test_a_rule_of_blocks_says_how_long_they_are() -> None:
+    with pytest.raises(ValueError, match="depth says how long blocks are"):
+        register(replace(RULES["ratio"], name="other", unit=Unit.BLOCK))
+    assert RULES["joint"].block(()) == 4
+    assert RULES["ratio"].block(()) == 1
