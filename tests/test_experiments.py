@@ -22,7 +22,7 @@ from pearl.drafting.branches import see
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, TraceError
 from pearl.lab import theory
-from pearl.lab.experiments import checks, plots, sweeps, texts
+from pearl.lab.experiments import checks, plots, rejections, sweeps, texts
 from pearl.lab.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
 from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.recorded import interpolated, recorded
@@ -104,6 +104,46 @@ def test_the_closed_form_of_a_foreseen_share_has_pearls_own_for_its_end() -> Non
 def test_rejections_are_the_sum_of_distances() -> None:
     found = checks.rejections(0, 12_000, seed=1)
     assert found.passed, found
+
+
+@pytest.mark.parametrize(
+    ("rule", "parameters"), [("batch", (("candidates", 4.0),)), ("opt", (("epsilon", 0.05),)), ("uno", ())], ids=str
+)
+def test_rejections_and_bias_are_as_theory_expects(rule: str, parameters: tuple[tuple[str, float], ...]) -> None:
+    """In texts of non-stationary chains; and a theory of another rule is not met."""
+    (chain, _) = rejections.chains(1)
+    found = rejections.measured(chain, rule, parameters, 60, 5)
+    margin = found.measured.margin
+    assert margin is not None
+    assert abs(found.measured.value - found.expected) < 2 * margin
+    assert found.measured_bias.value == pytest.approx(found.bias, rel=0.05)
+    plain = theory.expected_rejections(chain.target.tolist(), chain.draft.tolist(), 0)
+    assert abs(found.measured.value - plain) > 2 * margin or rule == "uno"
+    assert (found.bias == 0) == (rule == "batch")
+
+
+def test_opt_pays_for_each_rejection_less_with_as_much_bias() -> None:
+    """Where the bias does not change the text's course: the models of each row are those of every other."""
+    rows = [[0.5, 0.3, 0.2]] * 3, [[0.2, 0.3, 0.5]] * 3
+    tables = [rows[0]] * 4, [rows[1]] * 4, 0
+    for epsilon in (0.0, 0.1, 0.2, 0.5):
+        rejected, bias = theory.expected_relaxed_rejections(*tables, epsilon)
+        assert rejected + bias == pytest.approx(4 * theory.total_variation(rows[0][0], rows[1][0]))
+        assert theory.expected_relaxed_rejections(*tables, epsilon, corrects=False)[1] >= bias - 1e-12
+
+
+def test_the_table_of_rejections_and_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejections, "EPSILONS", (0.1,))
+    monkeypatch.setattr(rejections, "CANDIDATES", (2,))
+    png, document = tmp_path / "it.png", tmp_path / "it.json"
+    arguments = ["simulate", "rejections", "--texts", "3", "--png", str(png), "--json", str(document)]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    assert "chain 2  uno (not exact), epsilon 0.1" in result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    told = json.loads(document.read_text())
+    assert [one["rule"] for one in told["rules"]] == ["ratio", "batch", "opt", "uno"] * 2
+    assert told["limits"]["chain 1"] < told["rules"][1]["expected"] < told["rules"][0]["expected"]
 
 
 def test_all_checks_are_made() -> None:

@@ -170,6 +170,19 @@ def test_texts_are_what_the_rule_writes(method: str, window: str, tau: float) ->
     assert min(pvalues) > NEVER
 
 
+def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
+    """At an accepted position one token could come: the distance from the target is 1 less its probability there."""
+    run = decode(Decoding("pearl", "stream", 4, "joint", parameters(0.55, 3, 16)), 5, 300)
+    states = [0, *run.tokens]
+    expected = sum(
+        1 - TARGET[a, b].item()
+        for a, b, origin in zip(states, run.tokens, run.provenance, strict=False)
+        if origin is Provenance.ACCEPTED
+    )
+    assert run.counts.odds is not None
+    assert run.counts.odds.bias == pytest.approx(expected, rel=0.02)  # a block may end behind the text's end
+
+
 def test_reading_it_so_notices_a_planted_bug() -> None:
     """A prefix that does not pass ends the block: the text of the rule is not that."""
     decoding = Decoding("pearl", "stream", 4, "joint", parameters(0.7, 3, 16))
@@ -221,7 +234,8 @@ def test_blocks_are_counted_as_tokens(method: str) -> None:
     assert counts.accepted == counts.provenance[Provenance.ACCEPTED] > 0
     assert counts.drafted >= counts.accepted
     assert (counts.provenance[Provenance.BONUS] > 0) == METHODS[method].bonus
-    assert counts.odds is None, "how likely a block is rejected nobody knows"
+    assert counts.odds is not None
+    assert counts.odds.rejections == counts.rejected
     assert 120 / run.target_steps > 1.2
 
 

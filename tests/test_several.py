@@ -177,7 +177,7 @@ def test_a_candidate_counts_as_accepted_and_a_branch_may_wait_for_it() -> None:
 def test_as_many_are_rejected_as_the_theory_of_batch_drafts_says(count: int) -> None:
     """Theorem 3 of Yin et al., for a whole text: the law of the number of corrections, not of given distributions."""
     tokens, runs = 4, 400
-    expected = theory.expected_batch_rejections(TARGET.tolist(), DRAFT.tolist(), 0, tokens, count)
+    expected = theory.expected_batch_rejections([TARGET.tolist()] * tokens, [DRAFT.tolist()] * tokens, 0, count)
     found = 0
     for seed in range(runs):
         executors = paired_executors(

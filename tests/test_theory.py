@@ -76,7 +76,7 @@ def test_rejections_are_what_enumeration_finds() -> None:
         for token in text:
             chance, before = chance * target[before][token], token
         expected += chance * sum(distances[token] for token in (0, *text[:-1]))
-    assert theory.expected_rejections(target, draft, 0, 5) == pytest.approx(expected)
+    assert theory.expected_rejections([target] * 5, [draft] * 5, 0) == pytest.approx(expected)
 
 
 def test_total_variation_is_one_less_the_overlap() -> None:

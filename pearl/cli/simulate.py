@@ -17,6 +17,7 @@ from pearl.cli.check import check
 from pearl.cli.disco import stops
 from pearl.cli.numbers import STDOUT, Number, Times, json_option, refuse_options, write_json
 from pearl.cli.record import record
+from pearl.cli.rejections import rejections_command
 from pearl.cli.sweep import sweep
 from pearl.cli.terminal import SafeConsole
 from pearl.cli.texts import ablations, print_ablations
@@ -258,5 +259,6 @@ def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
 
 simulate.add_command(check)
 simulate.add_command(record)
+simulate.add_command(rejections_command)
 simulate.add_command(stops)
 simulate.add_command(sweep)

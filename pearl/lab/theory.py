@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 Distribution = Sequence[float]
+Table = Sequence[Distribution]  # row s: after token s
 MOST_GAMMA = 64
 
 
@@ -159,51 +160,67 @@ def total_variation(one: Distribution, other: Distribution) -> float:
     return sum(abs(x - y) for x, y in zip(one, other, strict=True)) / 2
 
 
-def expected_rejections(
-    target: Sequence[Distribution], draft: Sequence[Distribution], first: int, tokens: int
-) -> float:
-    """Rejections that decoding `tokens` tokens costs, every one of which is drafted and judged by the ratio rule.
+def expected_rejections(target: Sequence[Table], draft: Sequence[Table], first: int) -> float:
+    """Rejections that decoding a text costs, every token of which is drafted and judged by the ratio rule.
 
     The sum over positions of the expected total variation distance between the two models' distributions, over texts
-    of the target.  Exact, for models that look at the last token alone: the target's text is a Markov chain.
+    of the target.  Exact, for models that look at the last token and the position alone: the text is a Markov chain.
 
     Args:
-        target, draft: row s is the distribution of the token after token s.
+        target, draft: for each token of the text, row s is its distribution after token s.
         first: the last token of the prompt.
 
     Source: Yin et al. 2024, "A Theoretical Perspective for Speculative Decoding Algorithm", theorem 1.
     """
-    distances = [total_variation(p, q) for p, q in zip(target, draft, strict=True)]
-    states = [float(s == first) for s in range(len(target))]
-    expected = 0.0
-    for _ in range(tokens):
-        expected += sum(share * distance for share, distance in zip(states, distances, strict=True))
-        states = _after(states, target)
-    return expected
+    return expected_relaxed_rejections(target, draft, first, 0.0)[0]
 
 
-def expected_batch_rejections(
-    target: Sequence[Distribution], draft: Sequence[Distribution], first: int, tokens: int, candidates: int
-) -> float:
+def expected_relaxed_rejections(
+    target: Sequence[Table], draft: Sequence[Table], first: int, epsilon: float, corrects: bool = True
+) -> tuple[float, float]:
+    """The same by a rule that accepts with probability min(1, (target + epsilon) / draft), and its bias.
+
+    Args:
+        corrects: whether a rejected token is replaced from the residual, as by rule opt; else from the target: uno.
+
+    Returns:
+        Expected rejections, and the sum of the expected distances of what is committed from the target's distribution.
+        Source: as above, section 4.2.
+    """
+    states = [float(s == first) for s in range(len(target[0]))]
+    rejections = bias = 0.0
+    for p_rows, q_rows in zip(target, draft, strict=True):
+        laws: list[Distribution] = []
+        for share, p, q in zip(states, p_rows, q_rows, strict=True):
+            accepted = [min(y, x + epsilon) for x, y in zip(p, q, strict=True)]
+            rejected, rest = max(0.0, 1 - sum(accepted)), _excess(p, q) if corrects else list(p)
+            part = rejected / total if (total := sum(rest)) else 0.0
+            laws.append([one + part * other for one, other in zip(accepted, rest, strict=True)])
+            rejections += share * rejected
+            bias += share * total_variation(laws[-1], p)
+        states = _after(states, laws)
+    return rejections, bias
+
+
+def expected_batch_rejections(target: Sequence[Table], draft: Sequence[Table], first: int, candidates: int) -> float:
     """The same by rule batch: `candidates` tokens are judged behind the prompt and behind each rejection.
 
     From the expectation of one draft is taken off what the others save where there are others.  `after` is how likely
     the text stands at a token that replaced a rejected one (or at the prompt's last).  No number of candidates brings
-    it to 0: only those places profit.  Source: Yin et al. 2024, theorem 3.
+    it to 0: only those places profit.  Source: as above, theorem 3.
     """
-    distances = [total_variation(p, q) for p, q in zip(target, draft, strict=True)]
-    corrections = [_excess(p, q) for p, q in zip(target, draft, strict=True)]
-    judged = [_judged_in_turn(p, q, candidates) for p, q in zip(target, draft, strict=True)]
-    states = [float(s == first) for s in range(len(target))]
+    states = [float(s == first) for s in range(len(target[0]))]
     after, expected = list(states), 0.0
-    for _ in range(tokens):
+    for p_rows, q_rows in zip(target, draft, strict=True):
+        distances = [total_variation(p, q) for p, q in zip(p_rows, q_rows, strict=True)]
+        judged = [_judged_in_turn(p, q, candidates) for p, q in zip(p_rows, q_rows, strict=True)]
         expected += sum(share * distance for share, distance in zip(states, distances, strict=True))
         for share, distance, (rejected, _) in zip(after, distances, judged, strict=True):
             expected -= share * (distance - rejected)
         elsewhere = [share - root for share, root in zip(states, after, strict=True)]
-        at_roots, at_others = _after(after, [rest for _, rest in judged]), _after(elsewhere, corrections)
-        after = [one + other for one, other in zip(at_roots, at_others, strict=True)]
-        states = _after(states, target)
+        at_others = _after(elsewhere, [_excess(p, q) for p, q in zip(p_rows, q_rows, strict=True)])
+        after = [one + other for one, other in zip(_after(after, [rest for _, rest in judged]), at_others, strict=True)]
+        states = _after(states, p_rows)
     return expected
 
 

@@ -20,6 +20,7 @@ import torch
 from pearl.decoding.keys import DrawKeys, Purpose
 from pearl.decoding.rules import Judgement
 from pearl.decoding.sampling import pick, probabilities, read_draw, shares
+from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
 
@@ -75,7 +76,11 @@ class JointTarget:
         start: int,
         launched: torch.Tensor | None = None,
     ) -> Judgement:
-        """`tokens` are a block; `rows` are 0 but at their tokens: what the draft gave each after those before it."""
+        """`tokens` are a block; `rows` are 0 but at their tokens: what the draft gave each after those before it.
+
+        The block follows from the text before it, by no draw.  So each accepted token was the only one that could be
+        committed there, which is 1 - target from the target's distribution; and whether all are accepted was certain.
+        """
         target = probabilities(logits, self.sampling) if launched is None else launched
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         likely = target.gather(1, ids).squeeze(1).tolist()
@@ -85,7 +90,9 @@ class JointTarget:
             ratio = ratio * own / other if other else 0.0  # of no finite ratio: a broken draft
             if min(1.0, ratio) > self._tau:
                 accepted = count
-        if accepted == len(tokens):
-            return Judgement(accepted, None)
+        is_whole, bias = accepted == len(tokens), sum(max(0.0, 1 - own) for own in likely[:accepted])
+        odds = Odds(float(not is_whole), 0.0, bias)
+        if is_whole:
+            return Judgement(accepted, None, odds)
         own = pick(target[accepted], self._keys(start + accepted, Purpose.CORRECTION))
-        return Judgement(accepted, read_draw(own))
+        return Judgement(accepted, read_draw(own), odds)

@@ -21,13 +21,16 @@ from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner, place
 
 PUBLISHED = "published"  # short for method pearl with AS_PUBLISHED
-BIASED = [name for name, rule in RULES.items() if not rule.is_exact]
 DEFAULT = (
     "sd",
     "sd,rule=coupled",
     "sd,draft_stop=heuristic",
     PUBLISHED,
-    *(f"{PUBLISHED},rule={rule},epsilon={epsilon}" for rule in BIASED for epsilon in (0.02, 0.1)),
+    f"{PUBLISHED},rule=batch",
+    f"{PUBLISHED},rule=spectr",
+    *(f"{PUBLISHED},rule={rule},epsilon={epsilon}" for rule in ("opt", "uno") for epsilon in (0.02, 0.1)),
+    "sd,rule=bild,draft_stop=threshold",
+    f"{PUBLISHED},rule=joint",
     "pearl",
     "pearl,rule=coupled",
     "ngram",

@@ -156,7 +156,7 @@ def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors
         submit = Submit(text, (0,), 1 + each, sampling, Decoding("pearl", "fixed", 2))
         outcome = simulate(submit, *pair(runners[0], runners[1]), Timing(1.0, lambda _: 2.0))
         counted += outcome.counts.provenance[Provenance.CORRECTED]
-        expected += theory.expected_rejections(target.tolist(), draft.tolist(), 0, each)
+        expected += theory.expected_rejections([target.tolist()] * each, [draft.tolist()] * each, 0)
     setting = f"pair {chain} of Markov chains, {_TEXTS * each} tokens"
     return Check("Yin et al., theorem 1: sum of TV", setting, expected, counted)
 

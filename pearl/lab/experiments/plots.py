@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pearl.errors import ConfigError
 from pearl.lab.experiments.estimate import Estimate
+from pearl.lab.experiments.rejections import Rejections
 from pearl.lab.experiments.sweeps import BEST_C, CLOSED, FIXED_C, PEARL, SD, Point, by_acceptance, stops_paying
 
 _COLOURS = {PEARL: "#1f6fb2", FIXED_C: "#5aa9e6", BEST_C: "#3fa34d", SD: "#d1495b", CLOSED: "#888888"}
@@ -99,3 +100,56 @@ def save(picture: Any, path: Path) -> None:
         picture.savefig(path, format="png")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def rejections_and_bias(done: Sequence[Rejections], limits: Mapping[str, float], tokens: int, path: Path) -> None:
+    """For each chain rejections by the number of candidates, and bias against rejections of rules that are not exact.
+
+    Lines and crosses are theory, dots with their 95% intervals are measured.
+    """
+    names = list(limits)
+    picture = figure(5 * len(names), 7.5)
+    every = picture.subplots(2, len(names), squeeze=False)
+    for column, name in enumerate(names):
+        own = [one for one in done if one.chain == name]
+        _by_candidates(every[0][column], [one for one in own if one.rule == "batch"], limits[name])
+        every[0][column].set_title(f"{name}: rejections in {tokens} tokens", loc="left", fontsize=10)
+        _front(every[1][column], own, tokens)
+    save(picture, path)
+
+
+def _by_candidates(axes: Any, own: Sequence[Rejections], least: float) -> None:
+    places = range(len(own))
+    axes.plot(places, [one.expected for one in own], "x-", color=_COLOURS[CLOSED], label="theory")
+    margins = [one.measured.margin or 0.0 for one in own]
+    axes.errorbar(
+        places, [one.measured.value for one in own], margins, fmt="o", color=_COLOURS[PEARL], label="measured"
+    )
+    axes.axhline(least, color=_COLOURS[CLOSED], linestyle=":", label="theory, any number")
+    axes.set_xticks(places, [f"{one.parameters[0][1]:g}" for one in own])
+    axes.set_xlabel("candidates (1: the ratio rule)")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+
+
+def _front(axes: Any, own: Sequence[Rejections], tokens: int) -> None:
+    for rule, colour in (("opt", _COLOURS[PEARL]), ("uno", _COLOURS[SD])):
+        rows = [one for one in own if one.rule == rule]
+        axes.plot([one.bias / tokens for one in rows], [one.expected / tokens for one in rows], "x-", color=colour)
+        axes.errorbar(
+            [one.measured_bias.value / tokens for one in rows],
+            [one.measured.value / tokens for one in rows],
+            [(one.measured.margin or 0.0) / tokens for one in rows],
+            [(one.measured_bias.margin or 0.0) / tokens for one in rows],
+            fmt="o",
+            markersize=4,
+            color=colour,
+            label=rule,
+        )
+        for one in rows:
+            at = one.bias / tokens, one.expected / tokens
+            axes.annotate(f" {one.parameters[0][1]:g}", at, fontsize=7)
+    axes.set_xlabel("bias a token")
+    axes.set_ylabel("rejections a token")
+    axes.set_title("the price of fewer rejections, by epsilon", loc="left", fontsize=10)
+    axes.legend(fontsize=8)
