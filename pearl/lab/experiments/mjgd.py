@@ -1,6 +1,6 @@
 """Multi-token joint greedy decoding: at each step the `count` tokens that together are likeliest under the target.
 
-With one token a step it is greedy decoding; with more the text's likelihood as a whole rises.  It is what the joint rule
+With one token a step it is greedy decoding; with more the text is likelier as a whole.  It is what the joint rule
 approximates, and no way to be fast: the search needs more forwards than there are tokens.  Source: Qin et al. 2024,
 section 3.
 """
