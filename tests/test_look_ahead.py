@@ -326,6 +326,8 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
             self.seen.append(features.index)
             return features.index == 2
 
+        def confidence(self, features: Features) -> None: ...
+
         def told(self, accepted: int) -> None: ...
 
     policy = Third()

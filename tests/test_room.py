@@ -360,6 +360,8 @@ class Unsure:
         self.seen.append(features)
         return features.index == 1
 
+    def confidence(self, features: Features) -> None: ...
+
     def told(self, accepted: int) -> None: ...
 
 

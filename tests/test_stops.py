@@ -195,6 +195,8 @@ class Noted:
         self.asked.append((features.position, features.index))
         return features.index + 1 == self.most
 
+    def confidence(self, features: Features) -> None: ...
+
     def told(self, accepted: int) -> None:
         self.heard.append(accepted)
 

@@ -40,13 +40,17 @@ def see(
     token: int,
     half: DraftHalf,
     is_root: bool = False,
+    confidence: float | None = None,
 ) -> Seen:
     """What a row says of `token`, that was drawn from it for `position`.
 
-    `ids`, `logits`: see `sampling.shortlist`; `is_root`: see `DraftHalf.likeliest`.
+    Args:
+        ids, logits: see `sampling.shortlist`. is_root: see `DraftHalf.likeliest`.
+        confidence: that the target accepts it, where a stop policy knows; it stands for the token's share then.
     """
     likeliest, shares = half.likeliest(ids, logits, position, RIVALS + 1, is_root)
     own = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
+    own = own if confidence is None else confidence
     return Seen(token, min(7, int(8 * own)), tuple(each for each in likeliest if each != token)[:RIVALS])
 
 

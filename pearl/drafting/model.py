@@ -439,7 +439,8 @@ class ModelProposer:
         except NumericalError:
             text.branches.end(branch)
             return
-        branch.seen.append(see(*shortlist(row, SHORTLIST), branch.end, token, text.rule))
+        sure = None if text.window is None else _confidence(text.window, branch.end, shape_of(row, draw[1:]))
+        branch.seen.append(see(*shortlist(row, SHORTLIST), branch.end, token, text.rule, confidence=sure))
         branch.tokens.append(token)
         branch.rows += [] if probs is None else [Distribution(probs)]
 
@@ -462,13 +463,16 @@ class ModelProposer:
             draw, probs = text.rule.draft(row, first + i)
             draws.append(draw)
             rows += [] if probs is None else [probs]
-            if text.branches is not None or self._noted():
-                token, largest = read_draw(draw), shortlist(row, SHORTLIST)
-                seen.append((first + i, see(*largest, first + i, token, text.rule, is_root and i == 0)))
-            if text.branches is not None:
-                text.branches.drafted(*seen[-1])
+            features, sure = None, None
             if text.window is not None:
                 features = shape_of(row, draw[1:])
+                sure = _confidence(text.window, first + i, features)
+            if text.branches is not None or self._noted():
+                token, largest = read_draw(draw), shortlist(row, SHORTLIST)
+                seen.append((first + i, see(*largest, first + i, token, text.rule, is_root and i == 0, sure)))
+            if text.branches is not None:
+                text.branches.drafted(*seen[-1])
+            if text.window is not None and features is not None:
                 paused = _pauses(text.window, first + i, read_draw(draw), features)
             if paused or (i < len(guesses) and read_draw(draw) != guesses[i]):
                 break
@@ -539,6 +543,11 @@ def _largest(row: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.stack((logits, ids)))
     values, indices = row.double().topk(min(SHORTLIST, len(row)))
     return torch.stack((values, indices.double()))
+
+
+def _confidence(window: StopWindow, position: int, features: torch.Tensor) -> float | None:
+    *top, entropy, chosen = features.tolist()
+    return window.confidence(position, top, entropy, chosen)
 
 
 def _pauses(window: StopWindow, position: int, token: int, features: torch.Tensor) -> bool:

@@ -112,6 +112,10 @@ class StopPolicy(Protocol):
         """Whether the window ends behind this token."""
         ...
 
+    def confidence(self, features: Features) -> float | None:
+        """How likely the target accepts this token, in [0, 1]; None where the policy has no opinion."""
+        ...
+
     def told(self, accepted: int) -> None:
         """A window is over: its first `accepted` tokens were accepted."""
         ...

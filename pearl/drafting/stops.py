@@ -28,6 +28,9 @@ class Threshold:
     def stop(self, features: Features) -> bool:
         return features.chosen < self._confidence
 
+    def confidence(self, features: Features) -> None:
+        pass
+
     def told(self, accepted: int) -> None:
         pass
 
@@ -41,6 +44,9 @@ class Heuristic:
     def stop(self, features: Features) -> bool:
         return features.index + 1 >= self.window
 
+    def confidence(self, features: Features) -> None:
+        pass
+
     def told(self, accepted: int) -> None:
         self.window = self.window + 2 if accepted >= self.window else max(1, self.window - 1)
 
@@ -52,8 +58,10 @@ class Doubtful:
         self._classifier = classifier
 
     def stop(self, features: Features) -> bool:
-        classifier = self._classifier
-        return features.index + 1 >= classifier.cap or classifier.confidence(features) <= classifier.threshold
+        return features.index + 1 >= self._classifier.cap or self.confidence(features) <= self._classifier.threshold
+
+    def confidence(self, features: Features) -> float:
+        return self._classifier.confidence(features)
 
     def told(self, accepted: int) -> None:
         pass
@@ -116,5 +124,12 @@ class StopWindow:
         index = position - self._start
         del self._own[index:]
         self._own.append(token)
-        self._stopped = self.policy.stop(Features(tuple(top), entropy, chosen, index, position - self._origin))
+        self._stopped = self.policy.stop(self._features(position, top, entropy, chosen))
         return self._stopped
+
+    def confidence(self, position: int, top: Sequence[float], entropy: float, chosen: float) -> float | None:
+        """That the target accepts a token for `position`, by a row of which this is the shape; None: nobody knows."""
+        return self.policy.confidence(self._features(position, top, entropy, chosen))
+
+    def _features(self, position: int, top: Sequence[float], entropy: float, chosen: float) -> Features:
+        return Features(tuple(top), entropy, chosen, max(0, position - self._start), position - self._origin)

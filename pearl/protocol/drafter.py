@@ -250,8 +250,9 @@ class DraftMachine(Machine):
         """Whether it waits for a verdict, and may prepare for other outcomes meanwhile."""
         assert self.begun is not None
         seq = self.sequence
-        is_full = self.draft_until <= len(seq.tokens) < self.context and seq.committed < len(seq.tokens)
-        return self.begun.branches > 0 and is_full and not self._paused and not self._is_hedged
+        is_full = self.draft_until <= len(seq.tokens) or self._paused
+        may_go_on = seq.committed < len(seq.tokens) < self.context
+        return self.begun.branches > 0 and is_full and may_go_on and not self._is_hedged
 
     def _hedge(self, do: Do) -> None:
         """Starts a forward that prepares for other outcomes."""

@@ -104,6 +104,9 @@ class _Foreseen:
         known = self._confidences[min(features.position, len(self._confidences) - 1)]
         return features.index + 1 >= self._cap or known <= self._threshold
 
+    def confidence(self, features: Features) -> None:
+        pass
+
     def told(self, accepted: int) -> None:
         pass
 

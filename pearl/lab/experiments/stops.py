@@ -43,6 +43,9 @@ class Oracle:
         following = features.position + 1
         return following < len(self._right) and not self._right[following]
 
+    def confidence(self, features: Features) -> None:
+        pass
+
     def told(self, accepted: int) -> None:
         pass
 
