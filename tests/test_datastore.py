@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.cli import main
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, SamplingParams
 from pearl.drafting import corpus, datastore
 from pearl.drafting.corpus import Document
 from pearl.drafting.datastore import (
@@ -39,6 +39,7 @@ from pearl.drafting.guesser import Guesser, fused, text_index
 from pearl.drafting.ngram import MOST_MATCHED, Candidate, NgramIndex, anchored, guess_tree
 from pearl.engine import Engine
 from pearl.errors import ConfigError
+from pearl.lab.bench.exactness import check_texts
 from pearl.lab.experiments import tune
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
@@ -621,6 +622,30 @@ def test_an_engine_takes_a_datastore(toy_store: Path) -> None:
     assert result.tokens == greedy_text([1, 2, 3], len(result.tokens))
     assert result.statistics.guessed_by_source["datastore"] > 0
     assert sum(result.statistics.guessed_by_source.values()) == result.statistics.provenance["guessed"]
+
+
+def test_check_compares_texts_with_and_without_a_datastore(
+    toy_store: Path, tmp_path: Path, told: Callable[..., str]
+) -> None:
+    prompts, written = tmp_path / "prompts.txt", tmp_path / "check.json"
+    prompts.write_text("123\n321\n")
+    pair = ("--target", TOY, "--draft", "none", "--datastore", str(toy_store))
+    told("check", *pair, "--prompts", str(prompts), "--temperature", "0.7", "--seed", "3", "--json", str(written))
+    found = {one["what"]: one for one in json.loads(written.read_text())["findings"]}
+    for rule in ("greedy", "coupled"):
+        alone, both = (found[f"{rule}: ngram stream{store}"] for store in ("", ", datastore"))
+        assert (alone["equal"], both["equal"]) == (2, 2)
+        assert alone["guessed"].keys() <= {"n-gram"}
+    assert found["greedy: ngram stream, datastore"]["guessed"]["datastore"] > 0, "else nothing is shown"
+
+
+def test_a_text_that_differs_from_a_known_one_is_told(toy_store: Path) -> None:
+    right = greedy_text([1, 2, 3], 20)
+    wrong = [*right[:7], right[7] ^ 1, *right[8:]]
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    with Engine(TOY, "none", datastore=str(toy_store)) as engine:
+        greedy, coupled = check_texts(engine, [[1, 2, 3]], params, kill=False, known={"greedy": [wrong]})
+    assert (greedy.equal, greedy.first, coupled.equal) == (0, "text 1, token 7", 1)
 
 
 def test_a_relative_directory_is_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
