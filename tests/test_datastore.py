@@ -41,6 +41,7 @@ from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.experiments import tune
+from pearl.lab.experiments.guessing import Generated, replay
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
@@ -554,13 +555,13 @@ def test_a_datastore_changes_no_text_of_a_model(tmp_path: Path, kind: str, rule:
 # ---- tuning ----
 
 
-def generated(count: int) -> list[tune.Generated]:
+def generated(count: int) -> list[Generated]:
     target, _ = alpha_pair(VOCAB, 0.7, order=1)
     executors = [paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2))) for _ in range(count)]
     texts = []
     for seed, pair in enumerate(executors):
         submit = Submit(1, PROMPT, 60, Sampling(1.0, seed=seed), Decoding("ar"))
-        texts.append(tune.Generated((*PROMPT, *simulate(submit, *pair, TIMING).tokens), len(PROMPT)))
+        texts.append(Generated((*PROMPT, *simulate(submit, *pair, TIMING).tokens), len(PROMPT)))
     return texts
 
 
@@ -569,7 +570,7 @@ def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> Non
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
     submit = Submit(1, PROMPT, 63, Sampling(1.0, seed=4), Decoding("ngram", look_ahead=16))
     outcome = simulate(submit, *paired_executors(target, draft, knowing), Timing(1.0, lambda _: 1.0))
-    replayed = tune.replay([tune.Generated((*PROMPT, *outcome.tokens), len(PROMPT))], knowing, 16)
+    replayed = replay([Generated((*PROMPT, *outcome.tokens), len(PROMPT))], knowing, 16)
     assert (replayed.steps, replayed.tokens) == (outcome.target_steps, 59)
     assert dict(replayed.accepted) == outcome.counts.guessed
 
@@ -577,7 +578,7 @@ def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> Non
 def test_rates_are_how_often_candidates_are_right(tmp_path: Path) -> None:
     """After 1 comes 2 in three of four places of the datastore, and in half of those of the text."""
     store = make(tmp_path, [[1, 2]] * 300 + [[1, 3]] * 100)
-    text = tune.Generated((1, *(2, 0, 1, 3, 0, 1) * 500), 1)
+    text = Generated((1, *(2, 0, 1, 3, 0, 1) * 500), 1)
     rates = tune.measured_rates([text], store)
     assert rates[bisect(BINS, 0.73)][0] == pytest.approx(0.5, abs=0.01), "three quarters of them"
     assert rates[bisect(BINS, 0.24)][0] == pytest.approx(0.5, abs=0.01), "the rest"
@@ -597,7 +598,7 @@ def test_tuned_weights_are_kept_and_used(knowing: Datastore, tmp_path: Path, tol
     assert after.header.model_dump(exclude={"weights", "tuned"}) == before.header.model_dump(
         exclude={"weights", "tuned"}
     )
-    assert tune.replay(texts, after, 16).tokens_per_step > tune.replay(texts, None, 16).tokens_per_step
+    assert replay(texts, after, 16).tokens_per_step > replay(texts, None, 16).tokens_per_step
     for line in ("{", '{"tokens": [1]}', '{"prompt_tokens": [1], "tokens": [6]}', '{"prompt_tokens": 1, "tokens": 1}'):
         path.write_text(line)
         assert "line 1 is not what `pearl generate --json` prints" in told(
