@@ -423,8 +423,8 @@ def test_a_token_that_both_name_is_one_candidate() -> None:
         (2, 0.3, Source.DATASTORE),
         (3, 0.1, Source.DATASTORE),
     ]
-    assert two.also == own[1]
-    assert one.also is three.also is None
+    assert two.also == (own[1],)
+    assert one.also == three.also == ()
 
 
 def test_together_candidates_are_at_most_certain() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.config import EngineConfig
 from pearl.drafting.datastore import Datastore
+from pearl.drafting.guesser import Guesser, text_index
+from pearl.drafting.habits import Habits
 from pearl.errors import ConfigError
 from pearl.lab.bench import guesses
 from pearl.lab.bench.tasks import Task
@@ -98,6 +101,78 @@ def test_each_source_alone_and_both(tmp_path: Path) -> None:
     assert both.accepted_per_step(Source.NGRAM) > 0 < both.accepted_per_step(Source.DATASTORE)
     assert both.tokens_per_step > max(own.tokens_per_step, alone.tokens_per_step)
     assert own.tokens == alone.tokens == both.tokens == len(text.tokens) - text.start - 1
+
+
+# ---- habits ----
+
+
+def test_what_followed_the_longest_known_context_is_named() -> None:
+    habits = Habits()
+    for before, token in [((1, 2), 3)] * 3 + [((1, 2), 4)] + [((5, 2), 0)] * 9:
+        habits.learn(before, token)
+    assert [c.token for c in habits.candidates([7, 1, 2])] == [3, 4], "1 2 is known, 7 1 2 is not"
+    assert [c.token for c in habits.candidates([9, 9, 2])] == [0, 3, 4], "of 2 all that followed it"
+    assert habits.candidates([2, 9]) == habits.candidates([]) == []
+    three = habits.candidates([7, 1, 2])[0]
+    assert (three.context, three.matched) == ((1, 2, 3), 2)
+    assert sum(c.chance for c in habits.candidates([2])) <= 1
+
+
+def test_habits_that_hold_are_believed_and_others_are_not() -> None:
+    right, wrong = Habits(), Habits()
+    for i in range(80):
+        right.learn((1, 2, 3), 4)
+        wrong.learn((1, 2, 3), i % 7)
+    assert right.candidates((1, 2, 3))[0].chance > 0.9
+    assert wrong.candidates((1, 2, 3))[0].chance < 0.25
+
+
+def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
+    habits = Habits(contexts=30)
+    for token in range(500):
+        habits.learn((token % 40, 1), token)
+        habits.learn((7,), 8)
+    assert len(habits) == 30
+    assert habits.candidates((7,))[0].token == 8
+    assert habits.candidates((25, 1))[0].matched == 1, "25 1 is forgotten, and 1 has been seen all the time"
+    assert habits.candidates((3, 1))[0].matched == 2
+    assert max(map(len, habits._followers.values())) <= 16
+
+
+def test_a_text_adds_what_is_committed_behind_its_prompt() -> None:
+    """Each token once, and nothing that was proposed and taken back."""
+    habits = Habits()
+    index = Guesser([5, 5, 5], None, habits)
+    index.extend([1, 2, 0, 0])
+    index.cut(5)
+    index.extend([3])
+    for committed in (4, 6, 6):
+        index.learn(committed)
+    assert habits._followers[(1,)] == {2: 1}
+    assert habits._followers[(5, 5, 1)] == {2: 1}
+    assert (0,) not in habits._followers
+    assert habits._followers[(5,)] == {1: 1}, "what stands in a prompt was not written by the target"
+
+
+def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
+    """Where it has nothing to repeat itself; also beside a datastore, and as paths of several tokens."""
+    text = Generated((7, *range(10, 40)), 1)
+    for store in (None, make(tmp_path / "store", [[1, 2]], 70)):
+        habits = Habits()
+        first, second = (replay([text], store, 8, make=partial(text_index, habits=habits)) for _ in range(2))
+        assert first.tokens_per_step == 1
+        assert second.tokens_per_step > 4
+        assert replay([text] * 2, store, 8).tokens_per_step == 1, "without habits nothing outlives a text"
+
+
+def test_one_token_of_three_sources_goes_on_by_each(tmp_path: Path) -> None:
+    habits = Habits()
+    for before, token in (((1, 2), 3), ((2, 3), 0)):
+        habits.learn(before, token)
+    index = Guesser([1, 2, 3, 4, 1, 2], make(tmp_path, [[1, 2, 3, 5, 2]] * 9), habits)
+    (three,) = index.candidates(6)
+    assert (three.token, len(three.also)) == (3, 2)
+    assert {c.token for c in index.following(three)} == {0, 4, 5}
 
 
 # ---- answers ----
