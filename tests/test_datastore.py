@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.cli import main
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, SamplingParams
 from pearl.drafting import corpus, datastore
 from pearl.drafting.corpus import Document
 from pearl.drafting.datastore import (
@@ -39,7 +39,9 @@ from pearl.drafting.guesser import Guesser, fused, text_index
 from pearl.drafting.ngram import MOST_MATCHED, Candidate, NgramIndex, anchored, guess_tree
 from pearl.engine import Engine
 from pearl.errors import ConfigError
+from pearl.lab.bench.exactness import check_texts
 from pearl.lab.experiments import tune
+from pearl.lab.experiments.guessing import Generated, replay
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
@@ -421,8 +423,8 @@ def test_a_token_that_both_name_is_one_candidate() -> None:
         (2, 0.3, Source.DATASTORE),
         (3, 0.1, Source.DATASTORE),
     ]
-    assert two.also == own[1]
-    assert one.also is three.also is None
+    assert two.also == (own[1],)
+    assert one.also == three.also == ()
 
 
 def test_together_candidates_are_at_most_certain() -> None:
@@ -553,13 +555,13 @@ def test_a_datastore_changes_no_text_of_a_model(tmp_path: Path, kind: str, rule:
 # ---- tuning ----
 
 
-def generated(count: int) -> list[tune.Generated]:
+def generated(count: int) -> list[Generated]:
     target, _ = alpha_pair(VOCAB, 0.7, order=1)
     executors = [paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2))) for _ in range(count)]
     texts = []
     for seed, pair in enumerate(executors):
         submit = Submit(1, PROMPT, 60, Sampling(1.0, seed=seed), Decoding("ar"))
-        texts.append(tune.Generated((*PROMPT, *simulate(submit, *pair, TIMING).tokens), len(PROMPT)))
+        texts.append(Generated((*PROMPT, *simulate(submit, *pair, TIMING).tokens), len(PROMPT)))
     return texts
 
 
@@ -568,7 +570,7 @@ def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> Non
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
     submit = Submit(1, PROMPT, 63, Sampling(1.0, seed=4), Decoding("ngram", look_ahead=16))
     outcome = simulate(submit, *paired_executors(target, draft, knowing), Timing(1.0, lambda _: 1.0))
-    replayed = tune.replay([tune.Generated((*PROMPT, *outcome.tokens), len(PROMPT))], knowing, 16)
+    replayed = replay([Generated((*PROMPT, *outcome.tokens), len(PROMPT))], knowing, 16)
     assert (replayed.steps, replayed.tokens) == (outcome.target_steps, 59)
     assert dict(replayed.accepted) == outcome.counts.guessed
 
@@ -576,7 +578,7 @@ def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> Non
 def test_rates_are_how_often_candidates_are_right(tmp_path: Path) -> None:
     """After 1 comes 2 in three of four places of the datastore, and in half of those of the text."""
     store = make(tmp_path, [[1, 2]] * 300 + [[1, 3]] * 100)
-    text = tune.Generated((1, *(2, 0, 1, 3, 0, 1) * 500), 1)
+    text = Generated((1, *(2, 0, 1, 3, 0, 1) * 500), 1)
     rates = tune.measured_rates([text], store)
     assert rates[bisect(BINS, 0.73)][0] == pytest.approx(0.5, abs=0.01), "three quarters of them"
     assert rates[bisect(BINS, 0.24)][0] == pytest.approx(0.5, abs=0.01), "the rest"
@@ -596,7 +598,7 @@ def test_tuned_weights_are_kept_and_used(knowing: Datastore, tmp_path: Path, tol
     assert after.header.model_dump(exclude={"weights", "tuned"}) == before.header.model_dump(
         exclude={"weights", "tuned"}
     )
-    assert tune.replay(texts, after, 16).tokens_per_step > tune.replay(texts, None, 16).tokens_per_step
+    assert replay(texts, after, 16).tokens_per_step > replay(texts, None, 16).tokens_per_step
     for line in ("{", '{"tokens": [1]}', '{"prompt_tokens": [1], "tokens": [6]}', '{"prompt_tokens": 1, "tokens": 1}'):
         path.write_text(line)
         assert "line 1 is not what `pearl generate --json` prints" in told(
@@ -621,6 +623,30 @@ def test_an_engine_takes_a_datastore(toy_store: Path) -> None:
     assert result.tokens == greedy_text([1, 2, 3], len(result.tokens))
     assert result.statistics.guessed_by_source["datastore"] > 0
     assert sum(result.statistics.guessed_by_source.values()) == result.statistics.provenance["guessed"]
+
+
+def test_check_compares_texts_with_and_without_a_datastore(
+    toy_store: Path, tmp_path: Path, told: Callable[..., str]
+) -> None:
+    prompts, written = tmp_path / "prompts.txt", tmp_path / "check.json"
+    prompts.write_text("123\n321\n")
+    pair = ("--target", TOY, "--draft", "none", "--datastore", str(toy_store))
+    told("check", *pair, "--prompts", str(prompts), "--temperature", "0.7", "--seed", "3", "--json", str(written))
+    found = {one["what"]: one for one in json.loads(written.read_text())["findings"]}
+    for rule in ("greedy", "coupled"):
+        alone, both = (found[f"{rule}: ngram stream{store}"] for store in ("", ", datastore"))
+        assert (alone["equal"], both["equal"]) == (2, 2)
+        assert alone["guessed"].keys() <= {"n-gram"}
+    assert found["greedy: ngram stream, datastore"]["guessed"]["datastore"] > 0, "else nothing is shown"
+
+
+def test_a_text_that_differs_from_a_known_one_is_told(toy_store: Path) -> None:
+    right = greedy_text([1, 2, 3], 20)
+    wrong = [*right[:7], right[7] ^ 1, *right[8:]]
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    with Engine(TOY, "none", datastore=str(toy_store)) as engine:
+        greedy, coupled = check_texts(engine, [[1, 2, 3]], params, kill=False, known={"greedy": [wrong]})
+    assert (greedy.equal, greedy.first, coupled.equal) == (0, "text 1, token 7", 1)
 
 
 def test_a_relative_directory_is_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -130,11 +130,12 @@ def tune(directory: Path, files: tuple[Path, ...], look_ahead: int) -> None:
     weights that give most tokens per step; they change the speed of decoding, never a text.
     """
     from pearl.lab.experiments import tune as tuning
+    from pearl.lab.experiments.guessing import replay
 
     store = Datastore(directory, verified=True)
     texts = tuning.read_generated(files, store.header.vocab_size)
-    alone = tuning.replay(texts, None, look_ahead)
-    before = tuning.replay(texts, store, look_ahead)
+    alone = replay(texts, None, look_ahead)
+    before = replay(texts, store, look_ahead)
     with Bars(Console(stderr=True, highlight=False)) as bars:
         weights, found = tuning.search(texts, store, look_ahead, bars)
     summary = (

@@ -16,7 +16,7 @@ from pearl.client.request import Prompt
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.lab.bench.calibrate import PROMPTS
-from pearl.lab.bench.exactness import Finding, check_rows, check_texts
+from pearl.lab.bench.exactness import Finding, References, check_guesses, check_rows, check_texts
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 
@@ -35,7 +35,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
 
     Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
     with the draft killed, compared with the target's own text of the same seed; under the ratio rule with each other.
-    Texts have up to --max-tokens, 48 by default.
+    Texts have up to --max-tokens, 48 by default. With --datastore, method ngram is compared with and without it.
     """
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()
@@ -54,8 +54,13 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
         for role in settings.engine.roles:
             report(check_rows(settings.engine, role, _ROWS))
         config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
+        known: References = {}
+        if config.datastore is not None:
+            with Engine(config=config.model_copy(update={"datastore": None})) as engine:
+                for finding in check_guesses(engine, asked, params, known):
+                    report(finding)
         with Engine(config=config) as engine:
-            for finding in check_texts(engine, asked, params, kill=kill):
+            for finding in check_texts(engine, asked, params, kill=kill, known=known):
                 report(finding)
     if to is not None:
         write_json(to, {"seed": params.seed, "findings": [asdict(finding) for finding in findings]})
@@ -68,10 +73,11 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
 def _print(findings: list[Finding]) -> None:
     console = table_console()
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("compared", "with", "equal", "first difference"):
+    for column in ("compared", "with", "equal", "tokens guessed", "first difference"):
         table.add_column(column, justify="right" if column == "equal" else "left")
     for finding in findings:
-        table.add_row(finding.what, finding.reference, f"{finding.equal} of {finding.count}", finding.first)
+        guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(finding.guessed.items(), reverse=True))
+        table.add_row(finding.what, finding.reference, f"{finding.equal} of {finding.count}", guessed, finding.first)
     console.print(table)
     wrong = sum(not finding.passed for finding in findings)
     console.print("\nall equal, bit for bit" if not wrong else f"\n{wrong} of {len(findings)} comparisons differ")

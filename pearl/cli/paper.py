@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, table_console, write_json
 from pearl.cli.terminal import SafeConsole
 from pearl.cli.texts import replay_pairs
+from pearl.config import EngineConfig
 from pearl.errors import ConfigError
-from pearl.lab.bench import others, plots, results, tables
+from pearl.lab.bench import guesses, others, plots, results, tables
 from pearl.lab.bench.baselines import Baseline, expected_seconds, measured_baselines
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.paper import TABLES, Pair, pairs
@@ -26,6 +28,8 @@ from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
 _QUICK = {"tokens": 60, "texts": 1}
+GUESSES = "sssd"  # the paper of which tables by source, cost and temperature are made
+_GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts that these are made of
 _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts": 1}  # texts of each set of prompts
 
 
@@ -52,6 +56,11 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     type=click.Choice(list(others.STUDIES)),
     help="Of another paper: what of it can be measured on the embedded pair, with --prompts.",
 )
+@click.option(
+    "--datastore",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="With --paper sssd: where guesses come from too; see pearl datastore.",
+)
 @click.option("--texts", "file", type=_PATH, help="Recorded texts in place of toys: see pearl simulate record.")
 @click.option("--limit", type=_COUNT, default=12, show_default=True, metavar="N", help="Of these, in real processes.")
 @click.option("--seed", type=int, default=0, metavar="N")
@@ -73,6 +82,7 @@ def paper(
     prompts: tuple[str, ...],
     no_baselines: bool,
     other: str | None,
+    datastore: Path | None,
     file: Path | None,
     limit: int,
     seed: int,
@@ -87,8 +97,11 @@ def paper(
     times: PEARL as published beside look-ahead, lookup and branches.
     """
     embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
+    if datastore is not None and other != GUESSES:
+        raise ConfigError(f"--datastore is for --paper {GUESSES}")
     if other is not None:
-        _study(other, _tasks(prompts, embedded["texts"]), embedded["tokens"], to)
+        guessed = _tasks(prompts, _GUESSED_QUICK if quick else _GUESSED) if other == GUESSES else []
+        _study(other, _tasks(prompts, embedded["texts"]), embedded["tokens"], guessed, datastore, to)
         return
     if earlier is not None:
         result = read_json(earlier)
@@ -164,16 +177,21 @@ def _run(
     return as_read
 
 
-def _study(name: str, tasks: Sequence[Task], tokens: int, to: Path | None) -> None:
+def _study(
+    name: str, tasks: Sequence[Task], tokens: int, guessed: Sequence[Task], datastore: Path | None, to: Path | None
+) -> None:
+    """`guessed`: what is answered for the tables of guesses, which need more texts than times do; none: no tables."""
     began, stolen, about = time.monotonic(), Stolen(), others.STUDIES[name]
+    config = EngineConfig(datastore=None if datastore is None else str(datastore))
     with Bars(SafeConsole(stderr=True)) as bars:
-        found = others.study(name, tasks, tokens, bars)
+        found = others.study(name, tasks, tokens, bars, config)
+        sources = guesses.study(config, guessed, tokens, bars) if guessed else None
     seconds, taken = time.monotonic() - began, stolen.taken()
     if to is not None:
         settings = {"paper": name, "tokens": tokens, "texts": len(tasks)}
         told = {"title": about.title, "differs": about.differs, "left_out": about.left_out}
         document = {"kind": "study", "settings": settings, "seconds": seconds} | asdict(taken) | told
-        write_json(to, document | {"hardware": hardware(), "rows": found})
+        write_json(to, document | {"hardware": hardware(), "rows": found, "guesses": sources})
     if to != STDOUT:
         console = table_console()
         console.print(_table(about.title, others.COLUMNS, 2, others.in_words(found)))
@@ -183,6 +201,15 @@ def _study(name: str, tasks: Sequence[Task], tokens: int, to: Path | None) -> No
             f"tokens; {seconds:.0f} s; {taken}; {in_words(hardware())}",
             soft_wrap=True,
         )
+        if sources is not None:
+            _print_guesses(console, sources)
+
+
+def _print_guesses(console: Console, found: dict[str, Any]) -> None:
+    console.print("", _table("Tokens in a forward", guesses.SIZE_COLUMNS, 1, guesses.sizes_in_words(found)))
+    rows = guesses.temperatures_in_words(found)
+    console.print("", _table("Temperatures", guesses.TEMPERATURE_COLUMNS, 2, rows))
+    console.print(guesses.explained(found), soft_wrap=True)
 
 
 def _write(page: Path, result: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Guesses from the text itself and from a datastore, as one.
+"""Guesses from the text itself, from a datastore and from habits, as one.
 
 A place has one candidate a token, whoever names it; so the tree that `guess_tree` grows of them has one node for what
-both sources say.  Source: SSSD (Marzollo et al. 2024), whose fused tree this is.
+several sources say.  Source: SSSD (Marzollo et al. 2024), whose fused tree this is.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from heapq import nlargest
 from itertools import chain
 
 from pearl.drafting.datastore import BINS, Datastore, Occurrence
+from pearl.drafting.habits import CONTEXT, Habits
 from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex, TextIndex
 from pearl.protocol.messages import Source
 
 _LEARN = 64  # tokens at the end of a prompt that the rates are learned from: each takes a lookup
 
 
-def text_index(tokens: Sequence[int], store: Datastore | None) -> TextIndex:
-    """What guesses for one text are made from: its own n-grams and, where there is one, a datastore."""
-    return NgramIndex(tokens) if store is None else Guesser(tokens, store)
+def text_index(tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> TextIndex:
+    """What guesses for one text are made from: its own n-grams, and a datastore's and habits where there are such."""
+    return NgramIndex(tokens) if store is None and habits is None else Guesser(tokens, store, habits)
 
 
 class StoreGuesses:
@@ -95,12 +96,20 @@ class StoreGuesses:
 
 
 class Guesser:
-    """A `TextIndex` of one text that asks a datastore too."""
+    """A `TextIndex` of one text that asks others too.
 
-    def __init__(self, tokens: Sequence[int], store: Datastore) -> None:
+    Args:
+        store: a datastore, where there is one.
+        habits: of the target, where they are kept; they take in what is committed behind `tokens`.
+    """
+
+    def __init__(self, tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> None:
         self._own = NgramIndex(tokens)
-        self._store = StoreGuesses(store, self._own.tokens, max(0, len(tokens) - _LEARN))
-        self._store.learn(len(tokens))
+        self._store = None
+        if store is not None:
+            self._store = StoreGuesses(store, self._own.tokens, max(0, len(tokens) - _LEARN))
+            self._store.learn(len(tokens))
+        self._habits, self._counted = habits, len(tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -114,22 +123,40 @@ class Guesser:
 
     def cut(self, length: int) -> None:
         self._own.cut(length)
-        self._store.cut(length)
+        if self._store is not None:
+            self._store.cut(length)
 
     def learn(self, committed: int) -> None:
         self._own.learn(committed)
-        self._store.learn(committed)
+        if self._store is not None:
+            self._store.learn(committed)
+        if self._habits is not None:
+            for position in range(max(1, self._counted), committed):
+                self._habits.learn(self._before(position), self.tokens[position])
+            self._counted = max(self._counted, committed)
 
     def candidates(self, position: int) -> list[Candidate]:
-        return fused(self._own.candidates(position), self._store.candidates(position))
+        found = [self._own.candidates(position)]
+        if self._store is not None:
+            found.append(self._store.candidates(position))
+        if self._habits is not None:
+            found.append(self._habits.candidates(self._before(position)))
+        return fused(*found)
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        sides: dict[Source, list[Candidate]] = {}
-        for side in (candidate, candidate.also):
-            if side is not None:
-                index = self._own if side.source is Source.NGRAM else self._store
-                sides[side.source] = index.following(side)
-        return fused(*sides.values())
+        return fused(*[self._following(side) for side in (candidate, *candidate.also)])
+
+    def _following(self, candidate: Candidate) -> list[Candidate]:
+        """What follows where its own source has seen it."""
+        if candidate.context:
+            assert self._habits is not None
+            return self._habits.candidates(candidate.context)
+        index = self._own if candidate.source is Source.NGRAM else self._store
+        assert index is not None
+        return index.following(candidate)
+
+    def _before(self, position: int) -> list[int]:
+        return self.tokens[max(0, position - CONTEXT) : position]
 
 
 def fused(*lists: Sequence[Candidate]) -> list[Candidate]:
@@ -143,10 +170,9 @@ def fused(*lists: Sequence[Candidate]) -> list[Candidate]:
         known = best.get(candidate.token)
         if known is None:
             best[candidate.token] = candidate
-        elif known.chance >= candidate.chance:
-            best[candidate.token] = known.with_chance(known.chance, candidate)
-        else:
-            best[candidate.token] = candidate.with_chance(candidate.chance, known)
+            continue
+        first, second = (known, candidate) if known.chance >= candidate.chance else (candidate, known)
+        best[candidate.token] = first.with_chance(first.chance, (*first.also, second, *second.also))
     ranked = sorted(best.values(), key=lambda candidate: candidate.chance, reverse=True)
     total = sum([candidate.chance for candidate in ranked])
     if total <= 1:

@@ -42,7 +42,8 @@ class Candidate:
         matched: tokens before it that match, at most `MOST_MATCHED`; of several occurrences the most.
         occurrences: where it stood, as (position, tokens before it that match).
         source: who names it: whose positions these are.
-        also: the same token as another source names it.
+        also: the same token as other sources name it.
+        context: of what habits name: the last tokens up to it, in place of occurrences.
     """
 
     token: int
@@ -50,10 +51,11 @@ class Candidate:
     matched: int
     occurrences: tuple[tuple[int, int], ...]
     source: Source = Source.NGRAM
-    also: Candidate | None = None
+    also: tuple[Candidate, ...] = ()
+    context: tuple[int, ...] = ()
 
-    def with_chance(self, chance: float, also: Candidate | None) -> Candidate:
-        return Candidate(self.token, chance, self.matched, self.occurrences, self.source, also)
+    def with_chance(self, chance: float, also: tuple[Candidate, ...]) -> Candidate:
+        return Candidate(self.token, chance, self.matched, self.occurrences, self.source, also, self.context)
 
 
 class TextIndex(Protocol):

@@ -2,7 +2,7 @@
 
 Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
 Texts: every method and window, compared with `ar` under rules that commit the target's own draw (greedy, coupled), and
-with each other under the ratio rule.
+with each other under the ratio rule.  Where there is a datastore, `ngram` is compared with and without it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import contextlib
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from pearl.client.request import Prompt
+from pearl.client.stream import Result
 from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.models.graphs import FED
@@ -46,13 +48,20 @@ _RATIO = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: `equal` of `count` rows or texts equal the reference. `first`: the first difference, in words."""
+    """One comparison: `equal` of `count` rows or texts equal the reference.
+
+    Attributes:
+        first: the first difference, in words.
+        guessed: tokens of the texts that were guessed, by source; equal texts prove something about guesses only where
+            there are some.
+    """
 
     what: str
     reference: str
     count: int
     equal: int
     first: str = ""
+    guessed: dict[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -100,7 +109,20 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     return Finding(f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first)
 
 
-def check_texts(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, *, kill: bool) -> Iterator[Finding]:
+References = dict[str, list[list[int]]]  # texts of `ar`, by rule
+
+
+def check_guesses(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, known: References
+) -> Iterator[Finding]:
+    """Compare the texts of methods that need no draft, one finding each; see `check_texts`."""
+    for rule, sampling in _direct_rules(params):
+        yield from _guessing(engine, prompts, sampling, rule, _wanted(engine, prompts, sampling, rule, known))
+
+
+def check_texts(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, *, kill: bool, known: References | None = None
+) -> Iterator[Finding]:
     """Compare the texts of all methods, one finding each.
 
     The reference is `ar` under the greedy and coupled rules, and `pearl` with stream windows under the ratio rule.
@@ -108,23 +130,49 @@ def check_texts(engine: Engine, prompts: Sequence[Prompt], params: SamplingParam
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
+        known: references that another engine has decoded; what is missing is added.
     """
-    greedy = params.model_copy(update={"temperature": 0.0})
-    for rule, sampling in (("greedy", greedy), ("coupled", params)):
-        wanted = [_text(engine, prompt, sampling, rule, *_AR) for prompt in prompts]
-        for case in _DRAFTLESS + _DIRECT if engine.config.has_draft else _DRAFTLESS:
+    known = {} if known is None else known
+    for rule, sampling in _direct_rules(params):
+        wanted = _wanted(engine, prompts, sampling, rule, known)
+        yield from _guessing(engine, prompts, sampling, rule, wanted)
+        if not engine.config.has_draft:
+            continue
+        for case in _DIRECT:
             texts = [_text(engine, prompt, sampling, rule, *case) for prompt in prompts]
             yield _compare(f"{rule}: {_case_name(*case)}", "ar", texts, wanted)
-        if kill and engine.config.has_draft:
+        if kill:
             case = "pearl", "stream", None
             texts = [_text(engine, prompt, sampling, rule, *case, kill=True) for prompt in prompts]
             yield _compare(f"{rule}: pearl stream, draft killed", "ar", texts, wanted)
     if engine.config.has_draft:
         _wait_for_draft(engine)
-        wanted = [_text(engine, prompt, params, "ratio", "pearl", "stream", None) for prompt in prompts]
+        wanted = [_text(engine, prompt, params, "ratio", "pearl", "stream", None).tokens for prompt in prompts]
         for case in _RATIO:
             texts = [_text(engine, prompt, params, "ratio", *case) for prompt in prompts]
             yield _compare(f"ratio: {_case_name(*case)}", "pearl stream", texts, wanted)
+
+
+def _direct_rules(params: SamplingParams) -> tuple[tuple[str, SamplingParams], ...]:
+    """Rules that commit the target's own draw, and how to sample under them."""
+    return ("greedy", params.model_copy(update={"temperature": 0.0})), ("coupled", params)
+
+
+def _wanted(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, rule: str, known: References
+) -> list[list[int]]:
+    if rule not in known:
+        known[rule] = [_text(engine, prompt, params, rule, *_AR).tokens for prompt in prompts]
+    return known[rule]
+
+
+def _guessing(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, rule: str, wanted: list[list[int]]
+) -> Iterator[Finding]:
+    store = ", datastore" if engine.config.datastore is not None else ""
+    for case in _DRAFTLESS:
+        texts = [_text(engine, prompt, params, rule, *case) for prompt in prompts]
+        yield _compare(f"{rule}: {_case_name(*case)}{store}", "ar", texts, wanted)
 
 
 def _text(
@@ -137,7 +185,7 @@ def _text(
     gamma: int | None,
     no_guesses: bool = False,
     kill: bool = False,
-) -> list[int]:
+) -> Result:
     decoding = DecodingConfig(
         method=method,
         window=window,
@@ -150,7 +198,7 @@ def _text(
             if kill and done == 3 and engine.draft_pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(engine.draft_pid, signal.SIGKILL)
-    return stream.result.tokens
+    return stream.result
 
 
 def _wait_for_draft(engine: Engine) -> None:
@@ -165,11 +213,15 @@ def _case_name(method: str, window: str, gamma: int | None, no_guesses: bool = F
     return f"{method} {window}" + (f"({gamma})" if gamma else "") + (", no guesses" if no_guesses else "")
 
 
-def _compare(what: str, reference: str, texts: list[list[int]], wanted: list[list[int]]) -> Finding:
+def _compare(what: str, reference: str, results: Sequence[Result], wanted: list[list[int]]) -> Finding:
+    texts = [result.tokens for result in results]
+    guessed = Counter[str]()
+    for result in results:
+        guessed.update(result.statistics.guessed_by_source)
     wrong = [(i, *pair) for i, pair in enumerate(zip(texts, wanted, strict=True)) if pair[0] != pair[1]]
     first = ""
     if wrong:
         number, text, want = wrong[0]
         at = next((k for k, (a, b) in enumerate(zip(text, want, strict=False)) if a != b), min(len(text), len(want)))
         first = f"text {number + 1}, token {at}"
-    return Finding(what, reference, len(texts), len(texts) - len(wrong), first)
+    return Finding(what, reference, len(texts), len(texts) - len(wrong), first, dict(guessed))

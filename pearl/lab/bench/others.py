@@ -107,7 +107,8 @@ STUDIES = {
             ),
         ],
         "Theirs are Llama 2 7B and Llama 3 8B on an Ascend 910B4 with a datastore of conversations; ours is the "
-        "embedded target on one core, guessing from prompt and own text alone. Top-k 50 and top-p 0.7, as theirs.",
+        "embedded target on one core, guessing from prompt and own text, and from --datastore where it is given. Top-k "
+        "50 and top-p 0.7, as theirs.",
         "Batches of 8 to 64 requests.",
     ),
     "mjsd": Study(

@@ -17,7 +17,7 @@ from pearl.decoding.sampling import SHORTLIST, read_draw
 from pearl.drafting.model import shape_of
 from pearl.models.recorded import FEATURES, Header, RecordedText
 from pearl.models.replay import faint
-from pearl.models.runner import ModelRunner, feed_chain
+from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.messages import Sampling
 from pearl.text import Tokenizer
 
@@ -60,18 +60,40 @@ def record(
 
 
 @torch.inference_mode()
+def answers(
+    target: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    eos: Sequence[int],
+    most: int,
+    tick: Callable[[int], object] = lambda tokens: None,
+) -> list[list[int]]:
+    """What seeded decoding gives, each prompt with a sampling of its own; as many at a time as the target has slots.
+
+    `tick` is told of tokens as they are drawn.
+    """
+    said: list[list[int]] = [[] for _ in prompts]
+    for first in range(0, len(prompts), target.capabilities.slots):
+        going = {first + slot: slot for slot in range(target.capabilities.slots) if first + slot < len(prompts)}
+        draws = {number: DirectDraw(samplings[number]) for number in going}
+        for slot in going.values():
+            target.rollback(0, slot)
+        while going:
+            feeds = [Feed(said[number][-1:] or prompts[number], 1, slot) for number, slot in going.items()]
+            for number, row in zip(going, target.forward(feeds), strict=True):
+                said[number].append(read_draw(draws[number](row[0], len(prompts[number]) + len(said[number]))))
+            tick(len(going))
+            going = {n: slot for n, slot in going.items() if len(said[n]) < most and said[n][-1] not in eos}
+    return said
+
+
+@torch.inference_mode()
 def recorded(
     target: ModelRunner, draft: ModelRunner, prompt: Sequence[int], sampling: Sampling, header: Header
 ) -> RecordedText:
     """One text: what seeded decoding gives, and the draft's rows along it."""
-    draw = DirectDraw(sampling)
-    answer, fed = list[int](), list(prompt)
-    target.rollback(0)
-    while len(answer) < header.max_tokens and (not answer or answer[-1] not in header.eos):
-        row = feed_chain(target, fed, 1)[0]
-        fed = [read_draw(draw(row, len(prompt) + len(answer)))]
-        answer += fed
-    return RecordedText(tuple(prompt), tuple(answer), *_rows(draft, prompt, answer, draw, header))
+    (answer,) = answers(target, [prompt], [sampling], header.eos, header.max_tokens)
+    return RecordedText(tuple(prompt), tuple(answer), *_rows(draft, prompt, answer, DirectDraw(sampling), header))
 
 
 def _rows(

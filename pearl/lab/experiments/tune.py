@@ -1,25 +1,21 @@
 """How a datastore's counts become chances: a search over `Weights`, by replaying texts that a model has generated.
 
-A replay asks for guesses after every token that a forward would have committed, and follows the text through the tree
-as the target would have.  Nothing is computed by a model.  Source: SSSD (Marzollo et al. 2024), whose weights come from
-such a search.
+Source: SSSD (Marzollo et al. 2024), whose weights come from such a search.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
 from pearl.document import parse_json
 from pearl.drafting.datastore import BINS, Datastore, Header, Weights, Writer, read_header
-from pearl.drafting.guesser import StoreGuesses, text_index
-from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
+from pearl.drafting.guesser import StoreGuesses
+from pearl.drafting.ngram import MOST_MATCHED
 from pearl.errors import ConfigError
-from pearl.protocol.messages import Source
+from pearl.lab.experiments.guessing import Generated, Replayed, replay
 
 GRID = {"damping": (1.0, 1.5, 3.0), "few": (1, 8, 24), "fade": (1.0, 0.9, 0.8)}
 _BELIEF = 10  # cases that the rate of a row counts as, where a cell of it has seen few
@@ -31,27 +27,6 @@ class Watcher(Protocol):
     def begin(self, what: str, total: int) -> None: ...
 
     def advance(self, count: int, note: str = "") -> None: ...
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A text that a model made, from `start` on; before that its prompt."""
-
-    tokens: tuple[int, ...]
-    start: int
-
-
-@dataclass
-class Replayed:
-    """What a replay comes to. `accepted`: guesses that became text, by who made them."""
-
-    steps: int
-    tokens: int
-    accepted: Counter[Source]
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.tokens / self.steps if self.steps else 0.0
 
 
 def read_generated(paths: Sequence[Path], vocab_size: int) -> list[Generated]:
@@ -82,27 +57,6 @@ def _generated(line: str, vocab_size: int, where: str) -> Generated:
     if not known:
         raise ConfigError(f"{where} is not what `pearl generate --json` prints, for a model with this tokenizer")
     return Generated((*prompt, *tokens), len(prompt))
-
-
-def replay(texts: Sequence[Generated], store: Datastore | None, most: int) -> Replayed:
-    """What method `ngram` makes of these texts with `most` guesses a forward. A prefill's token takes no step."""
-    total = Replayed(0, 0, Counter())
-    for text in texts:
-        index = text_index(text.tokens[: text.start], store)
-        committed, end = text.start + 1, len(text.tokens)
-        while committed < end:
-            index.extend(text.tokens[len(index) : committed])
-            index.learn(committed)
-            tokens, parents, _, sources = guess_tree(index, anchored(index.tokens, committed, 1.0), most, end - 1)
-            children = {pair: i for i, pair in enumerate(zip(parents, tokens, strict=True))}
-            at, before = committed - 1, committed
-            while committed < end and (node := children.get((at, text.tokens[committed]))) is not None:
-                total.accepted[sources[node]] += 1
-                at, committed = before + node, committed + 1
-            committed = min(end, committed + 1)
-            total.steps += 1
-            total.tokens += committed - before
-    return total
 
 
 def measured_rates(texts: Sequence[Generated], store: Datastore) -> tuple[tuple[float, ...], ...]:
@@ -143,8 +97,7 @@ def search(texts: Sequence[Generated], store: Datastore, most: int, watcher: Wat
             store.weights = store.weights.model_copy(update={"rates": measured_rates(learned, store)})
             parts.append(replay(tried, store, most))
         one, other = parts
-        accepted = one.accepted + other.accepted
-        found = Replayed(one.steps + other.steps, one.tokens + other.tokens, accepted)
+        found = one + other
         if best is None or found.tokens_per_step > best[1].tokens_per_step:
             best = given.model_copy(update=values), found
         watcher.advance(1, f"{best[1].tokens_per_step:.3f} tokens a step")

@@ -1,0 +1,302 @@
+"""Guesses without a draft model, beside what the SSSD paper says of its own: by source, by cost and by temperature.
+
+The target writes texts at several temperatures, each once, as `ar` does.  They are replayed with guesses from the text,
+from a datastore and from both: how many are accepted is a matter of the texts alone, whatever else the machine does.
+Only what a forward of s tokens takes is measured, and wants a quiet machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from pearl.client.request import resolve_sampling
+from pearl.config import LOOK_AHEAD, EngineConfig, SamplingParams
+from pearl.drafting.datastore import Datastore, check_tokenizer
+from pearl.lab.bench.interval import bootstrapped
+from pearl.lab.bench.run import Watcher
+from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
+from pearl.lab.experiments.recorded import interpolated
+from pearl.lab.experiments.recording import answers
+from pearl.models.runner import Feed, ModelRunner, feed_chain
+from pearl.models.tokenizer import load_tokenizer
+from pearl.protocol.messages import Source
+from pearl.worker.build import make_runner, place
+
+SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one included: the paper's speculation length
+TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
+FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
+UNFILTERED: dict[str, Any] = {"top_k": 0, "top_p": 1.0}
+_AT_ONCE = 8  # texts that are written side by side
+_CONTEXT = 256  # tokens in the cache while forwards are timed
+_ROUNDS, _TREES = 9, 3  # rounds of all sizes; trees of each size, from all over the texts
+PAPER = {  # section 4 of the paper
+    "speedup": "2.05 to 2.61 at batch 1, s at most 30",
+    "sources": "almost add up perfectly",
+    0.4: "-1 to -2%",
+    0.7: "-1 to -2%",
+    1.0: "-1 to -2%",
+    2.0: "around -20%",
+}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a target's forward by the tokens that it is fed, as a chain and as trees that guesses made."""
+
+    chain: dict[int, float]
+    tree: dict[int, float]
+
+    def over_one(self, fed: int, tree: bool) -> float:
+        return (self.tree if tree else self.chain)[fed] / self.chain[1]
+
+
+def study(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher) -> dict[str, Any]:
+    """All figures, for JSON: see `by_size` and `by_temperature`.
+
+    Args:
+        config: of the target, and of the datastore if there is one.
+        tasks: of which each first turn is answered.
+        tokens: the most of an answer.
+    """
+    slots, room = min(_AT_ONCE, len(tasks)), config.max_context or 8192
+    config = config.model_copy(update={"slots": slots, "max_context": min(room, 2048)})
+    tokenizer, defaults = load_tokenizer(config.target)
+    target = make_runner(config.model("target"), place(config, "target"))
+    store = None
+    if config.datastore is not None:
+        directory = Path(config.datastore)
+        store = Datastore(directory, target.vocab_size, verified=True)
+        check_tokenizer(store.header, tokenizer, directory)
+    prompts = [
+        tokenizer.apply_chat([{"role": "user", "content": task.turns[0]}]) or tokenizer.encode(task.turns[0])
+        for task in tasks
+    ]
+
+    def written(temperature: float, filters: dict[str, Any]) -> list[Generated]:
+        params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **filters)
+        sampling = resolve_sampling(params, defaults, 0)
+        samplings = [replace(sampling, seed=task.number) for task in tasks]
+        watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
+        said = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
+        return [Generated((*p, *a), len(p)) for p, a in zip(prompts, said, strict=True)]
+
+    texts = {(0.0, False): written(0.0, UNFILTERED)}
+    for filtered, filters in ((True, FILTERED), (False, UNFILTERED)):
+        texts |= {(t, filtered): written(t, filters) for t in TEMPERATURES if t}
+    greedy = texts[0.0, False]
+    found = replay(greedy, store, max(SIZES) - 1)
+    times = measured(target, found.trees, watcher)
+    return {
+        "sizes": by_size(greedy, store, times),
+        "chosen": chosen(greedy, store, times),
+        "temperatures": by_temperature(texts, store),
+        "texts": len(tasks),
+        "tokens": sum(len(text.tokens) - text.start for text in greedy),
+        "datastore": None if store is None else [config.datastore, store.header.tokens],
+        "threads": torch.get_num_threads(),
+        "t_one": times.chain[1],
+    }
+
+
+# ---- what a forward takes ----
+
+
+def measured(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Watcher) -> Times:
+    """Medians over rounds in which every size and shape takes its turn.
+
+    `trees`: of a replay; the largest are cut to each size, from the guesses that it held likeliest.
+    """
+    base = max(1, min(_CONTEXT, target.context - max(SIZES)))
+    target.rollback(0)
+    feed_chain(target, [(7 + 5 * i) % target.vocab_size for i in range(base)], 0)
+    shapes = _shapes(trees, target.capabilities.tree_nodes)
+    taken: dict[tuple[int, bool], list[float]] = {}
+    watcher.begin("forward times", _ROUNDS)
+    for round_ in range(_ROUNDS + 1):  # the first pays for what later ones do not
+        for fed in SIZES:
+            for parents in (None, *shapes.get(fed, [])):
+                seconds = _seconds(target, base, fed, parents)
+                if round_:
+                    taken.setdefault((fed, parents is not None), []).append(seconds)
+        watcher.advance(min(round_, 1))
+    target.rollback(0)
+    chain = {fed: median(taken[fed, False]) for fed in SIZES}
+    return Times(chain, {fed: median(taken[fed, True]) if (fed, True) in taken else chain[fed] for fed in SIZES})
+
+
+def _shapes(trees: Sequence[tuple[int, ...]], most: int) -> dict[int, list[tuple[int, ...]]]:
+    """By size some trees of it. One that is too small goes on as a chain below its last node."""
+    large = sorted(trees, key=len, reverse=True)[: max(_TREES, len(trees) // 10)]
+    some = large[:: max(1, len(large) // _TREES)][:_TREES]
+    sizes = [fed for fed in SIZES if 1 < fed <= most]
+    return {fed: [(*tree[:fed], *range(min(fed, len(tree)) - 1, fed - 1)) for tree in some] for fed in sizes}
+
+
+def _seconds(target: ModelRunner, base: int, fed: int, parents: tuple[int, ...] | None) -> float:
+    target.rollback(base)
+    target.synchronize()
+    began = time.perf_counter()
+    target.forward([Feed([(3 + 11 * i) % target.vocab_size for i in range(fed)], fed, parents=parents)])
+    target.synchronize()
+    return time.perf_counter() - began
+
+
+# ---- what guesses make of texts ----
+
+
+def by_size(texts: Sequence[Generated], store: Datastore | None, times: Times) -> list[dict[str, Any]]:
+    """A row for each number of tokens in a forward, all fed that are found; see `_row`."""
+    return [_row(texts, store, size - 1, size, times) for size in SIZES]
+
+
+def chosen(texts: Sequence[Generated], store: Datastore | None, times: Times) -> dict[str, Any]:
+    """The same where each forward takes those of up to `LOOK_AHEAD` guesses that make most tokens a second."""
+    return _row(texts, store, LOOK_AHEAD, None, times)
+
+
+def _row(
+    texts: Sequence[Generated], store: Datastore | None, most: int, size: int | None, times: Times
+) -> dict[str, Any]:
+    """Tokens a step from each source alone and from both, as a tree and as a chain; and what follows in speed.
+
+    `size`: tokens fed; None: what pays.
+    """
+    tree, chain = interpolated(times.tree), interpolated(times.chain)
+
+    def steps(seconds: Seconds, **options: Any) -> Replayed:
+        return replay(texts, options.pop("store", store), most, seconds=None if size else seconds, **options)
+
+    both, line = steps(tree), steps(chain, branches=False)
+    return {
+        "size": size,
+        "t_tree": None if size is None else times.over_one(size, True) if size > 1 else 1.0,
+        "t_chain": None if size is None else times.over_one(size, False),
+        "fed": both.fed_per_step,
+        "text": steps(tree, store=None).tokens_per_step,
+        "store": None if store is None else steps(tree, make=store_alone).tokens_per_step,
+        "tree": both.tokens_per_step,
+        "by_source": _by_source(both),
+        "chain": line.tokens_per_step,
+        "speedup_tree": both.speedup(tree),
+        "speedup_chain": line.speedup(chain),
+    }
+
+
+def by_temperature(texts: dict[tuple[float, bool], list[Generated]], store: Datastore | None) -> list[dict[str, Any]]:
+    """Tokens a step with up to `LOOK_AHEAD` guesses, all fed, and against greedy; 95% over the prompts.
+
+    `texts`: by temperature and whether it was filtered; those of the same prompts.
+    """
+    each = {key: [replay([text], store, LOOK_AHEAD) for text in those] for key, those in texts.items()}
+    greedy, rows = each[0.0, False], []
+    for (temperature, filtered), replays in each.items():
+        per_step, total = bootstrapped(replays, _per_step), sum(replays, Replayed())
+        pairs = list(zip(replays, greedy, strict=True))
+        change = bootstrapped(pairs, _change) if temperature else None
+        rows.append(
+            {
+                "temperature": temperature,
+                "filtered": filtered,
+                "tokens": total.tokens,
+                "tokens_per_step": [per_step.value, per_step.low, per_step.high],
+                "by_source": _by_source(total),
+                "change": None if change is None else [change.value, change.low, change.high],
+            }
+        )
+    return rows
+
+
+def _by_source(replayed: Replayed) -> dict[str, float]:
+    """Accepted guesses a step."""
+    return {source.value: replayed.accepted_per_step(source) for source in (Source.NGRAM, Source.DATASTORE)}
+
+
+def _per_step(replays: Sequence[Replayed]) -> float:
+    return sum(one.tokens for one in replays) / max(1, sum(one.steps for one in replays))
+
+
+def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
+    own, greedy = (_per_step([pair[i] for pair in pairs]) for i in (0, 1))
+    return own / greedy - 1 if greedy else 0.0
+
+
+# ---- in words ----
+
+SIZE_COLUMNS = (
+    "s",
+    "t(s)/t(1):\ntree, chain",
+    "tokens a step:\ntext alone",
+    "datastore\nalone",
+    "both",
+    "accepted a step:\nn-gram, datastore",
+    "both, as\na chain",
+    "over ar:\ntree, chain",
+)
+TEMPERATURE_COLUMNS = ("temperature", "filters", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
+
+
+def sizes_in_words(found: dict[str, Any]) -> list[list[str]]:
+    """A row for each s, one word for each of `SIZE_COLUMNS`; the last is of what pays, with what it feeds."""
+    return [_size_in_words(row) for row in (*found["sizes"], found["chosen"])]
+
+
+def _size_in_words(row: dict[str, Any]) -> list[str]:
+    times = "" if row["size"] is None else "{t_tree:.2f}, {t_chain:.2f}".format(**row)
+    return [
+        f"what pays: {row['fed']:.1f}" if row["size"] is None else str(row["size"]),
+        times,
+        f"{row['text']:.2f}",
+        "" if row["store"] is None else f"{row['store']:.2f}",
+        f"{row['tree']:.2f}",
+        ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
+        f"{row['chain']:.2f}",
+        "{speedup_tree:.2f}, {speedup_chain:.2f}".format(**row),
+    ]
+
+
+def temperatures_in_words(found: dict[str, Any]) -> list[list[str]]:
+    """A row for each way to sample, one word for each of `TEMPERATURE_COLUMNS`."""
+    return [
+        [
+            f"{row['temperature']:g}",
+            "top-k 50, top-p 0.7" if row["filtered"] else "none",
+            "{:.2f} ({:.2f}-{:.2f})".format(*row["tokens_per_step"]),
+            ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
+            "" if row["change"] is None else "{:+.0%} ({:+.0%} to {:+.0%})".format(*row["change"]),
+            PAPER.get(row["temperature"], "") if row["filtered"] else "",
+        ]
+        for row in found["temperatures"]
+    ]
+
+
+def explained(found: dict[str, Any]) -> str:
+    """What stands above the tables in words: settings, and what the paper has in prose."""
+    store = found["datastore"]
+    best = max(found["sizes"], key=lambda row: row["speedup_tree"])
+    most = found["sizes"][-1]
+    lines = [
+        f"s: tokens in a forward, the last committed one included. {found['texts']} texts, {found['tokens']} tokens "
+        f"greedy; t(1) {found['t_one'] * 1e3:.1f} ms, {found['threads']} threads, {_CONTEXT} tokens in the cache; "
+        + (f"datastore {store[0]} of {store[1]:,} tokens" if store else "no datastore"),
+        f"over ar: only forwards take time. Ours at its best s, {best['size']}: {best['speedup_tree']:.2f}; theirs: "
+        f"{PAPER['speedup']}",
+    ]
+    if store and most["tree"] > 1:
+        added = (most["text"] + most["store"] - 2) / (most["tree"] - 1)
+        lines.append(
+            f"what each source gives alone adds up, at s = {most['size']}, to {added:.2f} times what both give; "
+            f'theirs "{PAPER["sources"]}"'
+        )
+    lines.append(
+        f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; theirs: acceptance with "
+        "top-k 50 and top-p 0.7"
+    )
+    return "\n".join(lines)

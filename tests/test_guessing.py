@@ -1,0 +1,259 @@
+"""Guesses replayed on texts: what is counted is what decoding does, and what it costs is what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pearl.cli import cli
+from pearl.config import EngineConfig
+from pearl.drafting.datastore import Datastore
+from pearl.drafting.guesser import Guesser, text_index
+from pearl.drafting.habits import Habits
+from pearl.errors import ConfigError
+from pearl.lab.bench import guesses
+from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
+from pearl.lab.experiments.recording import answers
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models.loading import load_runner
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import Decoding, Sampling, Source, Submit
+from tests.conftest import TOY, greedy_text
+from tests.test_datastore import VOCAB, make
+from tests.test_look_ahead import Chains
+from tests.tiny import tiny_model
+
+LOOP = Generated((1, 2, 3, 4) * 8, 8)
+
+
+class Quiet:
+    def begin(self, what: str, total: int) -> None: ...
+
+    def advance(self, count: int, note: str = "") -> None: ...
+
+    def say(self, message: str) -> None: ...
+
+
+def toy_text(seed: int, length: int = 60) -> Generated:
+    executors = paired_executors(*(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7, order=1)[0]) for _ in range(2)))
+    submit = Submit(1, (1, 2, 3), length, Sampling(1.0, seed=seed), Decoding("ar"))
+    return Generated((1, 2, 3, *simulate(submit, *executors, Timing(1.0, lambda n: 1.0)).tokens), 3)
+
+
+# ---- replays ----
+
+
+@pytest.mark.parametrize("branches", [True, False], ids=["tree", "chain"])
+@pytest.mark.parametrize("slope", [0.0, 0.3, 5.0])
+def test_a_replay_feeds_and_accepts_what_decoding_does(branches: bool, slope: float) -> None:
+    """Where every forward takes those guesses that make most tokens a second at these times; none where none pays."""
+
+    def seconds(fed: int) -> float:
+        return 1.0 + slope * (fed - 1)
+
+    text = toy_text(4)
+    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
+    submit = Submit(1, text.tokens[:3], len(text.tokens), Sampling(1.0, seed=4), Decoding("ngram", look_ahead=8))
+    executors = paired_executors(target if branches else Chains(target), draft)
+    outcome = simulate(submit, *executors, Timing(1.0, seconds))
+    replayed = replay([text], None, 8, branches=branches, seconds=seconds)
+    assert tuple(outcome.tokens) == text.tokens[3:]
+    assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed)
+    assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.guesses
+    assert slope < 5 or replayed.fed == {1: replayed.steps}
+
+
+def test_a_chain_has_no_branches_and_a_tree_is_no_longer_than_asked_for() -> None:
+    texts = [toy_text(seed) for seed in range(4)]
+    chain, tree = (replay(texts, None, 6, branches=branches) for branches in (False, True))
+    assert all(parents == tuple(range(-1, len(parents) - 1)) for parents in chain.trees)
+    assert any(len(set(parents)) < len(parents) for parents in tree.trees)
+    for replayed in (chain, tree):
+        assert max(map(len, replayed.trees)) <= 7
+        assert sorted(map(len, replayed.trees)) == sorted(replayed.fed.elements())
+        assert all(-1 <= parent < node for parents in replayed.trees for node, parent in enumerate(parents))
+
+
+def test_speed_is_tokens_over_what_the_forwards_took() -> None:
+    """Four tokens a forward that takes twice as long as one of one token."""
+    replayed = Replayed(steps=10, tokens=40)
+    replayed.fed[4] = 10
+    assert replayed.speedup(lambda fed: 3.0 if fed == 1 else 6.0) == 2.0
+    assert (replayed + replayed).speedup(lambda fed: 3.0) == 4.0
+    assert (replayed + replayed).fed_per_step == 4.0
+    assert Replayed().speedup(lambda fed: 1.0) == 0.0
+
+
+def test_each_source_alone_and_both(tmp_path: Path) -> None:
+    """A text that repeats itself, of which the datastore has seen another part."""
+    text = Generated((*(1, 2, 3, 4) * 6, *(5, 0, 2, 5, 4, 0, 1, 1, 3)), 4)
+    store = make(tmp_path / "store", [[4, 5, 0, 2, 5, 4, 0, 1, 1, 3]] * 30)
+    own, alone, both = replay([text], None, 8), replay([text], store, 8, make=store_alone), replay([text], store, 8)
+    assert set(own.accepted) == {Source.NGRAM}
+    assert set(alone.accepted) == {Source.DATASTORE}
+    assert both.accepted_per_step(Source.NGRAM) > 0 < both.accepted_per_step(Source.DATASTORE)
+    assert both.tokens_per_step > max(own.tokens_per_step, alone.tokens_per_step)
+    assert own.tokens == alone.tokens == both.tokens == len(text.tokens) - text.start - 1
+
+
+# ---- habits ----
+
+
+def test_what_followed_the_longest_known_context_is_named() -> None:
+    habits = Habits()
+    for before, token in [((1, 2), 3)] * 3 + [((1, 2), 4)] + [((5, 2), 0)] * 9:
+        habits.learn(before, token)
+    assert [c.token for c in habits.candidates([7, 1, 2])] == [3, 4], "1 2 is known, 7 1 2 is not"
+    assert [c.token for c in habits.candidates([9, 9, 2])] == [0, 3, 4], "of 2 all that followed it"
+    assert habits.candidates([2, 9]) == habits.candidates([]) == []
+    three = habits.candidates([7, 1, 2])[0]
+    assert (three.context, three.matched) == ((1, 2, 3), 2)
+    assert sum(c.chance for c in habits.candidates([2])) <= 1
+
+
+def test_habits_that_hold_are_believed_and_others_are_not() -> None:
+    right, wrong = Habits(), Habits()
+    for i in range(80):
+        right.learn((1, 2, 3), 4)
+        wrong.learn((1, 2, 3), i % 7)
+    assert right.candidates((1, 2, 3))[0].chance > 0.9
+    assert wrong.candidates((1, 2, 3))[0].chance < 0.25
+
+
+def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
+    habits = Habits(contexts=30)
+    for token in range(500):
+        habits.learn((token % 40, 1), token)
+        habits.learn((7,), 8)
+    assert len(habits) == 30
+    assert habits.candidates((7,))[0].token == 8
+    assert habits.candidates((25, 1))[0].matched == 1, "25 1 is forgotten, and 1 has been seen all the time"
+    assert habits.candidates((3, 1))[0].matched == 2
+    assert max(map(len, habits._followers.values())) <= 16
+
+
+def test_a_text_adds_what_is_committed_behind_its_prompt() -> None:
+    """Each token once, and nothing that was proposed and taken back."""
+    habits = Habits()
+    index = Guesser([5, 5, 5], None, habits)
+    index.extend([1, 2, 0, 0])
+    index.cut(5)
+    index.extend([3])
+    for committed in (4, 6, 6):
+        index.learn(committed)
+    assert habits._followers[(1,)] == {2: 1}
+    assert habits._followers[(5, 5, 1)] == {2: 1}
+    assert (0,) not in habits._followers
+    assert habits._followers[(5,)] == {1: 1}, "what stands in a prompt was not written by the target"
+
+
+def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
+    """Where it has nothing to repeat itself; also beside a datastore, and as paths of several tokens."""
+    text = Generated((7, *range(10, 40)), 1)
+    for store in (None, make(tmp_path / "store", [[1, 2]], 70)):
+        habits = Habits()
+        first, second = (replay([text], store, 8, make=partial(text_index, habits=habits)) for _ in range(2))
+        assert first.tokens_per_step == 1
+        assert second.tokens_per_step > 4
+        assert replay([text] * 2, store, 8).tokens_per_step == 1, "without habits nothing outlives a text"
+
+
+def test_one_token_of_three_sources_goes_on_by_each(tmp_path: Path) -> None:
+    habits = Habits()
+    for before, token in (((1, 2), 3), ((2, 3), 0)):
+        habits.learn(before, token)
+    index = Guesser([1, 2, 3, 4, 1, 2], make(tmp_path, [[1, 2, 3, 5, 2]] * 9), habits)
+    (three,) = index.candidates(6)
+    assert (three.token, len(three.also)) == (3, 2)
+    assert {c.token for c in index.following(three)} == {0, 4, 5}
+
+
+# ---- answers ----
+
+
+def test_answers_are_those_of_one_at_a_time() -> None:
+    """More prompts than slots, of different lengths, each with a seed of its own; some end early."""
+    runner = load_runner(str(tiny_model("llama")), device=torch.device("cpu"), dtype="float32", slots=3)
+    prompts = [[5, 9, 40], [7], [12, 33, 8, 2], [5, 9, 40], [1, 2]]
+    samplings = [Sampling(1.0, top_k=20, seed=seed) for seed in range(5)]
+    eos = answers(runner, prompts[1:2], samplings[1:2], (), 12)[0][3:4]
+    drawn: list[int] = []
+    together = answers(runner, prompts, samplings, eos, 12, drawn.append)
+    apart = [answers(runner, [p], [s], eos, 12)[0] for p, s in zip(prompts, samplings, strict=True)]
+    assert together == apart
+    assert together[0] != together[3], "the same prompt, another seed"
+    assert len(together[1]) <= 4
+    assert sum(drawn) == sum(map(len, together))
+
+
+# ---- the tables ----
+
+
+def times(chain: Sequence[float], tree: Sequence[float]) -> guesses.Times:
+    return guesses.Times(*(dict(zip(guesses.SIZES, given, strict=True)) for given in (chain, tree)))
+
+
+def test_a_row_for_each_size_costs_what_its_forwards_cost() -> None:
+    """A loop of four tokens: as many are right as are fed, and a forward of two takes half as long again."""
+    flat = times([1.0, 1.5, 1.5, 1.5, 1.5, 1.5], [1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    rows = guesses.by_size([LOOP], None, flat)
+    assert [row["size"] for row in rows] == list(guesses.SIZES)
+    assert [row["tree"] for row in rows] == sorted(row["tree"] for row in rows)
+    one, two, *_ = rows
+    assert (one["tree"], one["speedup_tree"], one["t_tree"]) == (1.0, 1.0, 1.0)
+    assert two["tree"] == pytest.approx(23 / 12), "the last token is not guessed: no row follows it"
+    assert two["t_chain"] == 1.5
+    assert two["speedup_chain"] == pytest.approx(23 / (11 * 1.5 + 1))
+    assert two["speedup_tree"] == pytest.approx(23 / (11 * 2.0 + 1))
+    assert two["store"] is None
+    dear = times([1.0, *[50.0] * 5], [1.0, *[50.0] * 5])
+    assert guesses.chosen([LOOP], None, dear)["fed"] == 1.0
+
+
+def test_another_temperature_is_set_against_greedy() -> None:
+    varied = Generated((1, 2, 3, 4, 1, 2, 3, 4, *(5, 0, 2, 5, 4, 0, 1, 1, 3, 0, 0, 2, 4, 4, 3, 1)), 8)
+    found = guesses.by_temperature({(0.0, False): [LOOP] * 3, (0.7, True): [LOOP] * 3, (2.0, True): [varied] * 3}, None)
+    greedy, same, other = found
+    assert greedy["change"] is None
+    assert same["change"] == [0.0, 0.0, 0.0]
+    assert other["change"][0] == pytest.approx(other["tokens_per_step"][0] / greedy["tokens_per_step"][0] - 1)
+    assert other["change"][0] < -0.5
+
+
+def test_shapes_are_cut_from_the_largest_trees_and_go_on_as_chains() -> None:
+    shapes = guesses._shapes([(-1, 0, 0, 1, 1), (-1,), (-1, 0)], most=8)
+    assert set(shapes) == {2, 4, 8}
+    assert shapes[4][0] == (-1, 0, 0, 1)
+    assert shapes[8][0] == (-1, 0, 0, 1, 1, 4, 5, 6)
+    assert all(len(shape) == size for size, some in shapes.items() for shape in some)
+
+
+def test_the_study_of_a_toy(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
+    config = EngineConfig(target=TOY, draft="none", datastore=str(directory))
+    found = guesses.study(config, [Task("x", 1, ("123",)), Task("x", 2, ("321",))], 20, Quiet())
+    json.dumps(found)
+    assert found["datastore"] == [str(directory), len(Datastore(directory))]
+    assert all(row["store"] >= 1 and row["speedup_chain"] > 0 for row in found["sizes"])
+    assert [(row["temperature"], row["filtered"]) for row in found["temperatures"]] == [
+        (0.0, False),
+        *((t, filtered) for filtered in (True, False) for t in guesses.TEMPERATURES[1:]),
+    ]
+    words = guesses.sizes_in_words(found), guesses.temperatures_in_words(found)
+    for rows, columns in zip(words, (guesses.SIZE_COLUMNS, guesses.TEMPERATURE_COLUMNS), strict=True):
+        assert {len(row) for row in rows} == {len(columns)}
+    assert "datastore" in guesses.explained(found)
+
+
+def test_a_datastore_is_for_the_paper_that_has_one(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["bench", "paper", "--paper", "mjsd", "--datastore", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "--paper sssd" in str(result.exception)
