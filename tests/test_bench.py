@@ -717,7 +717,7 @@ def test_a_row_of_a_study_adds_its_texts_up() -> None:
     assert (found["rejected"], found["expected"], found["sd"], found["bias"]) == (10, 8.0, 5.0, 0.05)
     words = others.in_words([found])[0]
     assert words[0] == "ratio"
-    assert words[2:] == ["2.00 (2.00-2.00)", "2.00", "0.75", "2.0, sd 1.0", "10: 8.0, sd 5.0, of 40", "0.050"]
+    assert words[2:] == ["2.00 (2.00-2.00)", "2.00", "0.75", "2.0, sd 1.0", "10: 8.0, sd 5.0, of 40", "0.050", ""]
 
 
 @pytest.mark.slow
@@ -732,8 +732,23 @@ def test_a_study_of_another_paper(tmp_path: Path) -> None:
     assert ar["expected"] is None
     assert ratio["bias"] == 0
     assert ratio["tokens_per_step"] > 1
-    assert all(one["bias"] > 0 for one in relaxed)
+    assert all((one["bias"] > 0) == (not one["label"].startswith("batch")) for one in relaxed)
     assert len(others.in_words(found)[0]) == len(others.COLUMNS)
+
+
+@pytest.mark.slow
+def test_a_study_whose_texts_are_read(tmp_path: Path) -> None:
+    """Perplexity of what each row wrote; and joint greedy decoding, of which more tokens a step are no less likely."""
+    config = EngineConfig(target=TOY, draft=TOY)
+    with Bars(Console(file=(tmp_path / "log").open("w"))) as bars:
+        found = others.study("mjsd", [Task("x", 1, ("hello",))], 24, bars, config)
+    assert len(found) == len(others.STUDIES["mjsd"].rows) + len(others.JOINT)
+    assert all(one["perplexity"] >= 1 for one in found)
+    ar, *_ = found
+    greedy, *joint = found[-len(others.JOINT) :]
+    assert all(one["perplexity"] < ar["perplexity"] for one in (greedy, *joint)), "sampling is no search"
+    assert greedy["speedup"] is None
+    assert {len(words) for words in others.in_words(found)} == {len(others.COLUMNS)}
 
 
 # ---- calibration ----
