@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import ModelError
-from pearl.lab.bench.exactness import check_rows, check_texts, compare_cuts
+from pearl.lab.bench.exactness import References, check_combinations, check_rows, check_texts, compare_cuts
 from pearl.models import attention
 from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner
@@ -318,6 +319,37 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
         findings = list(check_texts(engine, prompts, params, kill=True))
     assert len(findings) == 2 * 9 + 4
     assert [finding for finding in findings if not finding.passed] == []
+
+
+@pytest.mark.long
+def test_no_combination_of_what_guesses_changes_a_text_of_an_engine() -> None:
+    """Invariant 10 in real processes, with a draft that is killed, and one that is stopped, in the middle of texts."""
+    config = EngineConfig(
+        target=str(tiny_model("llama", chat=True)),
+        draft=str(tiny_model("llama", noise=0.05, chat=True)),
+        target_dtype="float32",
+        draft_dtype="float32",
+        draft_timeout=2.0,
+        draft_restarts=1000,
+        log_level="error",
+    )
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
+    with Engine(config=config) as engine:
+        findings = list(check_combinations(engine, ["The hat and the tin and the hat and the"], params))
+    assert len(findings) == 3 * 16 + 2 * 2
+    assert [finding for finding in findings if not finding.passed] == []
+    assert any(finding.guessed for finding in findings)
+
+
+def test_a_combination_that_changes_a_text_is_told() -> None:
+    """Planted: what is taken for the target's own text is another."""
+    toy = "toy:vocab=32,alpha=0.8"
+    wrong: References = {"greedy": [[0] * 12]}
+    with Engine(config=EngineConfig(target=toy, draft=toy, log_level="error")) as engine:
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+        found = list(islice(check_combinations(engine, [[1, 2, 3]], params, wrong), 16))
+    assert [finding.equal for finding in found] == [0] * 16
+    assert found[0].first.startswith("text 1, token ")
 
 
 def test_many_threads_at_once_do_not_disturb_each_other() -> None:

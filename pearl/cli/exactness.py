@@ -15,8 +15,16 @@ from pearl.cli.terminal import SafeConsole
 from pearl.client.request import Prompt
 from pearl.config import Settings
 from pearl.engine import Engine
+from pearl.errors import ConfigError
 from pearl.lab.bench.calibrate import PROMPTS
-from pearl.lab.bench.exactness import Finding, References, check_guesses, check_rows, check_texts
+from pearl.lab.bench.exactness import (
+    Finding,
+    References,
+    check_combinations,
+    check_guesses,
+    check_rows,
+    check_texts,
+)
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 
@@ -28,15 +36,22 @@ _ROWS = 300
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: four of ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
+@click.option("--combinations", is_flag=True, help="Instead of methods each combination of what guesses in pearl.")
 @json_option
 @settings_options
-def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
+def check_bits(
+    settings: Settings, prompts: Path | None, limit: int, kill: bool, combinations: bool, to: Path | None
+) -> None:
     """Compare logits and texts of all methods bit for bit.
 
     Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
     with the draft killed, compared with the target's own text of the same seed; under the ratio rule with each other.
     Texts have up to --max-tokens, 48 by default. With --datastore, method ngram is compared with and without it.
+    With --combinations the texts are those of pearl with look-ahead, lookup and branches, each on or off, and with
+    either window.
     """
+    if combinations and not settings.engine.has_draft:
+        raise ConfigError("--combinations are of what guesses beside a draft: leave --draft none out")
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()
     if not params.temperature:
@@ -60,7 +75,12 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
                 for finding in check_guesses(engine, asked, params, known):
                     report(finding)
         with Engine(config=config) as engine:
-            for finding in check_texts(engine, asked, params, kill=kill, known=known):
+            found = (
+                check_combinations(engine, asked, params, known)
+                if combinations
+                else check_texts(engine, asked, params, kill=kill, known=known)
+            )
+            for finding in found:
                 report(finding)
     if to is not None:
         write_json(to, {"seed": params.seed, "findings": [asdict(finding) for finding in findings]})

@@ -12,8 +12,11 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -143,7 +146,7 @@ def check_texts(
             yield _compare(f"{rule}: {_case_name(*case)}", "ar", texts, wanted)
         if kill:
             case = "pearl", "stream", None
-            texts = [_text(engine, prompt, sampling, rule, *case, kill=True) for prompt in prompts]
+            texts = [_text(engine, prompt, sampling, rule, *case, strike=signal.SIGKILL) for prompt in prompts]
             yield _compare(f"{rule}: pearl stream, draft killed", "ar", texts, wanted)
     if engine.config.has_draft:
         _wait_for_draft(engine)
@@ -151,6 +154,34 @@ def check_texts(
         for case in _RATIO:
             texts = [_text(engine, prompt, params, "ratio", *case) for prompt in prompts]
             yield _compare(f"ratio: {_case_name(*case)}", "pearl stream", texts, wanted)
+
+
+def check_combinations(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, known: References | None = None
+) -> Iterator[Finding]:
+    """Compare the texts of `pearl` with each combination of look-ahead, lookup and branches, and with either window.
+
+    One finding each.  With all three also while the draft's process is killed, or stopped, in the middle of texts:
+    under rules that commit the target's own draw.  Arguments as of `check_texts`.
+    """
+    known = {} if known is None else known
+    for rule, sampling in (*_direct_rules(params), ("ratio", params)):
+        is_direct = rule != "ratio"
+        if is_direct:
+            wanted = _wanted(engine, prompts, sampling, rule, known)
+        else:
+            _wait_for_draft(engine)
+            wanted = [_text(engine, each, sampling, rule, "pearl", "stream", None, True).tokens for each in prompts]
+        reference = "ar" if is_direct else "pearl stream, no guesses"
+        for (window, gamma), chosen in product((("stream", None), ("fixed", 3)), product((False, True), repeat=3)):
+            off = {name: 0 for name, on in zip(AS_PUBLISHED, chosen, strict=True) if not on}
+            texts = [_text(engine, prompt, sampling, rule, "pearl", window, gamma, off=off) for prompt in prompts]
+            words = " + ".join(name.replace("_", "-") for name in AS_PUBLISHED if name not in off) or "no guesses"
+            yield _compare(f"{rule}: {_case_name('pearl', window, gamma)}, {words}", reference, texts, wanted)
+        for strike in (signal.SIGKILL, signal.SIGSTOP) if is_direct else ():
+            texts = [_text(engine, each, sampling, rule, "pearl", "stream", None, strike=strike) for each in prompts]
+            what = "killed" if strike is signal.SIGKILL else "stopped"
+            yield _compare(f"{rule}: pearl stream, all, draft {what}", reference, texts, wanted)
 
 
 def _direct_rules(params: SamplingParams) -> tuple[tuple[str, SamplingParams], ...]:
@@ -184,20 +215,18 @@ def _text(
     window: str,
     gamma: int | None,
     no_guesses: bool = False,
-    kill: bool = False,
+    strike: signal.Signals | None = None,
+    off: Mapping[str, int] = MappingProxyType({}),
 ) -> Result:
-    decoding = DecodingConfig(
-        method=method,
-        window=window,
-        gamma=gamma,
-        rule="ratio" if rule == "ratio" else "coupled",
-        **(AS_PUBLISHED if no_guesses else {}),
-    )
-    with engine.stream(prompt, params, decoding=decoding) as stream:
+    """`strike`: what is sent to the draft's process once three pieces have come; `off`: settings of what guesses."""
+    off = AS_PUBLISHED if no_guesses else off
+    rule = "ratio" if rule == "ratio" else "coupled"
+    settings: dict[str, Any] = {"method": method, "window": window, "gamma": gamma, "rule": rule, **off}
+    with engine.stream(prompt, params, decoding=DecodingConfig(**settings)) as stream:
         for done, _ in enumerate(stream, 1):
-            if kill and done == 3 and engine.draft_pid is not None:
+            if strike is not None and done == 3 and engine.draft_pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(engine.draft_pid, signal.SIGKILL)
+                    os.kill(engine.draft_pid, strike)
     return stream.result
 
 
