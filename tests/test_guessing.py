@@ -12,10 +12,11 @@ import torch
 from click.testing import CliRunner
 
 from pearl.cli import cli
-from pearl.config import EngineConfig
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import Guesser, text_index
 from pearl.drafting.habits import Habits
+from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.bench import guesses
 from pearl.lab.bench.tasks import Task
@@ -173,6 +174,45 @@ def test_one_token_of_three_sources_goes_on_by_each(tmp_path: Path) -> None:
     (three,) = index.candidates(6)
     assert (three.token, len(three.also)) == (3, 2)
     assert {c.token for c in index.following(three)} == {0, 4, 5}
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("method", ["ngram", "pearl"])
+def test_habits_change_no_text_and_save_steps(method: str, rule: str) -> None:
+    """The same text three times: with habits the last is written in fewer steps than the first, without in as many."""
+    texts, steps = list[list[int]](), dict[bool, list[int]]()
+    for kept in (False, True):
+        target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7))
+        executors = paired_executors(target, draft, habits=Habits() if kept else None)
+        for number in range(3):
+            for runner in (target, draft):
+                runner.rollback(0)
+            decoding = Decoding(method, rule=rule, look_ahead=8)
+            submit = Submit(number, (1, 2, 3), 80, Sampling(1.0, seed=5), decoding)
+            outcome = simulate(submit, *executors, Timing(1.0, lambda n: 2.0 + 0.1 * n))
+            texts.append(outcome.tokens)
+            steps.setdefault(kept, []).append(outcome.target_steps)
+    assert all(text == texts[0] for text in texts)
+    assert method == "pearl" or (len(set(steps[False])), steps[True][2] < steps[True][0]) == (1, True)
+
+
+def test_an_engine_keeps_habits_where_it_is_told_to() -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+    with Engine(TOY, "none", habits=True, target_pace=0.004) as engine:  # forwards of any size last as long: all pay
+        alone, *ahead = (
+            engine.generate([[1, 2, 3]], params, decoding=DecodingConfig(method=method, rule="coupled"))[0]
+            for method in ("ar", "ngram", "ngram")
+        )
+    assert [one.tokens for one in ahead] == [alone.tokens] * 2
+    first, second = (sum(one.statistics.guessed_by_source.values()) for one in ahead)
+    assert second > first + 10
+
+
+def test_where_texts_come_again_habits_are_refused() -> None:
+    for command in (["bench"], ["bench", "slots"], ["compare"], ["calibrate"]):
+        result = CliRunner().invoke(cli, [*command, "--habits", "--target", TOY, "--draft", TOY])
+        assert isinstance(result.exception, ConfigError), command
+        assert str(result.exception).startswith("--habits: ")
 
 
 # ---- answers ----

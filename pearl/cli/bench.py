@@ -21,7 +21,7 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import Measured, Plan, devices_of, emulated, measure, rows_for
+from pearl.lab.bench.run import Measured, Plan, check_comparable, devices_of, emulated, measure, rows_for
 from pearl.lab.bench.slots import measure_slots
 from pearl.lab.bench.summary import Figures, document, figures
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
@@ -108,6 +108,7 @@ def _plan(
     raw: bool,
 ) -> Plan:
     config = settings.engine
+    check_comparable(config)
     if not config.has_draft:
         raise ConfigError("--draft none: there is nothing to compare with ar")
     toys = emulated(config)
@@ -241,6 +242,7 @@ def slots_(
     An emulated pair is set against the same requests under a virtual clock, in which nothing but forwards takes time.
     """
     config, toys = settings.engine, emulated(settings.engine)
+    check_comparable(config)
     if config.slots != 1:
         raise ConfigError("--slots: name the numbers of slots as arguments, such as: pearl bench slots 1 2 4 8")
     tasks = read_sets(prompts, limit or 16, toys)

@@ -15,7 +15,7 @@ from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.calibrate import PROMPTS, Calibration, calibrate
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import emulated
+from pearl.lab.bench.run import check_comparable, emulated
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 from pearl.worker import profile
@@ -42,6 +42,7 @@ def calibrate_pair(
     """
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
+    check_comparable(settings.engine)
     log_to_stderr(settings.engine.log_level, "front")
     given, toys = settings.sampling, emulated(settings.engine)
     defaults = {"temperature": 1.0 if toys else 0.0, "max_tokens": _TOKENS, "seed": 0}

@@ -19,7 +19,7 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import Measured, Plan, devices_of, emulated, measure
+from pearl.lab.bench.run import Measured, Plan, check_comparable, devices_of, emulated, measure
 from pearl.lab.bench.ways import DEFAULT, Compared, Surprise, compared, document, rows_of
 from pearl.printable import log_to_stderr
 
@@ -85,6 +85,7 @@ def compare(
 
 def _plan(settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int, repeats: int, raw: bool) -> Plan:
     config = settings.engine
+    check_comparable(config)
     rows = rows_of(config, ways or [way for way in DEFAULT if config.has_draft or way == "ngram"])
     if not config.has_draft and (drafted := [row.name for row in rows if row.decoding.method not in ("ar", "ngram")]):
         raise ConfigError(f"--draft none: {drafted[0]!r} needs a draft")

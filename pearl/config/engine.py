@@ -78,6 +78,12 @@ class EngineConfig(Section):
         description="Directory of texts from which ngram and pearl guess too, beside the text so far; see "
         "pearl datastore --help.",
     )
+    habits: bool = Field(
+        False,
+        description="ngram and pearl guess too from what the target has written for earlier requests: counts of a few "
+        "tokens in a row, in its worker's memory. For fronts that may see by its speed what a text has in common with "
+        "those of others.",
+    )
     disco: str | None = Field(
         None,
         description="File with the classifier of --draft-stop disco for this pair, as pearl disco train has made it.",

@@ -19,6 +19,7 @@ import torch
 from pearl.config import EngineConfig
 from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
+from pearl.drafting.habits import Habits
 from pearl.drafting.model import LaunchedForward, ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.metrics import Stopwatch
@@ -229,6 +230,7 @@ def paired_executors(
     t_draft: Callable[[int], float] = lambda fed: 1.0,
     noted: bool = False,
     guides: MakeGuide | None = None,
+    habits: Habits | None = None,
 ) -> tuple[TargetExecutor, DraftExecutor]:
     """Executors on two runners in this process; draft distributions are handed over as they are.
 
@@ -236,11 +238,13 @@ def paired_executors(
         t_draft: see `Timing.draft`; which guesses and branches pay depends on it. Any constant is as good as another.
         noted: see `ModelProposer`.
         guides: of texts that are held to a grammar.
+        habits: of the target.
     """
     proposer = VirtualProposer(
         draft, target.vocab_size, t_draft, datastore=datastore, noted=lambda: noted, guides=guides
     )
-    return TargetExecutor(target, datastore=datastore, guides=guides), DraftExecutor(proposer)
+    executor = TargetExecutor(target, datastore=datastore, guides=guides, habits=habits)
+    return executor, DraftExecutor(proposer)
 
 
 def simulate(

@@ -17,6 +17,7 @@ from pearl.config import BRANCHES, EngineConfig, ModelConfig, ModelRole
 from pearl.device import Device, usable_cores
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.disco import classifier_of
+from pearl.drafting.habits import Habits
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.stops import make_policy
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
@@ -83,7 +84,12 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
             worker = TargetWorker(
                 endpoint,
                 TargetExecutor(
-                    runner, partial(_text_stream, tokenizer), store, spread, guides=_guides(model, runner.vocab_size)
+                    runner,
+                    partial(_text_stream, tokenizer),
+                    store,
+                    spread,
+                    guides=_guides(model, runner.vocab_size),
+                    habits=Habits() if config.habits else None,
                 ),
                 TargetSettings(
                     runner.vocab_size,

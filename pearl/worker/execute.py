@@ -19,6 +19,7 @@ from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
+from pearl.drafting.habits import Habits
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
 from pearl.drafting.proposer import Launched, Proposer
 from pearl.errors import GrammarError, NumericalError, OutOfMemory
@@ -128,7 +129,7 @@ class TargetExecutor:
     Args:
         runner: the target model.
         text_stream: (prompt, stops) -> a TextStream that says when a stop string is complete.
-        datastore: where guesses come from, beside the text.
+        datastore, habits: where guesses come from, beside the text; the habits take in what is committed.
         launches: whether judging begins before a forward has ended, so that a device goes from one to the other
             without waiting for the host. None: where the logits are not the host's. There it would compute draws that
             a rejection makes needless.
@@ -143,10 +144,11 @@ class TargetExecutor:
         spread: Callable[[bool], None] = lambda everywhere: None,
         launches: bool | None = None,
         guides: MakeGuide | None = None,
+        habits: Habits | None = None,
     ) -> None:
         self.runner, self._guides = runner, guides
         self._launches = runner.device.type != "cpu" if launches is None else launches
-        self._datastore = datastore
+        self._datastore, self._habits = datastore, habits
         self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._text_stream, self._spread = text_stream, spread
         self._requests: dict[int, _Request] = {}
@@ -223,7 +225,7 @@ class TargetExecutor:
         """See `Guess`. A runner that takes no trees gets a chain behind the text."""
         request = self._requests[command.request]
         if request.index is None:
-            request.index = text_index(request.prompt, self._datastore)
+            request.index = text_index(request.prompt, self._datastore, self._habits)
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pearl.client.conversation import Conversation
 from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.registry import FIXED as FIXED_STOP
-from pearl.errors import ModelError, RequestError
+from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.energy import Meter
 from pearl.lab.bench.machine import Stolen
@@ -208,6 +208,12 @@ def emulated(config: EngineConfig) -> bool:
     """Whether the pair is toys with given forward times, which can be simulated too."""
     toys = is_toy(config.target) and is_toy(config.draft)
     return bool(toys and config.target_pace and config.draft_pace)
+
+
+def check_comparable(config: EngineConfig) -> None:
+    """Raises `ConfigError` where a row would learn the texts that it decodes from the rows before it."""
+    if config.habits:
+        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
