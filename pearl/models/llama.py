@@ -18,14 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pearl.models import attention
-from pearl.models.feeds import Feed, Layout, lay_out
+from pearl.models.feeds import Feed, Layout, Span, lay_out
 from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.kept_matrices import Findings
 from pearl.models.matrices import (
@@ -90,12 +91,39 @@ class _Layer:
 
 
 class _Spans:
-    """The spans of a forward and their masks. `states` collects (keys, values) of every layer where there are trees."""
+    """The spans of a forward, and what each sees.
 
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self.spans = layout.spans
-        self.masks = [attention.masks(span.start, span.size, dtype) for span in layout.spans]
+    Attributes:
+        parts: of the rows, one after the other: a span with its mask; or a tree whose nodes are attended to at once, as
+            one span with their place.
+        states: collects (keys, values) of every layer where there are trees.
+
+    Args:
+        lengths: tokens of each slot.
+        together: whether trees of several chains are attended to at once.
+    """
+
+    def __init__(self, layout: Layout, lengths: Sequence[int], dtype: torch.dtype, together: bool) -> None:
+        self.parts: list[tuple[Span, torch.Tensor | attention.TreePlace]] = []
         self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
+        for tree, group in groupby(layout.spans, attrgetter("tree")):
+            spans = list(group)
+            if tree < 0 or len(spans) == 1 or not together:
+                self.parts += [(span, attention.masks(span.start, span.size, dtype)) for span in spans]
+                continue
+            feed, rows = layout.trees[tree]
+            assert feed.parents is not None
+            slot, first = feed.slot, min(rows)
+            nodes = sorted(range(len(rows)), key=rows.__getitem__)  # in the order of their rows
+            parents = [feed.parents[node] for node in nodes]
+            above = [rows[parent] - first if parent >= 0 else -1 for parent in parents]
+            whole = Span(slot, lengths[slot], first, len(rows), tree)
+            self.parts.append((whole, attention.tree_place(lengths[slot], above, dtype)))
+
+    @property
+    def end(self) -> int:
+        """Rows that are not padding."""
+        return self.parts[-1][0].rows.stop
 
 
 class _Fixed(NamedTuple):
@@ -165,6 +193,7 @@ class LlamaRunner:
             self._cos, self._sin = self._angles(inner.rotary_emb, cache_dtype)
             shape = (slots, len(self._layers), self._kv_heads, room, self._head_dim)
             self._slots = Slots(shape, cache_dtype, self.device)
+            self._trees_at_once = self._graphs is None and self._trees_are_chains()
             if launches:
                 self._record_all(slots)
         self.capabilities = Capabilities(
@@ -203,6 +232,19 @@ class LlamaRunner:
         invariant = [dtype for dtype in dtypes if self._attention_is_invariant(dtype)]
         dtype = str((invariant or dtypes)[0]).removeprefix("torch.")
         return max(self._least_rows, *found), dtype, all(found) and bool(invariant)
+
+    def _trees_are_chains(self) -> bool:
+        """Whether nodes that are attended to at once get the bits that their paths get one after the other."""
+        dtype = self._slots.dtype
+        positions, nodes = 3 * attention.BLOCK, (-1, 0, 0, 1, 1, 2, 3, 5)
+        shape = 2, self._kv_heads, positions, self._head_dim
+        shared = irregular(2 * self._kv_heads, positions * self._head_dim, dtype).view(shape)
+        own = irregular(2 * len(nodes), self._kv_heads * self._head_dim, dtype).view(2, len(nodes), self._kv_heads, -1)
+        queries = irregular(len(nodes), self._heads * self._head_dim, dtype).view(len(nodes), -1, self._head_dim)
+        return all(
+            attention.tree_is_chains(queries, shared[0], shared[1], (own[0], own[1]), start, nodes)
+            for start in (1, attention.BLOCK - 2, 2 * attention.BLOCK + 5)
+        )
 
     def _attention_is_invariant(self, dtype: torch.dtype) -> bool:
         """Whether attention to four blocks of keys gives a query the same bits whatever stands beside it."""
@@ -247,7 +289,7 @@ class LlamaRunner:
         layout = lay_out(feeds, self._slots.lengths, self._least_rows)
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
-        spans = _Spans(layout, self._slots.dtype)
+        spans = _Spans(layout, self._slots.lengths, self._slots.dtype, self._trees_at_once)
         hidden = self._decoder_layers(layout.ids, self._rope(layout), spans)
         for feed, rows in layout.trees:
             assert feed.parents is not None
@@ -352,17 +394,23 @@ class LlamaRunner:
     def _attend_spans(
         self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, place: _Spans
     ) -> torch.Tensor:
-        """Attention of each span to its slot; a tree's chains one after the other, each where its ancestors are."""
+        """Attention of each span to its slot. A tree's chains are attended to at once where that gives the same bits,
+        elsewhere one after the other, each where its ancestors are.
+        """
         if place.states is not None:
             place.states.append((keys, values))
-        mixed = []
-        for span, mask in zip(place.spans, place.masks, strict=True):
-            seen = attention.whole_blocks(span.at.stop)
+        mixed, dtype = [], self._slots.dtype
+        for span, sees in place.parts:
             all_keys, all_values = self._slots.keys[span.slot, number], self._slots.values[span.slot, number]
+            if isinstance(sees, attention.TreePlace):
+                own = keys[span.rows].to(dtype), values[span.rows].to(dtype)
+                mixed.append(attention.attend_tree(queries[span.rows], all_keys, all_values, own, sees))
+                continue
+            seen = attention.whole_blocks(span.at.stop)
             all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
             all_values[:, span.at] = values[span.rows].transpose(0, 1)
-            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask))
-        done = place.spans[-1].rows.stop
+            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], sees))
+        done = place.end
         if done < len(queries):
             mixed.append(queries.new_zeros(len(queries) - done, mixed[0].shape[1]))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
