@@ -372,6 +372,20 @@ def test_text_parts_are_joined(served: Served) -> None:
     assert answers[0] == answers[1]
 
 
+def test_others_do_not_wait_for_a_request_that_takes_long_to_look_at(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema, say: whoever is served meanwhile is served as ever."""
+    ended = threading.Event()
+    monkeypatch.setattr("pearl.server.app.read_request", lambda *_: ended.wait(BOUND))
+    with ThreadPoolExecutor() as pool:
+        looked_at = pool.submit(served.post)
+        assert httpx.get(f"{served.url}/health", timeout=BOUND / 2).status_code == 200
+        assert not looked_at.done()
+        ended.set()
+        looked_at.result()
+
+
 def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine) -> None:
     prompts = ["123", "4567", "89", "abc"]
     wanted = [
