@@ -183,6 +183,13 @@ def test_mistakes_are_refused_with_what_to_do(
     assert said.lower() in refused_here(*PAIR, *arguments).lower()
 
 
+def test_a_misspelt_command_is_told_the_nearest() -> None:
+    done = CliRunner().invoke(cli, ["genrate", "x"])
+    assert done.exit_code == 2
+    assert "No such command 'genrate'. Did you mean 'generate'?" in done.output
+    assert "No such command 'xyz'" in CliRunner().invoke(cli, ["xyz"]).output
+
+
 @pytest.mark.parametrize("name", ["n", "prompt_logprobs", "best_of", "num_beams"])
 def test_unsupported_options_are_refused_by_name(name: str, refused_here: Callable[..., str]) -> None:
     assert name in UNSUPPORTED

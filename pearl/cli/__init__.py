@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+from difflib import get_close_matches
 
 import click
 
@@ -141,6 +142,14 @@ class _Group(click.Group):
         assert isinstance(command, click.Command)
         command.epilog = f"Example:\n\n\b\n  {example}"
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = [] if args[0] in _COMMANDS else get_close_matches(args[0], _COMMANDS, n=1)
+        if near:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section, commands in _SECTIONS.items():
