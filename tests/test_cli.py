@@ -420,6 +420,17 @@ def test_help_imports_no_command() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_starts_an_engine_imports_no_more_than_it_takes() -> None:
+    """All of it comes before the workers are launched."""
+    code = (
+        "import sys\nimport pearl.cli.generate\n"
+        "heavy = {'torch', 'transformers', 'prompt_toolkit', 'asyncio'} & set(sys.modules)\n"
+        "sys.exit(' '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_conflicts_are_told_before_any_process_starts(
     refused_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -197,7 +197,7 @@ def _redirect_to_null(number: int) -> None:
 
 def _say_if_possible(text: str) -> None:
     """Print to standard error. If that fails, only the exit code is left to report the error."""
-    from pearl.cli.terminal import say
+    from pearl.cli.console import say
 
     try:
         say(text)

@@ -12,9 +12,9 @@ from typing import Any
 import click
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, table_console, write_json
-from pearl.cli.terminal import SafeConsole
 from pearl.cli.texts import replay_pairs
 from pearl.errors import ConfigError
 from pearl.lab.bench import others, plots, results, tables
