@@ -183,6 +183,13 @@ def test_mistakes_are_refused_with_what_to_do(
     assert said.lower() in refused_here(*PAIR, *arguments).lower()
 
 
+def test_a_misspelt_command_is_told_the_nearest() -> None:
+    done = CliRunner().invoke(cli, ["genrate", "x"])
+    assert done.exit_code == 2
+    assert "No such command 'genrate'. Did you mean 'generate'?" in done.output
+    assert "No such command 'xyz'" in CliRunner().invoke(cli, ["xyz"]).output
+
+
 @pytest.mark.parametrize("name", ["n", "prompt_logprobs", "best_of", "num_beams"])
 def test_unsupported_options_are_refused_by_name(name: str, refused_here: Callable[..., str]) -> None:
     assert name in UNSUPPORTED
@@ -407,6 +414,17 @@ def test_help_imports_no_command() -> None:
     code = (
         "import sys\nfrom pearl.cli import cli\ncli.main(['--help'], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'rich', 'prompt_toolkit', 'zmq'} & set(sys.modules)\n"
+        "sys.exit(' '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_starts_an_engine_imports_no_more_than_it_takes() -> None:
+    """All of it comes before the workers are launched."""
+    code = (
+        "import sys\nimport pearl.cli.generate\n"
+        "heavy = {'torch', 'transformers', 'prompt_toolkit', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(' '.join(sorted(heavy)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

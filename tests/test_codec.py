@@ -113,7 +113,7 @@ def committed(draw: st.DrawFn) -> m.Committed:
 
 @st.composite
 def draft_tokens(draw: st.DrawFn) -> m.DraftTokens:
-    run, width, start = draw(tokens), 4 * draw(st.integers(1, 4)), draw(positions)
+    run, width, start = draw(tokens.filter(bool)), 4 * draw(st.integers(1, 4)), draw(positions)
     cells = st.binary(min_size=width, max_size=width)
     row = st.one_of(
         st.builds(Distribution, st.tuples(cells, cells), st.just(Form.SPARSE)),
@@ -403,6 +403,7 @@ def _swap(values: list, index: int, value: object) -> list:
         (HELLO, {"vocab_size": codec.MAX_VOCAB + 1}),
         (m.Heartbeat(1, "calibrated", 1, 0.1), {"seconds": 5e-324}),
         (DRAFT, {"tokens": _ids(*range(codec.MAX_RUN + 1))}),
+        (DRAFT, {"tokens": b""}),
         (DRAFT, {"rows": [4, []]}),
         (DRAFT, {"rows": [True, []]}),
         (DRAFT, {"rows": [0, [[b"", b""]]]}),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
+import time
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +216,7 @@ def test_json_of_the_embedded_pair() -> None:
 # ---- what cannot be ----
 
 REMAINDERS = '{"type": "integer", "multipleOf": 4000037}'  # 35 seconds, and 1.6 GB
+INTERSECTED = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}$"} for i in range(16)]})  # a minute
 # Multiplied out it has 6 ** 8 alternatives.
 ALL_OF_ANY = {
     "allOf": [
@@ -239,6 +243,68 @@ def test_what_is_no_grammar_is_refused_by_name(asked: dict[str, object], named: 
         SamplingParams(**asked)  # type: ignore[arg-type]
 
 
+def strings(*patterns: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": pattern, **more} for pattern in patterns]
+
+
+PATTERNS = [f".*a.{{{i}}}$" for i in range(20)]
+COLOURS = {"enum": [f"colour {i}" for i in range(100)]}
+NESTED: dict[str, Any] = functools.reduce(lambda inner, one: {**one, "anyOf": [inner]}, strings(*PATTERNS))
+COSTLY = {
+    "patterns of one string": {"allOf": strings(*PATTERNS)},
+    "by reference": {"$defs": {"a": {"allOf": strings(*PATTERNS)}}, "items": {"$ref": "#/$defs/a"}},
+    "by an encoded reference": {"x/y": {"allOf": strings(*PATTERNS)}, "items": {"$ref": "#/x~1%79"}},
+    "one within the other": NESTED,
+    "of one property": {"allOf": [{"properties": {"a": one}} for one in strings(*PATTERNS)]},
+    "of items": {"allOf": [{"items": one} for one in strings(*PATTERNS)]},
+    "beside references": {
+        "$defs": {f"{i}": one | {"$ref": f"#/$defs/{i + 1}"} for i, one in enumerate(strings(*PATTERNS))},
+        "$ref": "#/$defs/0",
+    },
+    "enumerations": {"allOf": [COLOURS, COLOURS]},
+    "enumerations of one property": {"allOf": [{"properties": {"a": COLOURS}}, {"properties": {"a": COLOURS}}]},
+    "enumerations of any property": {"allOf": [{"properties": {"a": COLOURS}}, {"additionalProperties": COLOURS}]},
+    "names": {"type": "object", "patternProperties": {f"^{i:03d}x$": {} for i in range(300)}},
+    "names of several": {"prefixItems": [{"patternProperties": {f"^{i}x$": {}, f"^{i}y$": {}}} for i in range(9)]},
+    "a place of its own": {"items": {"$id": "http://x", "allOf": [{"$ref": "#/y"}]}, "y": {}},
+}
+
+
+@pytest.mark.parametrize("schema", COSTLY.values(), ids=COSTLY)
+def test_a_schema_that_would_cost_too_much_is_refused_at_once(schema: dict[str, Any]) -> None:
+    """Seconds to hours, in which a server sent nobody a token, and a target was silent until it was given up."""
+    began = time.thread_time()
+    with pytest.raises(RequestError, match="json_schema cannot be kept to"):
+        grammar_of(json.dumps(schema), None)
+    assert time.thread_time() - began < 1
+
+
+INHERITED = {
+    "$defs": {
+        "base": {"type": "object", "properties": {"id": {"type": "string", "format": "uuid"}, "colour": COLOURS}},
+        "node": {
+            "type": "object",
+            "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}, "colour": COLOURS},
+        },
+    },
+    "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"kind": {"enum": ["a", "b", "c"]}}}],
+}
+USUAL = {
+    "inherited": INHERITED,
+    "recursive": {"$defs": INHERITED["$defs"], "$ref": "#/$defs/node"},
+    "many patterns, each its own": {"properties": {f"{i}": one for i, one in enumerate(strings(*PATTERNS))}},
+    "one of many": {"anyOf": strings(*PATTERNS)},
+    "a long enumeration": {"enum": list(range(1000))},
+    "names by pattern": {"patternProperties": {"^x-": {}, "^y-": {"type": "string"}}, "properties": {"a": {}}},
+    "bounded": {"allOf": strings("^[a-z]+$", minLength=2, maxLength=9)},
+}
+
+
+@pytest.mark.parametrize("schema", USUAL.values(), ids=USUAL)
+def test_a_usual_schema_is_taken(schema: dict[str, Any]) -> None:
+    assert grammar_of(json.dumps(schema), None)
+
+
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
@@ -251,7 +317,11 @@ def test_what_is_no_grammar_is_refused_by_name(asked: dict[str, object], named: 
             {"json_schema": {"allOf": [{"multipleOf": 9973}, {"items": [{"multipleOf": 10.1}]}]}},
             "json_schema cannot be kept to: multipleOf",
         ),
-        ({"json_schema": ALL_OF_ANY}, "json_schema cannot be kept to: schema too large"),
+        ({"json_schema": ALL_OF_ANY}, "json_schema cannot be kept to: more than 200 alternatives"),
+        (
+            {"json_schema": {"$ref": "#start"}},
+            "$ref '#start': only places in the schema",
+        ),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_before_anything_is_sent(
@@ -277,7 +347,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_hostile_front_fails_its_own_request(toy: Engine) -> None:
-    for hostile in ("{", "lark\nstart: (", "regex\n(", 'json_schema\n{"type":"mouse"}', f"json_schema\n{REMAINDERS}"):
+    schemas = ('{"type":"mouse"}', REMAINDERS, INTERSECTED)
+    for hostile in ("{", "lark\nstart: (", "regex\n(", *(f"json_schema\n{schema}" for schema in schemas)):
         with pytest.raises(ForwardError, match="the text's grammar"):
             toy.generate([1], SamplingParams(max_tokens=4, regex=hostile))
     assert toy.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens

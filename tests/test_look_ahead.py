@@ -24,8 +24,21 @@ from pearl.models.feeds import Feed
 from pearl.models.loading import load_runner
 from pearl.models.runner import Capabilities, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Forward, Guess, Guessed, Open, Phase, Sample, Sampled
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Source, Submit
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.events import (
+    Draft,
+    DraftJoined,
+    Forward,
+    Forwarded,
+    Guess,
+    Guessed,
+    Judged,
+    Open,
+    Phase,
+    Sample,
+    Sampled,
+)
+from pearl.protocol.messages import Decoding, DraftTokens, Provenance, Resync, Sampling, Source, Submit
 from pearl.protocol.window import METHODS, ForwardTimes, worthwhile
 from pearl.worker.execute import TargetExecutor
 from tests.tiny import tiny_model
@@ -431,3 +444,20 @@ def test_how_many_guesses_by_default() -> None:
     assert DecodingConfig(method="pearl", look_ahead=5).guesses == (5, 8, 8)
     assert DecodingConfig(method="sd").guesses == (0, 0, 0)
     assert DecodingConfig(method="sd", draft_lookup=4).guesses == (0, 4, 0)
+
+
+def test_guesses_behind_a_text_that_a_resync_has_cut_are_not_fed() -> None:
+    """Their parents are positions that the text has no more: the forward was no tree, and that ended the target."""
+    coordinator = Coordinator(None, 1)
+    coordinator.handle(DraftJoined(100, 1e-3))
+    decoding = Decoding("pearl", "fixed", 4, "ratio", look_ahead=8)
+    coordinator.handle(Submit(1, PROMPT, 40, Sampling(1.0, seed=1), decoding))
+    coordinator.handle(Forwarded(1e-3, 1.0, None, request=1))
+    coordinator.handle(DraftTokens(1, 0, 3, (0, 0, 2, 2), 1e-3, (None,) * 4, known=3))
+    (guess,) = (c for c in coordinator.handle(Judged(1, None, None, request=1)) if isinstance(c, Guess))
+    assert guess.base + len(guess.tokens) == 7
+    coordinator.handle(Resync(1, 0))
+    late = Guessed((0, 2, 3), (4, 7, 5), (0.9, 0.9, 0.9), (Source.NGRAM,) * 3, request=1)
+    (forward,) = (c for c in coordinator.handle(late) if isinstance(c, Forward))
+    assert forward.tokens == (0,)
+    assert forward.parents is None

@@ -12,7 +12,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from pearl.cli.terminal import SafeConsole
+from pearl.cli.console import SafeConsole
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.printable import PrintableFormatter, printable
 from tests.conftest import TOY

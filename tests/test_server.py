@@ -372,6 +372,45 @@ def test_text_parts_are_joined(served: Served) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "1 " * 900_000}),
+        ("chat/completions", {"messages": [message("1" * 900)] * 2000}),
+        ("chat/completions", {"messages": [message([{"type": "text", "text": "1" * 1_900_000}])]}),
+    ],
+)
+def test_of_far_too_long_a_prompt_only_a_part_is_made_into_tokens(
+    served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    """All of it takes seconds, and texts wait in one queue to be made into tokens."""
+    encode, seen = engine.tokenizer.encode, []
+
+    def noted(text: str, special: bool = True) -> list[int]:
+        seen.append(len(text))
+        return encode(text, special)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", noted)
+    refused = served.post(path, **fields)
+    assert refused.status_code == 400
+    assert "the context holds" in refused.json()["error"]["message"]
+    assert max(seen) <= 1 << 16
+
+
+def test_others_do_not_wait_for_a_request_that_takes_long_to_look_at(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema, say: whoever is served meanwhile is served as ever."""
+    ended = threading.Event()
+    monkeypatch.setattr("pearl.server.app.read_request", lambda *_: ended.wait(BOUND))
+    with ThreadPoolExecutor() as pool:
+        looked_at = pool.submit(served.post)
+        assert httpx.get(f"{served.url}/health", timeout=BOUND / 2).status_code == 200
+        assert not looked_at.done()
+        ended.set()
+        looked_at.result()
+
+
 def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine) -> None:
     prompts = ["123", "4567", "89", "abc"]
     wanted = [

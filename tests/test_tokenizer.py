@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,22 @@ class TestHFTokenizer:
 
 
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_who_serves_others_meanwhile_can_go_on(keeps: bool, tmp_path: Path, cache: Path) -> None:
+    """A long prompt is made into tokens in a thread: with the interpreter lock held nobody got a token for seconds."""
+    backend_of(byte_level()).save_pretrained(tmp_path)
+    LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
+    tokenizer = [load_tokenizer(str(tmp_path))[0] for _ in range(1 + keeps)][-1]
+    assert isinstance(tokenizer, KeptTokenizer) == keeps
+    with ThreadPoolExecutor() as pool:
+        began = last = time.monotonic()
+        encoded, longest = pool.submit(tokenizer.encode, "7 a!" * 400_000), 0.0
+        while not encoded.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert longest < max(0.3, (last - began) / 2), f"{longest:.2f} of {last - began:.2f} s"
 
 
 @pytest.fixture

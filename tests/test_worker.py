@@ -56,7 +56,7 @@ from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
-from pearl.worker.draft_link import TargetSettings
+from pearl.worker.draft_link import DraftLink, TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
@@ -723,6 +723,56 @@ def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie:
     front.until(Finished, told)
     assert told.statistics.draft_lost
     assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
+
+
+@pytest.mark.parametrize("method", ["sd", "pearl-no-pre-verify", "pearl-no-post-verify"])
+def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops, method: str) -> None:
+    """No token to verify, and none to wait for: it ended the target, which was left to verify nothing."""
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(40, method))
+    row = Distribution(_sparse([1], [1.0]), Form.SPARSE)
+    fake.say(
+        *(DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ())))
+    )
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert len(told.tokens) == 40
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeLoops, rule: str) -> None:
+    """Where the rule needs none they are dropped. They ended the target: a branch had fewer of them than tokens."""
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(replace(submission(40), decoding=Decoding("pearl", "fixed", 64, rule, branches=4)))
+    row = Distribution(_sparse([1], [1.0]), Form.SPARSE)
+    branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
+    main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
+    fake.say(main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    if rule == "coupled":
+        assert told.tokens == simulated(submission(40, "ar"))
+
+
+def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
+    """Nobody can have told it what the rule needs, and numbers can be guessed."""
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    link = DraftLink(TargetSettings(32, CONTEXT, DIGEST, 1.0, True), executor, None)
+    rows = (Distribution(torch.ones(32) / 32),)
+    without = DraftTokens(1, 0, 3, (5,))
+    assert link.with_needed_rows(without) is None
+    executor.execute(Open(PROMPT, WARM, "coupled", request=1))
+    assert link.with_needed_rows(replace(without, rows=rows)) == without
+    executor.execute(Open(PROMPT, WARM, "ratio", request=1))
+    assert link.with_needed_rows(replace(without, rows=rows)) == replace(without, rows=rows)
+    with pytest.raises(RemoteProtocolError, match="what the rule needs"):
+        link.with_needed_rows(without)
 
 
 def test_stale_and_duplicate_draft_messages_are_dropped_and_counted(loops: MakeLoops) -> None:

@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+from difflib import get_close_matches
 
 import click
 
@@ -142,6 +143,14 @@ class _Group(click.Group):
         command.epilog = f"Example:\n\n\b\n  {example}"
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = [] if args[0] in _COMMANDS else get_close_matches(args[0], _COMMANDS, n=1)
+        if near:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section, commands in _SECTIONS.items():
             with formatter.section(section):
@@ -188,7 +197,7 @@ def _redirect_to_null(number: int) -> None:
 
 def _say_if_possible(text: str) -> None:
     """Print to standard error. If that fails, only the exit code is left to report the error."""
-    from pearl.cli.terminal import say
+    from pearl.cli.console import say
 
     try:
         say(text)

@@ -11,11 +11,11 @@ from typing import Any
 import click
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, refuse_options, table_console, write_json
 from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
-from pearl.cli.terminal import SafeConsole
 from pearl.config import MAX_SLOTS, SamplingParams, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench import plots

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, Number, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.terminal import SafeConsole
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.calibrate import PROMPTS, Calibration, calibrate

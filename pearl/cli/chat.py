@@ -17,10 +17,11 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from pearl.cli.commands import COMMANDS, Leave, run_command
+from pearl.cli.console import SafeConsole
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply, legend
-from pearl.cli.terminal import KeyWatcher, LineReader, SafeConsole, ended_by_signals, raw_keys, state_directory
+from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, raw_keys, state_directory
 from pearl.client.conversation import Conversation
 from pearl.client.stream import Piece, Result, Stream
 from pearl.config import DecodingConfig, SamplingParams, Settings

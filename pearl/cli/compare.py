@@ -10,10 +10,10 @@ import click
 from rich.table import Table
 
 from pearl.cli.bench import read_sets
+from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.terminal import SafeConsole
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench import plots

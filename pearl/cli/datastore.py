@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pearl.cli.console import SafeConsole, say
 from pearl.cli.distill import Bars
-from pearl.cli.terminal import SafeConsole, say
 from pearl.config import LOOK_AHEAD
 from pearl.drafting.datastore import HEADER, Datastore, Header, read_header
 from pearl.errors import ModelError

@@ -9,8 +9,8 @@ from typing import Any
 import click
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, Times, json_option, table_console, write_json
-from pearl.cli.terminal import SafeConsole
 from pearl.drafting.disco import read_classifier
 from pearl.lab.experiments.disco import train as training
 from pearl.lab.experiments.estimate import speedup

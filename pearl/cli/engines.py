@@ -6,7 +6,7 @@ import json
 
 import click
 
-from pearl.cli.terminal import say
+from pearl.cli.console import say
 from pearl.engine import card
 from pearl.engine.card import Card
 from pearl.errors import ConfigError, StartError

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.terminal import SafeConsole
 from pearl.client.request import Prompt
 from pearl.config import Settings
 from pearl.engine import Engine

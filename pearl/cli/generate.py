@@ -10,9 +10,9 @@ import click
 from rich.table import Table
 
 from pearl import __version__
+from pearl.cli.console import SafeConsole
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.terminal import SafeConsole
 from pearl.config import DRAFTLESS, Settings
 from pearl.decoding.registry import find
 from pearl.drafting.registry import FIXED

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pearl.cli.terminal import say
+from pearl.cli.console import say
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 

@@ -31,7 +31,9 @@ def settings_options(command: _Command) -> _Command:
     for name, field in reversed(_FIELDS.items()):
         wrapped = field_option(name, field)(wrapped)
     config = click.option(
-        "--config", type=click.Path(dir_okay=False, path_type=Path), help="YAML file of these settings; see configs/."
+        "--config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="YAML file of these settings, see configs/; toy: an emulated pair.",
     )
     return typing.cast(_Command, config(wrapped))
 

@@ -13,9 +13,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, table_console, write_json
-from pearl.cli.terminal import SafeConsole
 from pearl.cli.texts import replay_pairs
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError

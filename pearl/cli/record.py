@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.terminal import SafeConsole
 from pearl.client.request import resolve_sampling
 from pearl.config import Settings
 from pearl.errors import ConfigError

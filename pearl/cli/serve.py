@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pearl.cli.console import SafeConsole, say
 from pearl.cli.launch import running
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.terminal import SafeConsole, say
 from pearl.config import Settings
 from pearl.engine import torchrun
 from pearl.errors import ConfigError

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.check import check
+from pearl.cli.console import SafeConsole
 from pearl.cli.disco import stops
 from pearl.cli.numbers import STDOUT, Number, Times, json_option, refuse_options, write_json
 from pearl.cli.record import record
 from pearl.cli.rejections import rejections_command
 from pearl.cli.sweep import sweep
-from pearl.cli.terminal import SafeConsole
 from pearl.cli.texts import ablations, print_ablations
 from pearl.document import damaged
 from pearl.errors import ConfigError, TraceError

@@ -1,4 +1,4 @@
-"""The user's terminal: read lines, watch keys during a reply, print text without obeying its control characters.
+"""The user's terminal as a chat has it: read lines, watch keys during a reply.
 
 Under torchrun this process has no controlling terminal: Ctrl-C would signal torchrun's agent, and nobody would get
 SIGWINCH.  So Ctrl-C is read as a key, with and without torchrun.
@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import click
 from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.application import get_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -29,11 +28,8 @@ from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
 
 from pearl.errors import RequestError
-from pearl.printable import printable
 
 _INTERRUPT = b"\x03"
 _LONG_PASTE = 2000  # characters; the line shows a note for a longer paste, which would not fit the screen
@@ -41,22 +37,6 @@ _NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
 _MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"  # whether the terminal says what is pasted
 _RERAISE_SECONDS = 1.0
 _QUOTES = '"""'
-
-
-class SafeConsole(Console):
-    """Prints text literally: shows control characters as symbols, ignores markup, applies only our styles."""
-
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
-
-
-def say(text: str) -> None:
-    """Print a line to standard error."""
-    click.echo(printable(text), err=True)
 
 
 def state_directory() -> Path:

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, table_console, write_json
-from pearl.cli.terminal import SafeConsole
 from pearl.drafting.datastore import Datastore
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.paper import Pair

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from pearl.cli.terminal import SafeConsole, say
+from pearl.cli.console import SafeConsole, say
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 from pearl.client.recording import Recording, logged_not_raised
-from pearl.client.request import Prompt, as_prompts, encode, submission
+from pearl.client.request import Prompt, as_prompts, check_length, encode, submission
 from pearl.client.stream import Result, Stream
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ConfigError, EngineClosed, StartError, TargetLost, TraceError, TransportError, error_named
@@ -207,7 +207,8 @@ class Client:
         return self.welcome.context
 
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
-        """The tokens of a prompt; see `stream`."""
+        """The tokens of a prompt; see `stream`. Raises `RequestError` for far more than the context has."""
+        check_length(self.tokenizer, prompt, self.context)
         return encode(self.tokenizer, prompt, raw)
 
     def stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class Chat:
     tools: Sequence[dict[str, Any]]
 
 
+_SHORT = 1 << 16  # characters that are made into tokens in no time, whatever comes of them
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 
@@ -59,6 +61,27 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
         raise RequestError(_PROMPT)
     return items
+
+
+def check_length(tokenizer: Tokenizer, prompt: Prompt, context: int) -> None:
+    """Raises `RequestError` for a text of over twice the tokens that the context holds, by a part of it.
+
+    To make tokens of all of it may take seconds, for which others wait. Twice: a template may leave something out.
+    """
+    text, size = _text(prompt), _SHORT
+    while size < len(text):
+        if len(tokenizer.encode(text[:size], special=False)) > 2 * context:
+            raise RequestError(f"the context holds {context} tokens; the prompt has more than {2 * context}")
+        size *= 2
+
+
+def _text(prompt: Any) -> str:
+    """Of a prompt what is made into tokens, the template apart."""
+    if isinstance(prompt, Chat):
+        return _text(prompt.messages) + json.dumps([*prompt.tools])
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        return "\n".join(str(one.get("content")) for one in prompt if isinstance(one, Mapping))
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:

@@ -93,6 +93,7 @@ __all__ = [
     "with_registered_rules",
 ]
 
+_OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # what can be had without a file
 SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)
 
 
@@ -134,9 +135,10 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `ConfigError` where there is none."""
+    """The mapping in a YAML file, or in the one that the package has under that name. Raises `ConfigError`."""
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
+        found = _OWN.get(str(path)) if not path.exists() else None
+        values = parse_yaml((found or path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
     except ValueError as error:

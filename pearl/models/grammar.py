@@ -7,9 +7,7 @@ holds with one: every rule keeps its promise, and one seed gives one text whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from functools import cache, lru_cache
-from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +15,13 @@ import numpy.typing as npt
 
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
+from pearl.models.schema_cost import check_schema
 from pearl.text import Tokenizer, token_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
-_MOST_REMAINDERS = 10_000  # 0.03 s
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
@@ -55,7 +53,7 @@ def _checked(grammar: str) -> str:
     if kind == "regex":
         written: str = LLMatcher.grammar_from_regex(text)
     elif kind == "json_schema":
-        _check_multiples(parse_json(text))
+        check_schema(parse_json(text))
         written = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
     else:
         raise ValueError(f"unknown kind {kind[:20]!r}")
@@ -63,24 +61,6 @@ def _checked(grammar: str) -> str:
     if failed:
         raise ValueError(said[0])
     return written
-
-
-def _check_multiples(schema: Any) -> None:
-    """Raises ValueError where `multipleOf` asks for too much: a parser has a state for each remainder of a number, and
-    llguidance's limits do not count these.
-    """
-    states, waiting = 1, [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            number = one.get("multipleOf")
-            if isinstance(number, (int, float)) and number:
-                states = lcm(states, Fraction(str(number)).numerator)
-            if states > _MOST_REMAINDERS:
-                raise ValueError(f"multipleOf: the least common multiple is over {_MOST_REMAINDERS:,}")
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
 
 
 def _limits() -> Any:

@@ -71,7 +71,9 @@ class KeptTokenizer:
         return [self._tokenizer.id_to_token(id) for id in range(self.vocab_size)]
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # As a batch of one: `encode` keeps the interpreter lock, of a long prompt for seconds, and a server has others.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoded.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing

@@ -157,7 +157,8 @@ class App:
     async def _complete(self, request: Request, chat: bool) -> Response:
         arrived = time.monotonic()
         async with self._bodies.read(request) as body:
-            asked = read_request(body, chat, self._model, self._sampling)
+            # A schema may take a while to be looked at, and the texts of others must not wait for it.
+            asked = await asyncio.to_thread(read_request, body, chat, self._model, self._sampling)
         return _Reply(self._turns, asked, self._model, arrived)
 
     # ---- errors ----

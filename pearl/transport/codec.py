@@ -445,6 +445,8 @@ def _check_parameters(of_rule: str, of_stop: str, given: Decoding | Begin) -> No
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
     rows, tokens = message.rows, message.tokens
+    if not tokens:  # a pause behind nothing would leave the target to verify nothing
+        raise ValueError("DraftTokens.tokens is empty")
     if rows and len(rows) != len(tokens):
         raise ValueError(f"DraftTokens has {len(tokens)} tokens and {len(rows)} rows")
     if message.after is not None and message.after[0] >= message.start:

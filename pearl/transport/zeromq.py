@@ -14,6 +14,7 @@ import gc
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import Message
@@ -47,6 +47,7 @@ _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _RCVMORE = int(zmq.RCVMORE)
+_EVENT = struct.Struct("=H")  # what a monitor's message begins with; the function for it imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -375,7 +376,7 @@ class ZmqConnection(_Socket):
         """False once it has been cut off; an address where nobody listens yet may still become a connection."""
         with self._lock:
             if not self._fate and not self._closed and _readable(self._monitor):
-                self._fate = self._told(parse_monitor_message(self._monitor.recv_multipart(_NOBLOCK))["event"])
+                self._fate = self._told(*_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0]))
         return not self._fate
 
     def _told(self, event: int) -> str:

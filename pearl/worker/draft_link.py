@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pearl.decoding.distribution import Form, are_probabilities
 from pearl.errors import DraftLost, RemoteProtocolError
@@ -118,10 +118,18 @@ class DraftLink:
         self._receive_announced(message)
         return message
 
-    def check_rows(self, message: DraftTokens) -> None:
-        """Raises `RemoteProtocolError` where there are none and the rule needs them."""
-        if not message.rows and message.tokens and self._executor.needs_rows(message.request):
+    def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
+        """What the rule of its request judges: with a distribution for each token, or with none for any.
+
+        None for a request that was not opened: no draft has been told of it yet. Raises `RemoteProtocolError` where
+        distributions are missing.
+        """
+        needs = self._executor.needs_rows(message.request)
+        if needs and not message.rows:
             raise RemoteProtocolError("draft sent tokens without what the rule needs to judge them")
+        if needs is None:
+            return None
+        return message if needs or not message.rows else replace(message, rows=())
 
     def _receive_announced(self, message: DraftTokens) -> None:
         """Announced rows are received at once, stale ones included, so that the channel stays in step.

@@ -168,10 +168,10 @@ class TargetExecutor:
         except RuntimeError:  # no memory: judging will find none either, and that ends a request, not this worker
             return row
 
-    def needs_rows(self, request: int) -> bool:
-        """Whether judging the request takes more than the draft's tokens: rows must come with them."""
+    def needs_rows(self, request: int) -> bool | None:
+        """Whether judging the request takes more than the draft's tokens; None: it was not opened."""
         found = self._requests.get(request)
-        return found is not None and found.spec.needs is not Needs.NOTHING
+        return None if found is None else found.spec.needs is not Needs.NOTHING
 
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None where it needs no answer.

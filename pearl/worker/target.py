@@ -252,9 +252,11 @@ class TargetWorker:
                 speeds.observe_target(fed, seconds)
         self._draft.health.joined()
 
-    def _on_draft_tokens(self, message: DraftTokens) -> None:
-        self._draft.health.drafted(message.request)
-        self._draft.check_rows(message)
+    def _on_draft_tokens(self, said: DraftTokens) -> None:
+        self._draft.health.drafted(said.request)
+        message = self._draft.with_needed_rows(said)
+        if message is None:
+            return
         watch = self._watches.get(message.request)
         if watch is not None:
             watch.draft_waited = max(watch.draft_waited, message.waited)

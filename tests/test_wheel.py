@@ -1,0 +1,69 @@
+"""The wheel, installed where none of the sources are: it is whole, and says what it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BOUND = 240.0
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the package and nothing else; built of a copy, for building leaves files beside the sources."""
+    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("pip")
+    place = tmp_path_factory.mktemp("wheel")
+    source, site = place / "source", place / "site"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "pearl", source / "pearl", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(place), str(source))
+    (wheel,) = place.glob("*.whl")
+    run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    shutil.rmtree(source)
+    return site
+
+
+def run(*command: str, site: Path | None = None) -> str:
+    """What it printed."""
+    place = {} if site is None else {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        command, cwd=site and site.parent, env=os.environ | place, capture_output=True, text=True, timeout=BOUND
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_writes_a_text(installed: Path) -> None:
+    python = [sys.executable, "-P"]
+    said = run(*python, "-c", "import pearl; print(pearl.__file__)", site=installed)
+    assert Path(said.strip()).is_relative_to(installed)
+    assert "Examples:" in run(*python, "-m", "pearl", "--help", site=installed)
+    assert run(*python, "-m", "pearl", "generate", "123", "--config", "toy", "--max-tokens", "5", site=installed)
+
+
+def test_it_has_what_belongs_to_it(installed: Path) -> None:
+    for name in (
+        "py.typed",
+        "config/toy.yaml",
+        "server/page.html",
+        "trace/page.html",
+        "models/embedded_draft/README.md",
+    ):
+        assert (installed / "pearl" / name).is_file(), name
+    assert not (installed / "tests").exists()
+    (found,) = installed.glob("pearl_runtime-*.dist-info")
+    metadata = PathDistribution(found).metadata
+    assert metadata.get_all("Project-URL")
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert "# PEARL" in metadata.get_payload()
