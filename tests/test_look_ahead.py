@@ -37,8 +37,9 @@ from pearl.protocol.events import (
     Phase,
     Sample,
     Sampled,
+    Send,
 )
-from pearl.protocol.messages import Decoding, DraftTokens, Provenance, Resync, Sampling, Source, Submit
+from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Resync, Sampling, Source, Submit
 from pearl.protocol.window import METHODS, ForwardTimes, worthwhile
 from pearl.worker.execute import TargetExecutor
 from tests.tiny import tiny_model
@@ -446,8 +447,8 @@ def test_how_many_guesses_by_default() -> None:
     assert DecodingConfig(method="sd", draft_lookup=4).guesses == (0, 4, 0)
 
 
-def test_guesses_behind_a_text_that_a_resync_has_cut_are_not_fed() -> None:
-    """Their parents are positions that the text has no more: the forward was no tree, and that ended the target."""
+def test_a_resync_waits_until_guesses_are_made() -> None:
+    """It cuts the text that they follow: the forward was no tree then, and that ended the target."""
     coordinator = Coordinator(None, 1)
     coordinator.handle(DraftJoined(100, 1e-3))
     decoding = Decoding("pearl", "fixed", 4, "ratio", look_ahead=8)
@@ -456,8 +457,10 @@ def test_guesses_behind_a_text_that_a_resync_has_cut_are_not_fed() -> None:
     coordinator.handle(DraftTokens(1, 0, 3, (0, 0, 2, 2), 1e-3, (None,) * 4, known=3))
     (guess,) = (c for c in coordinator.handle(Judged(1, None, None, request=1)) if isinstance(c, Guess))
     assert guess.base + len(guess.tokens) == 7
-    coordinator.handle(Resync(1, 0))
+    assert coordinator.handle(Resync(1, 0)) == []
     late = Guessed((0, 2, 3), (4, 7, 5), (0.9, 0.9, 0.9), (Source.NGRAM,) * 3, request=1)
-    (forward,) = (c for c in coordinator.handle(late) if isinstance(c, Forward))
-    assert forward.tokens == (0,)
-    assert forward.parents is None
+    commands = coordinator.handle(late)
+    (forward,) = (c for c in commands if isinstance(c, Forward))
+    parents = forward.parents or range(-1, len(forward.tokens) - 1)
+    assert all(parent < node for node, parent in enumerate(parents))
+    assert [c.message.epoch for c in commands if isinstance(c, Send) and isinstance(c.message, Begin)] == [1]

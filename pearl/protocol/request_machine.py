@@ -163,7 +163,6 @@ class RequestMachine(Machine):
         self._compares: bool = self._adapts and not any(machine._compares for machine in running.values())
         self._timed = 0  # tokens that were committed when the choice was last told
         self._deferred: list[object] = []
-        self._guessed_behind = 0  # how long the text was when guesses were last asked for
 
     def handle(self, event: object) -> list[object]:
         """See `Machine.handle`. What would discard tokens that something is being computed about waits for it."""
@@ -306,7 +305,7 @@ class RequestMachine(Machine):
     def _guessed(self, event: Guessed, do: Do) -> None:
         if self.request.ending:
             self._finish(do)
-        elif len(self.sequence.tokens) == self.request.told_guesser == self._guessed_behind:
+        elif len(self.sequence.tokens) == self.request.told_guesser:
             self._forward(Phase.PRE_VERIFY, do, event)
         else:  # the text that they were to follow is another now
             self._forward(Phase.PRE_VERIFY, do)
@@ -423,7 +422,7 @@ class RequestMachine(Machine):
         acceptance, most = self.speeds.acceptance if self.request.is_drafting else 1.0, self.submit.decoding.look_ahead
         new, limit = tuple(seq.tokens[told:]), self.submit.limit - 1  # the token before the limit is not fed
         do(Guess(told, new, seq.committed, limit, acceptance, most, request=self.number))
-        self.request.told_guesser = self._guessed_behind = len(seq.tokens)
+        self.request.told_guesser = len(seq.tokens)
 
     def _settle(self, do: Do) -> None:
         """Makes the KV cache hold the fed tokens, and nothing else."""
