@@ -34,6 +34,7 @@ from pearl.errors import PearlError
 from pearl.server import openapi
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
+from pearl.server.pace import Pace
 from pearl.server.requests import Asked, check_fits, read_request
 from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
 from pearl.server.turns import Turns
@@ -73,7 +74,7 @@ class App:
 
     def __init__(self, turns: Turns, sampling: SamplingParams, model: str, access: Access) -> None:
         self._turns, self._sampling, self._model = turns, sampling, model
-        self._bodies = _Bodies()
+        self._bodies, self._pace = _Bodies(), Pace()
         self._timeline = Timeline(turns.engine.directory)
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
@@ -171,6 +172,7 @@ class App:
             headers = {}
         assert isinstance(error, ApiError)
         self._turns.figures.refused(error.status)
+        await self._pace.keep()
         return _ErrorResponse(error.body, error.status, error.headers | headers)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
