@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -31,12 +32,12 @@ def reference(prompts: list[str], most: int) -> tuple[list[list[int]], list[list
     """(prompt ids, the target's own greedy tokens), by transformers alone."""
     path = embedded_target()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     encoded, texts = [], []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most)  # type: ignore[misc]
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=most)
         encoded.append(ids[0].tolist())
         texts.append(out[0, ids.shape[1] :].tolist())
     return encoded, texts
