@@ -11,6 +11,9 @@ from pearl.lab.bench import results
 from pearl.lab.experiments.plots import figure, save
 
 
+_LABEL = 0.6  # width of a label, as a share of the largest bias
+
+
 def draw(result: Any, path: Path) -> None:
     """Draw a parsed result into `path`. Raises `ConfigError` for any other JSON, or if it cannot write the picture."""
     kind = result.get("kind") if isinstance(result, dict) else None
@@ -95,13 +98,14 @@ def _ways(result: Mapping[str, Any], path: Path) -> None:
         axes.plot([bias["low"], bias["high"]], [speed["value"]] * 2, color=colour, linewidth=1)
         axes.plot([bias["value"]] * 2, [speed["low"], speed["high"]], color=colour, linewidth=1)
         axes.plot(bias["value"], speed["value"], "o", color=colour, markersize=4)
-    # Labels in the order of the speeds, apart from each other; a thin line leads to the point where one had to move.
+    # Labels in the order of the speeds, apart from those near by; a thin line leads to the point where one had to move.
     low, high = axes.get_ylim()
-    least, last = (high - low) / 28, low - high
+    least, placed = (high - low) / 28, list[tuple[float, float]]()
     right = max([row["bias"]["high"] for row in rows] + [0.05])
     for row in sorted(rows, key=lambda row: row["speedup"]["value"]):
         x, y = row["bias"]["value"], row["speedup"]["value"]
-        last = place = max(y, last + least)
+        place = max([y, *(other + least for at, other in placed if abs(at - x) < _LABEL * right)])
+        placed.append((x, place))
         shown = f"{row['name']}: {y:.2f}"
         axes.annotate(
             shown,
