@@ -10,7 +10,6 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import results
 from pearl.lab.experiments.plots import figure, save
 
-
 _LABEL = 0.6  # width of a label, as a share of the largest bias
 
 
