@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import pick, probabilities, read_draw, shares
+from pearl.decoding.rules.ratio import RatioDraft
+from pearl.decoding.sampling import pick, probabilities, read_draw
 from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
 
-class JointDraft:
+class JointDraft(RatioDraft):
     """Scores what a search for a block finds.
 
     Attributes:
@@ -33,7 +32,8 @@ class JointDraft:
     """
 
     def __init__(self, sampling: Sampling, tau: float, depth: int, width: int) -> None:
-        self.sampling, self.depth, self.width = sampling, depth, width
+        super().__init__(sampling)
+        self.depth, self.width = depth, width
 
     def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A block of one token: the likeliest."""
@@ -42,16 +42,6 @@ class JointDraft:
         row = torch.zeros_like(probs)
         row[token] = best
         return torch.stack((best.double(), token.double())), row
-
-    def likeliest(
-        self,
-        ids: npt.NDArray[np.int64],
-        logits: npt.NDArray[np.float64],
-        position: int,
-        count: int,
-        is_root: bool = False,
-    ) -> tuple[list[int], list[float]]:
-        return ids[:count].tolist(), shares(logits[:count], self.sampling.temperature).tolist()
 
 
 class JointTarget:
