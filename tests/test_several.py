@@ -5,7 +5,7 @@ as the theory of batch drafts says; one text a seed. And bild, whose bias is as 
 from __future__ import annotations
 
 from itertools import product
-from math import prod
+from math import log, prod
 
 import pytest
 import torch
@@ -226,3 +226,14 @@ def test_bild_with_no_rollback_accepts_what_the_target_is_sure_of() -> None:
         torch.tensor([[0.0, -40.0]]), [0], [torch.tensor([0.5, 0.5])], 3
     )
     assert verdict.accepted == 1
+
+
+@pytest.mark.parametrize("window", ["stream", "fixed"])
+def test_biased_texts_of_bild_have_the_distribution_that_is_told(window: str) -> None:
+    """And not the target's."""
+    least = 0.3
+    accepted = torch.where(TARGET.ge(least), DRAFT, 0.0)
+    law = accepted + (1 - accepted.sum(-1, keepdim=True)) * TARGET
+    texts_ = texts(Decoding("pearl", window, 3, "bild", (("rollback", -log(least)),)), tokens=900)
+    assert p_value(texts_, law) > NEVER
+    assert p_value(texts_) < NEVER
