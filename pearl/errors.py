@@ -67,7 +67,10 @@ class TargetLost(PearlError):
 
 
 class DraftLost(PearlError):
-    """The draft worker died or fell silent. Requests go on with the target alone; raised only inside workers."""
+    """The draft worker died or fell silent. Requests go on with the target alone.
+
+    Raised inside workers, and by checks that need a draft.
+    """
 
     exit_code = 4
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,8 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
-from pearl.errors import ModelError
+from pearl.errors import DraftLost, ModelError
+from pearl.lab.bench import exactness
 from pearl.lab.bench.exactness import References, check_combinations, check_rows, check_texts, compare_cuts
 from pearl.models import attention
 from pearl.models.graphs import FED
@@ -339,6 +342,27 @@ def test_no_combination_of_what_guesses_changes_a_text_of_an_engine() -> None:
     assert len(findings) == 3 * 16 + 2 * 2
     assert [finding for finding in findings if not finding.passed] == []
     assert any(finding.guessed for finding in findings)
+
+
+def test_ratio_texts_wait_for_a_draft_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that the target has made alone is another one, by right: it must not be taken for the reference."""
+    toy = "toy:vocab=32,alpha=0.8"
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    with Engine(config=EngineConfig(target=toy, draft=toy, log_level="error")) as engine:
+        before = exactness._drafted(engine, [1, 2, 3], params, "pearl", "stream", None)
+        for _ in range(2):
+            killed = engine.draft_pid
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+            after = exactness._drafted(engine, [1, 2, 3], params, "pearl", "stream", None)
+            assert not after.statistics.draft_lost
+            assert after.tokens == before.tokens
+        monkeypatch.setattr(exactness, "_PATIENCE_SECONDS", 0.0)
+        killed = engine.draft_pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(DraftLost, match="no text of the ratio rule"):
+            exactness._drafted(engine, [1, 2, 3], params, "pearl", "stream", None)
 
 
 def test_a_combination_that_changes_a_text_is_told() -> None:
