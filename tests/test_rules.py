@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -10,6 +14,7 @@ import click
 import pytest
 import torch
 
+from pearl import Engine, EngineConfig
 from pearl.cli.options import field_option
 from pearl.client.request import submission as submit_from
 from pearl.config import DecodingConfig, SamplingParams, with_registered_rules
@@ -20,26 +25,31 @@ from pearl.decoding.registry import (
     Parameter,
     Parameters,
     RuleSpec,
+    Unit,
     find,
     markdown_table,
     register,
 )
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.sampling import read_draw
+from pearl.engine import processes
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.worker.execute import TargetExecutor
+from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests import lenient_rule, test_worker
+from tests.protocol_pair import Pair, at_random
+from tests.test_verification import DRAFT, NEVER, TARGET, p_value
 from tests.test_worker import MakeLoops, loops, submission
 
 __all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
 WARM = Sampling(1.0, seed=3)
+TABLES = [(each, lambda seen, each=each: each[seen[-1]]) for each in (TARGET, DRAFT)]
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +110,66 @@ def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pyte
         told = front.ask(submit)
         assert told.tokens == test_worker.simulated(submit, alpha=0.3), rule
         assert told.statistics.num_accepted_draft_tokens > 0, rule
+
+
+# ---- the draft's death ----
+
+EXACT_AT = {"opt": (("epsilon", 0.0),), "uno": (("epsilon", 0.0),)}  # biased rules, where they are not
+DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
+
+
+def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, window: str) -> tuple[list[int], int]:
+    """Drafts come and go while it is written; and how many went."""
+    sampling = Sampling(1.0, seed=seed)
+    decoding = Decoding(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
+    target, _ = paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))
+
+    def draft() -> DraftExecutor:
+        return paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))[1]
+
+    pair = Pair([Submit(1, (0,), 1 + tokens, sampling, decoding)], target, draft)
+    chance, pick, lost = random.Random(seed), at_random(seed), 0
+    while not pair.done:
+        if chance.random() < 0.02:
+            if pair.drafter is not None:
+                pair.kill_draft()
+                lost += pair.results != {}
+            elif not pair.to_target:  # the news that the last one is gone has arrived
+                pair.join_draft()
+        pair.move(pick(pair.moves))
+    return pair.results[1].tokens, lost
+
+
+@pytest.mark.parametrize(("method", "window"), [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")])
+@pytest.mark.parametrize("rule", [name for name in DRAFTED if find(name).is_exact or name in EXACT_AT])
+def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(rule: str, method: str, window: str) -> None:
+    texts, lost = zip(*(text_that_loses_drafts(rule, seed, 400, method, window) for seed in range(3)), strict=True)
+    assert sum(lost) > 10
+    assert p_value(list(texts)) > NEVER
+
+
+def test_a_text_that_loses_its_draft_comes_to_its_end_under_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In real processes; the draft that is started again takes part in the next text."""
+    monkeypatch.setattr(processes, "_MOST_BACK_OFF_SECONDS", 0.1)
+    toy = "toy:vocab=32,alpha=0.8"
+    config = EngineConfig(
+        target=toy, draft=toy, target_pace=0.01, draft_pace=0.002, draft_restarts=100, log_level="error"
+    )
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    with Engine(config=config) as engine:
+        for rule in NAMES[:-1]:
+            decoding = DecodingConfig(method="pearl", rule=rule)
+            for is_killed in (True, False):
+                while not is_killed and engine.generate([[1]], params, decoding=decoding)[0].statistics.draft_lost:
+                    time.sleep(0.05)  # until there is a new one
+                with engine.stream([1, 2, 3], params, decoding=decoding) as stream:
+                    for done, _ in enumerate(stream, 1):
+                        if is_killed and done == 3:
+                            assert engine.draft_pid is not None
+                            os.kill(engine.draft_pid, signal.SIGKILL)
+                assert len(stream.result.tokens) == 40, rule
+                assert stream.result.statistics.draft_lost == is_killed, rule
+                assert stream.result.statistics.num_draft_tokens > 0, rule
 
 
 @pytest.mark.parametrize("parameters", [(("epsilon", 1.5),), (("gamma", 0.5),), (("epsilon", 0.1),) * 2])
