@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from pearl.cli import cli
@@ -22,7 +23,7 @@ from pearl.drafting.branches import see
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, TraceError
 from pearl.lab import theory
-from pearl.lab.experiments import checks, plots, rejections, sweeps, texts
+from pearl.lab.experiments import checks, front, plots, rejections, sweeps, texts
 from pearl.lab.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
 from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.recorded import interpolated, recorded
@@ -48,6 +49,7 @@ from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import part_path
 from pearl.worker.execute import DraftExecutor, TargetExecutor
+from tests.tiny import tiny_model
 
 VOCAB = 12
 PROMPT = (1, 2, 3)
@@ -662,3 +664,55 @@ def test_a_sweep_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None:
 
 def test_totals_of_nothing_judged_say_so() -> None:
     assert Totals(AR).acceptance_rate is None
+
+
+def test_bias_and_rejections_of_opt_add_up_to_the_distance_on_a_pair_of_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Along the target's texts; in its own each rule's rejections are as the distributions there foretell."""
+    monkeypatch.setattr(front, "EPSILONS", (0.0, 0.001, 0.01))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The hat and the tin\nan inner thing, then another one\nThen the other\n")
+    pair = [f"--{role}={tiny_model('llama', noise=noise)}" for role, noise in (("target", 0.0), ("draft", 0.2))]
+    png, document = tmp_path / "it.png", tmp_path / "it.json"
+    more = ["--max-tokens=40", "--target-dtype=float32", "--draft-dtype=float32", f"--png={png}", f"--json={document}"]
+    result = CliRunner().invoke(cli, ["simulate", "front", str(prompts), *pair, *more])
+    assert result.exit_code == 0, result.output
+    assert "uno (not exact), epsilon 0.001" in result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    told = json.loads(document.read_text())["rules"]
+    opt, uno = ([one for one in told if one["rule"] == rule] for rule in ("opt", "uno"))
+    assert (opt[0]["bias"], opt[0]["measured_bias"]["value"]) == pytest.approx((0, 0), abs=1e-6)
+    for one, other in zip(opt, uno, strict=True):
+        assert one["expected"] + one["bias"] == pytest.approx(opt[0]["expected"], abs=1e-5)
+        assert other["expected"] == one["expected"]
+        assert other["bias"] >= one["bias"]
+    assert opt[0]["expected"] > opt[1]["expected"] > opt[2]["expected"] >= 0
+    off = [abs(one["measured"]["value"] - one["foretold"]) / (one["margin"] or 1) for one in told]
+    assert max(off) < 2, "that is 3.9 standard deviations"
+
+
+def test_a_position_of_the_front_is_what_theory_has_for_it() -> None:
+    p, q = torch.softmax(torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(3)).double(), -1)
+    for epsilon, corrects in ((0.0, True), (0.1, True), (0.1, False)):
+        rejected, bias = front.relaxed(p, q, epsilon, corrects)
+        for i in range(5):
+            tables = [p[i][None].expand(7, 7).tolist()], [q[i][None].expand(7, 7).tolist()], 0
+            expected = theory.expected_relaxed_rejections(*tables, epsilon, corrects)
+            assert (rejected[i], bias[i]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--draft", "none"], "these rules judge what a draft proposes"),
+        (["--temperature", "0"], "has no distribution to be biased"),
+        (["--limit", "1", "--target=toy:vocab=32,alpha=0.8", "--draft=toy:vocab=32,alpha=0.8"], "it takes two prompts"),
+    ],
+)
+def test_what_a_front_cannot_be_drawn_of_is_refused(tmp_path: Path, given: list[str], told: str) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    result = CliRunner().invoke(cli, ["simulate", "front", str(prompts), *given])
+    assert isinstance(result.exception, ConfigError)
+    assert told in str(result.exception)

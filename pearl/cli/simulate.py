@@ -16,6 +16,7 @@ from rich.table import Table
 from pearl.cli.check import check
 from pearl.cli.console import SafeConsole
 from pearl.cli.disco import stops
+from pearl.cli.front import front_command
 from pearl.cli.numbers import STDOUT, Number, Times, json_option, refuse_options, write_json
 from pearl.cli.record import record
 from pearl.cli.rejections import rejections_command
@@ -258,6 +259,7 @@ def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
 
 
 simulate.add_command(check)
+simulate.add_command(front_command)
 simulate.add_command(record)
 simulate.add_command(rejections_command)
 simulate.add_command(stops)

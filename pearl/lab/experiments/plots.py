@@ -8,10 +8,12 @@ from typing import Any
 
 from pearl.errors import ConfigError
 from pearl.lab.experiments.estimate import Estimate
+from pearl.lab.experiments.front import Price
 from pearl.lab.experiments.rejections import Rejections
 from pearl.lab.experiments.sweeps import BEST_C, CLOSED, FIXED_C, PEARL, SD, Point, by_acceptance, stops_paying
 
 _COLOURS = {PEARL: "#1f6fb2", FIXED_C: "#5aa9e6", BEST_C: "#3fa34d", SD: "#d1495b", CLOSED: "#888888"}
+_RELAXED = (("opt", _COLOURS[PEARL]), ("uno", _COLOURS[SD]))
 _MARKS = {PEARL: "o", FIXED_C: "s", BEST_C: "^", SD: "D", CLOSED: "x"}
 
 
@@ -118,6 +120,33 @@ def rejections_and_bias(done: Sequence[Rejections], limits: Mapping[str, float],
     save(picture, path)
 
 
+def prices(done: Sequence[Price], path: Path) -> None:
+    """Bias against rejections a token: lines and crosses along the target's texts, dots with 95% intervals measured in
+    the rules' own.
+    """
+    picture = figure(6.5, 4.8)
+    axes = picture.subplots()
+    for rule, colour in _RELAXED:
+        rows = [one for one in done if one.rule == rule]
+        along = [one.bias for one in rows], [one.expected for one in rows]
+        axes.plot(*along, "x-", color=colour, label=f"{rule}, along the target's texts")
+        across, up = [one.measured_bias for one in rows], [one.measured for one in rows]
+        _dots(axes, across, up, colour, f"{rule}, its own texts")
+        for one in rows:
+            axes.annotate(f" {one.epsilon:g}", (one.bias, one.expected), fontsize=7)
+    axes.set_xlabel("bias a token")
+    axes.set_ylabel("rejections a token")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    save(picture, path)
+
+
+def _dots(axes: Any, across: Sequence[Estimate], up: Sequence[Estimate], colour: str, label: str) -> None:
+    """Points with their 95% intervals both ways."""
+    values, margins = ([[getattr(e, n) or 0.0 for e in each] for each in (across, up)] for n in ("value", "margin"))
+    axes.errorbar(*values, *reversed(margins), fmt="o", markersize=4, color=colour, label=label)
+
+
 def _by_candidates(axes: Any, own: Sequence[Rejections], least: float) -> None:
     places = range(len(own))
     axes.plot(places, [one.expected for one in own], "x-", color=_COLOURS[CLOSED], label="theory")
@@ -133,19 +162,11 @@ def _by_candidates(axes: Any, own: Sequence[Rejections], least: float) -> None:
 
 
 def _front(axes: Any, own: Sequence[Rejections], tokens: int) -> None:
-    for rule, colour in (("opt", _COLOURS[PEARL]), ("uno", _COLOURS[SD])):
+    for rule, colour in _RELAXED:
         rows = [one for one in own if one.rule == rule]
         axes.plot([one.bias / tokens for one in rows], [one.expected / tokens for one in rows], "x-", color=colour)
-        axes.errorbar(
-            [one.measured_bias.value / tokens for one in rows],
-            [one.measured.value / tokens for one in rows],
-            [(one.measured.margin or 0.0) / tokens for one in rows],
-            [(one.measured_bias.margin or 0.0) / tokens for one in rows],
-            fmt="o",
-            markersize=4,
-            color=colour,
-            label=rule,
-        )
+        across, up = ([_a_token(getattr(one, name), tokens) for one in rows] for name in ("measured_bias", "measured"))
+        _dots(axes, across, up, colour, rule)
         for one in rows:
             at = one.bias / tokens, one.expected / tokens
             axes.annotate(f" {one.parameters[0][1]:g}", at, fontsize=7)
@@ -153,3 +174,7 @@ def _front(axes: Any, own: Sequence[Rejections], tokens: int) -> None:
     axes.set_ylabel("rejections a token")
     axes.set_title("the price of fewer rejections, by epsilon", loc="left", fontsize=10)
     axes.legend(fontsize=8)
+
+
+def _a_token(one: Estimate, tokens: int) -> Estimate:
+    return Estimate(one.value / tokens, (one.margin or 0.0) / tokens)
