@@ -27,6 +27,7 @@ from pearl.decoding.sampling import (
     pick_on_device,
     probabilities,
     race,
+    race_of_logits,
     race_on_device,
     read_draw,
     shortlist,
@@ -314,6 +315,50 @@ def test_a_shortlist_has_the_likeliest(name: str, vocab: int) -> None:
         assert torch.equal(row[torch.from_numpy(ids)], top)
         wanted = torch.softmax(top.double() / 0.8, -1)
         assert torch.allclose(torch.from_numpy(probs), wanted, rtol=1e-12, atol=0, equal_nan=True)
+
+
+def winner(row: torch.Tensor, key: int, temperature: float) -> int:
+    """Every token takes part, in float64."""
+    weights = np.exp((row.double() - row.double().max()).numpy() / temperature)
+    with np.errstate(divide="ignore"):
+        return int(np.argmin(exponentials(key, np.arange(len(row))) / weights))
+
+
+def won(row: torch.Tensor, key: int, temperature: float) -> int:
+    return read_draw(race_of_logits(row, key, temperature, shortlist(row)))
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 3.0, 1e3])
+@pytest.mark.parametrize("name", SHORTLISTED)
+def test_a_race_of_logits_is_won_by_the_winner_of_all(name: str, temperature: float) -> None:
+    for vocab in (4096, 32000, 50257):
+        row = SHORTLISTED[name](torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)))
+        probs = probabilities(row, Sampling(temperature))
+        for key in KEYS[:25]:
+            found = won(row, key, temperature)
+            assert found == winner(row, key, temperature)
+            assert found == raced(probs, key)
+
+
+def test_a_winner_that_a_race_of_logits_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: only the likeliest win."""
+    monkeypatch.setattr(module, "early", lambda key, size, bound: np.empty(0, np.int64))
+    monkeypatch.setattr(module, "earliest", lambda key, size: np.empty(0, np.int64))
+    row = torch.randn(32000, generator=torch.Generator().manual_seed(1))
+    assert any(won(row, key, 1.0) != winner(row, key, 1.0) for key in KEYS[:20])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("vocab", [4096, 32000, 50257])
+def test_a_race_of_logits_that_are_not_finite_is_an_error(vocab: int, bad: float) -> None:
+    """One such number, wherever it stands; or no token that is possible."""
+    for place in (0, 63, vocab // 2, vocab - 1):
+        row = torch.randn(vocab)
+        row[place] = bad
+        with pytest.raises(NumericalError, match="not finite"):
+            won(row, 7, 1.0)
+    with pytest.raises(NumericalError, match="not finite"):
+        won(torch.full((vocab,), -torch.inf), 7, 1.0)
 
 
 def test_a_shortlist_of_what_is_not_finite_has_its_length() -> None:

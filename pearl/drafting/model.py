@@ -433,14 +433,15 @@ class ModelProposer:
     def _continue(self, text: _Text, branch: Branch, row: torch.Tensor) -> None:
         """Draws the branch's next token. One that cannot be drawn ends it: only what the text needs must be finite."""
         assert text.branches is not None
-        draw, probs = text.rule.draft(row, branch.end)
+        top = shortlist(row)
+        draw, probs = text.rule.draft(row, branch.end, top)
         try:
             token = read_draw(draw)
         except NumericalError:
             text.branches.end(branch)
             return
         sure = None if text.window is None else _confidence(text.window, branch.end, shape_of(row, draw[1:]))
-        branch.seen.append(see(*shortlist(row, SHORTLIST), branch.end, token, text.rule, confidence=sure))
+        branch.seen.append(see(*top, branch.end, token, text.rule, confidence=sure))
         branch.tokens.append(token)
         branch.rows += [] if probs is None else [Distribution(probs)]
 
@@ -460,16 +461,17 @@ class ModelProposer:
         seen: list[tuple[int, Seen]] = [] if text.branches is None else text.branches.taken()
         paused, is_root = False, text.drawn != (first - 1, command.tokens[-1])
         for i, row in enumerate(map(self._fit, logits)):
-            draw, probs = text.rule.draft(row, first + i)
+            top = shortlist(row) if text.branches is not None or self._noted() else None
+            draw, probs = text.rule.draft(row, first + i, top)
             draws.append(draw)
             rows += [] if probs is None else [probs]
             features, sure = None, None
             if text.window is not None:
                 features = shape_of(row, draw[1:])
                 sure = _confidence(text.window, first + i, features)
-            if text.branches is not None or self._noted():
-                token, largest = read_draw(draw), shortlist(row, SHORTLIST)
-                seen.append((first + i, see(*largest, first + i, token, text.rule, is_root and i == 0, sure)))
+            if top is not None:
+                token = read_draw(draw)
+                seen.append((first + i, see(*top, first + i, token, text.rule, is_root and i == 0, sure)))
             if text.branches is not None:
                 text.branches.drafted(*seen[-1])
             if text.window is not None and features is not None:
@@ -493,7 +495,7 @@ class ModelProposer:
         if not launched.draws:
             paused, branches = bool(launched.paused), launched.branches
             return Drafted((), seconds, paused=paused, branches=branches, fed=launched.fed, request=command.request)
-        self._times.observe(launched.fed, seconds)
+        self._times.observe(launched.fed, seconds + draw)  # each row costs a draw too
         tokens = tuple(map(read_draw, launched.draws))
         rows = tuple(map(Distribution, launched.probs))
         paused = bool(launched.paused)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pearl.decoding.registry import Parameters, RuleSpec, find
+from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
 from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
@@ -41,11 +42,14 @@ class Judgement:
 class DraftHalf(Protocol):
     """How the draft draws. Made as `factory(sampling, **parameters)`; positions are absolute."""
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft(
+        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A draw for `position` from logits [vocab] (see `sampling.read_draw`), and what the target needs to judge it.
 
         That is None, or a row [vocab] float32: the distribution that the token was drawn from or, for a rule that
-        needs scalars, 0 but at the token.  Both are on the logits' device, and nothing waits for it.
+        needs scalars, 0 but at the token.  Both are on the logits' device, and nothing waits for it.  `top`: the
+        logits' `sampling.shortlist`, where that is known: it may save time.
         """
         ...
 

@@ -15,8 +15,20 @@ import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose, exponentials
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import greedy, probabilities, race, race_on_device, read_draw, shares
+from pearl.decoding.sampling import (
+    Shortlist,
+    greedy,
+    probabilities,
+    race,
+    race_of_logits,
+    race_on_device,
+    read_draw,
+    shares,
+    shortlist,
+)
 from pearl.protocol.messages import Sampling
+
+_MANY = 4096  # tokens: of fewer a race of all is as fast
 
 
 class DirectDraw:
@@ -25,12 +37,17 @@ class DirectDraw:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
+        self._is_plain = not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
 
-    def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """The draw for `position` from logits [vocab], for `sampling.read_draw`."""
-        if self.sampling.temperature == 0:
+    def __call__(self, logits: torch.Tensor, position: int, top: Shortlist | None = None) -> torch.Tensor:
+        """The draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
+        temperature = self.sampling.temperature
+        if temperature == 0:
             return greedy(logits)
-        return race(probabilities(logits, self.sampling), self._keys(position, Purpose.DIRECT))
+        key = self._keys(position, Purpose.DIRECT)
+        if self._is_plain and logits.is_cpu and logits.dtype is torch.float32 and len(logits) >= _MANY:
+            return race_of_logits(logits, key, temperature, top or shortlist(logits))
+        return race(probabilities(logits, self.sampling), key)
 
     def rows(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """The draws [n, 2] from logits [n, vocab] on a device other than the host, launched together."""
@@ -57,8 +74,10 @@ class DirectDraft:
     def __init__(self, sampling: Sampling) -> None:
         self._draw = DirectDraw(sampling)
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._draw(logits, position), None
+    def draft(
+        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._draw(logits, position, top), None
 
     def likeliest(
         self,

@@ -18,7 +18,7 @@ import torch
 from pearl.decoding.keys import DrawKeys, Purpose
 from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import RatioDraft
-from pearl.decoding.sampling import pick, probabilities, read_draw
+from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw
 from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
@@ -35,7 +35,9 @@ class JointDraft(RatioDraft):
         super().__init__(sampling)
         self.depth, self.width = depth, width
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft(
+        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A block of one token: the likeliest."""
         probs = probabilities(logits, self.sampling)
         best, token = probs.max(-1)

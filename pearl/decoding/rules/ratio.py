@@ -14,7 +14,7 @@ import torch
 
 from pearl.decoding.keys import DrawKeys, Purpose, uniform
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import pick, probabilities, read_draw, shares
+from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Odds
 from pearl.protocol.messages import Sampling
 
@@ -39,7 +39,9 @@ class RatioDraft:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft(
+        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         probs = probabilities(logits, self.sampling)
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
 

@@ -22,7 +22,7 @@ import torch
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import RatioDraft, RatioTarget, accepts, odds_of, residual
-from pearl.decoding.sampling import pick, probabilities, read_draw, shares
+from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.messages import Sampling
 
 _HALVINGS = 40  # of the interval that the divisor of K-SEQ is looked for in: float32 tells no more apart
@@ -36,8 +36,10 @@ class SeveralDraft(RatioDraft):
         self._candidates = candidates
         self._row: tuple[int, torch.Tensor] | None = None  # what was drawn from last: (position, distribution)
 
-    def draft(self, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        draw, probs = super().draft(logits, position)
+    def draft(
+        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        draw, probs = super().draft(logits, position, top)
         assert probs is not None
         self._row = position, probs
         return draw, probs

@@ -132,8 +132,9 @@ def prices(done: Sequence[Price], path: Path) -> None:
         axes.plot(*along, "x-", color=colour, label=f"{rule}, along the target's texts")
         across, up = [one.measured_bias for one in rows], [one.measured for one in rows]
         _dots(axes, across, up, colour, f"{rule}, its own texts")
+        below = {"ha": "right", "va": "top"} if rule == "opt" else {}  # where the lines meet their labels must not
         for one in rows:
-            axes.annotate(f" {one.epsilon:g}", (one.bias, one.expected), fontsize=7)
+            axes.annotate(f" {one.epsilon:g} ", (one.bias, one.expected), fontsize=7, **below)
     axes.set_xlabel("bias a token")
     axes.set_ylabel("rejections a token")
     axes.set_ylim(bottom=0)
