@@ -15,7 +15,7 @@ from pearl.models.graphs import FED, PREFILL, pieces, visible
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
-from pearl.models.matrices import is_in_4_bits, matrix, rounding_for
+from pearl.models.matrices import is_in_4_bits, matrix, multiplies_bf16, rounding_for
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import Feed, dtype_of, feed_chain
 from pearl.models.toy import ToyRunner
@@ -318,9 +318,13 @@ def quantised(rows: int, columns: int, kind: str) -> torch.Tensor:
     return weight.reshape(rows, columns).bfloat16()
 
 
+@pytest.mark.parametrize("has_bf16", [False, *([True] if multiplies_bf16() else [])])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0", "bfloat16"])
-def test_stored_multiplies_by_the_weights_as_they_are(kind: str) -> None:
-    """In 4 bits where they are so in the file, else in float32: what is off is the rounding of scales to bfloat16."""
+def test_stored_multiplies_by_the_weights_as_they_are(
+    kind: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 4 bits where they are so in the file, else in the CPU's own: what is off is the rounding to bfloat16."""
+    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: has_bf16)
     weight = quantised(4200, 96, kind)
     assert is_in_4_bits(weight) == kind.startswith("Q4")
     layer = torch.nn.Linear(96, 4200, bias=False, dtype=torch.bfloat16)
@@ -328,7 +332,7 @@ def test_stored_multiplies_by_the_weights_as_they_are(kind: str) -> None:
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     found, wanted = matrix(layer, rounding="stored", wide=True)(x, None), x.float() @ weight.float().T
     assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
-    assert found.dtype == (torch.bfloat16 if kind.startswith("Q4") else torch.float32)
+    assert found.dtype == (torch.bfloat16 if has_bf16 or kind.startswith("Q4") else torch.float32)
 
 
 def in_files(kind: str) -> Any:
@@ -341,11 +345,15 @@ def in_files(kind: str) -> Any:
     return model
 
 
+@pytest.mark.parametrize("has_bf16", [False, *([True] if multiplies_bf16() else [])])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0"])
 def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: False)
+    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: has_bf16)
+    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: False)
+    assert rounding_for(in_files(kind), may_round=True) == ("" if has_bf16 else "int8")
+    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: True)
     assert rounding_for(in_files(kind), may_round=True) == "stored"
     runner = LlamaRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
     plain = HFRunner(in_files(kind).to(torch.bfloat16).float(), 128)

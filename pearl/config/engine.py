@@ -40,8 +40,8 @@ class EngineConfig(Section):
     draft_device: str = Field("auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread.")
     target_dtype: DType = Field(
         "auto",
-        description="Weights of the target; auto: the checkpoint's or, on a CPU that has no instructions for it, "
-        "float32 (4 bits where they are so in the file). int8 and int4, on CPUs, round them to another model.",
+        description="Weights of the target; auto: the checkpoint's; on a CPU 4 bits where they are so in the file, and "
+        "float32 where it has no instructions for bfloat16. int8 and int4, on CPUs, round them to another model.",
     )
     draft_dtype: DType = Field(
         "auto",

@@ -54,12 +54,13 @@ def load_runner(
     several ranks, load this rank's part.
 
     `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; in its place, on a CPU without the instructions,
-    float32 or, where the forward is ours, 4 bits for weights that are so already), "float32", "bfloat16", "float16",
-    or, on a CPU and where the forward is ours, bfloat16 with rounded matrices: "int8" (each row in 255 steps) or "int4"
-    (each 32 weights in 16 steps).  `exact` refuses a runner that is not row-invariant.  `may_round`: whether "auto" may
-    be "int8" where it would be float32.  `slots`: sequences that it must hold side by side; `spare`: how many more
-    there may be room for, on a CPU.  `max_context` in tokens; None takes the model's own, up to 8192.  `forwards`
-    "transformers" keeps their forward where "auto" has a faster one; "eager" has that one too, but records nothing.
+    float32; and on a CPU, where the forward is ours, 4 bits for weights that are so already), "float32", "bfloat16",
+    "float16", or, on a CPU and where the forward is ours, bfloat16 with rounded matrices: "int8" (each row in 255
+    steps) or "int4" (each 32 weights in 16 steps).  `exact` refuses a runner that is not row-invariant.  `may_round`:
+    whether "auto" may be "int8" where it would be float32.  `slots`: sequences that it must hold side by side; `spare`:
+    how many more there may be room for, on a CPU.  `max_context` in tokens; None takes the model's own, up to 8192.
+    `forwards` "transformers" keeps their forward where "auto" has a faster one; "eager" has that one too, but records
+    nothing.
     Raises `ModelError`.
     """
     from pearl.models.llama import LlamaRunner, is_llama
@@ -78,7 +79,7 @@ def load_runner(
     progress(f"loading {spec}")
     arguments = _arguments(path, place, dtype, device_map)
     wanted = None if arguments["dtype"] == "auto" else arguments["dtype"]
-    rounds = dtype == "auto" and wanted == torch.float32 and group.size == 1
+    rounds = dtype == "auto" and device.type == "cpu" and device_map is None and group.size == 1
     model: PreTrainedModel | Decoder | None = None
     if forwards != "transformers" and device_map is None and not trust_remote_code:
         with _explained(spec):  # in its own dtype where it may be rounded: it need not be in float32 meanwhile
@@ -94,7 +95,8 @@ def load_runner(
         context = _context(spec, model, max_context)
         if rounds and ours:
             rounding = rounding_for(model, may_round)
-            model = model.to(torch.bfloat16 if rounding else torch.float32)  # type: ignore[arg-type]
+            chosen = torch.bfloat16 if rounding else wanted
+            model = model if chosen is None else model.to(chosen)  # type: ignore[arg-type]
         left = _check_cache_fits(spec, model, context, ours, slots)
         slots += min(spare, left // 2) if device.type == "cpu" else 0
         runner: ModelRunner

@@ -110,7 +110,8 @@ def matrix(
 
     Takes the weights away from the layers, so that a large model is never in memory twice.  `rounding` "int8": each
     row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": as "int4" where the weights are so
-    already, else float32, whose results stay so where they are to be `wide`.  `laid` may give what was made of these
+    already, else as they are; on a CPU without instructions for bfloat16 in float32, whose results stay so where they
+    are to be `wide`.  `laid` may give what was made of these
     weights before, which are then not read.  Raises `ModelError` for widths that "int8" and "int4" cannot have.
     """
     weights = [each.weight.detach() for each in linears]
@@ -126,9 +127,11 @@ def matrix(
         assert isinstance(product, Packed)
         return lambda x, y: product(x, bias, y)
 
+    as_is = isinstance(product, Rounded) or (rounding == "stored" and multiplies_bf16())
+
     def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        # Of weights that are not stored in 4 bits, in float32: for rows of a narrower dtype, which results have too.
-        result = product(x) if isinstance(product, Rounded) else product(x.float())
+        # Of weights in float32: for rows of a narrower dtype, which results have too.
+        result = product(x if as_is else x.float())
         result = result if wide else result.to(x.dtype)
         for more in (bias, y):
             result = result if more is None else result + more
@@ -145,7 +148,8 @@ def _lay_out(weight: torch.Tensor, rounding: Rounding) -> Laid:
     if rounding == "int8":
         return _in_8_bits(weight)
     rounded = _in_4_bits(weight, stored=rounding == "stored") if rounding else None
-    return rounded or Packed(pack(weight.float() if rounding or _widens(weight) else weight))
+    widens = _widens(weight) or (rounding and not multiplies_bf16())
+    return rounded or Packed(pack(weight.float() if widens else weight))
 
 
 def _widens(weight: torch.Tensor) -> bool:
@@ -228,15 +232,18 @@ def _fit(groups: torch.Tensor, step: torch.Tensor, low: torch.Tensor) -> torch.T
 
 
 def rounding_for(model: Any, may_round: bool) -> Rounding:
-    """How a CPU without instructions for bfloat16 computes this model fastest, whose other choice is float32.
+    """How a CPU computes this model fastest without changing it by more than the rounding of a bfloat16.
 
-    "stored" where they are in 4 bits; "int8" where they are bfloat16 and `may_round`; else "".
+    "stored" where weights are in 4 bits: a quarter of the bytes, so that one token and four are faster everywhere.
+    "int8" where they are bfloat16, the CPU has no instructions for that, and `may_round`.  Else "".
     """
     layer = model.model.layers[0]
-    if multiplies_bf16() or not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():
         return ""
-    if is_in_4_bits(layer.mlp.gate_proj.weight):
+    if multiplies_4_bits() and is_in_4_bits(layer.mlp.gate_proj.weight):
         return "stored"
+    if multiplies_bf16():
+        return ""
     matrices = (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
     fits = all(each.weight.shape[1] % _INT8_COLUMNS == 0 for each in matrices)
     is_bf16 = torch.equal(layer.mlp.gate_proj.weight.bfloat16().float(), layer.mlp.gate_proj.weight)
@@ -270,6 +277,11 @@ def packs(weight: torch.Tensor) -> bool:
 def multiplies_bf16() -> bool:
     """Whether this CPU has instructions for products of bfloat16; without them these take several times as long."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def multiplies_4_bits() -> bool:
+    """Whether the kernel for weights in 4 bits is made for this CPU; elsewhere it is a loop over numbers."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
