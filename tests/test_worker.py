@@ -56,7 +56,7 @@ from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
-from pearl.worker.draft_link import DraftLink, TargetSettings
+from pearl.worker.draft_link import DraftLink, TargetSettings, weigh
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
@@ -654,6 +654,9 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
         0, 0, len(PROMPT), (1,), rows=(Distribution(torch.full((32,), NAN).numpy().tobytes(), Form.FRAME),)
     ),
     "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1, 2], [2.0, -1.0]), Form.SPARSE),)),
+    "more ids than a dense one has room for": DraftTokens(
+        0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1] * 17, [1.0] * 17), Form.SPARSE),)
+    ),
     "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(None, Form.CHANNEL),)),
 }
 
@@ -679,6 +682,46 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
         assert torch.equal(turned.tensor, row)
         with pytest.raises(RemoteProtocolError):
             Distribution(data, Form.SPARSE).unpack(len(ids) - 1)
+
+
+def sparse_row(prob: float = 1.0) -> Distribution:
+    return Distribution(_sparse([1], [prob]), Form.SPARSE)
+
+
+def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> None:
+    """26 KB of a draft's became 2 GiB in the thread that reads messages, whatever it was allowed to draft."""
+    vocab = 1 << 18
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    link = DraftLink(TargetSettings(vocab, CONTEXT, DIGEST, 1.0, True), executor, None)
+    link.peer = b"draft"
+
+    def examined(*rows: Distribution) -> DraftTokens:
+        message = link.examined(b"draft", DraftTokens(1, 0, 3, (1,) * len(rows), rows=rows))
+        assert isinstance(message, DraftTokens)
+        return message
+
+    many, few = (examined(*(sparse_row() for _ in range(count))) for count in (2048, 8))
+    assert sum(row.size for row in many.rows) == 8 * 2048
+    assert {row.form for row in few.rows} == {Form.TENSOR}, "beside a forward, as the rows of any window are"
+    assert weigh(few) > 8 * 4 * vocab
+    with pytest.raises(RemoteProtocolError, match="no distribution"):
+        examined(*(sparse_row() for _ in range(2047)), sparse_row(2.0))
+
+
+def test_rows_that_came_packed_are_judged_as_others() -> None:
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    executor.execute(Open(PROMPT, WARM, "ratio"))
+    executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
+    dense = torch.softmax(torch.randn(32, generator=torch.Generator().manual_seed(1)), -1)
+    sparse = torch.zeros(32)
+    sparse[[1, 5]] = torch.tensor([0.25, 0.75])
+    for probs in (dense, sparse):
+        packed = Distribution(probs)
+        packed.pack()
+        assert packed.form is not Form.TENSOR
+        rows = (Distribution(probs), packed)
+        one, other = (executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in rows)
+        assert one == other
 
 
 @pytest.mark.gpu

@@ -59,6 +59,7 @@ class RequestState:
         ending: why the request ends with what is committed, once that is known.
         told_draft, told_front: prefix lengths that these know of; 0: the draft does not take part.
         draft_until: the position up to which the draft was allowed to draft.
+        furthest: how far ahead of the prefix that was at most; no branch is longer.
         grants: how often the draft was told so.
         window: c as last chosen.
         draft_context: tokens that the draft's model holds; 0: no draft.
@@ -88,6 +89,7 @@ class RequestState:
     told_draft: int = 0
     told_front: int = 0
     draft_until: int = 0
+    furthest: int = 0
     grants: int = 0
     in_flight: int = 0
     beside: int = 0

@@ -58,7 +58,7 @@ from pearl.protocol.window import Profile, Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MOST_UNANNOUNCED
-from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, TargetSettings
+from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, TargetSettings, weigh
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
@@ -120,7 +120,7 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined) as self._mail:
+        with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined, weigh=weigh) as self._mail:
             self._draft.mail = self._mail
             try:
                 self._serve()
