@@ -657,6 +657,8 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
     "more ids than a dense one has room for": DraftTokens(
         0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1] * 17, [1.0] * 17), Form.SPARSE),)
     ),
+    "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(b"\0" * 4 * 32, Form.FRAME),)),
+    "sparsely nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1], [0.0]), Form.SPARSE),)),
     "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(None, Form.CHANNEL),)),
 }
 

@@ -140,5 +140,9 @@ class Distribution:
 
 
 def are_probabilities(values: Any) -> bool:
-    """Whether all of an array or tensor lie in [0, 1], up to rounding. A NaN is the minimum of what it is in."""
-    return bool(values.min() >= 0 and values.max() <= _MOST)
+    """Whether each row of an array or tensor lies in [0, 1], up to rounding, and is not 0 all over: rules draw from it.
+
+    A NaN is the minimum and the maximum of what it is in.
+    """
+    largest = values.max(-1) if isinstance(values, np.ndarray) else values.amax(-1)
+    return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MOST)
