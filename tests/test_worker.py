@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 
 from pearl.decoding.distribution import Distribution, Form
 from pearl.drafting.model import ModelProposer
-from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
+from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError, TransportError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.loading import load_runner
@@ -38,6 +38,7 @@ from pearl.protocol.messages import (
     FinishReason,
     Heartbeat,
     Hello,
+    Message,
     Ping,
     Pong,
     Preview,
@@ -785,6 +786,44 @@ def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops, method: str) -> None:
     front.until(Finished, told)
     assert told.statistics.draft_lost
     assert len(told.tokens) == 40
+
+
+LIVELY: dict[str, Callable[[int], Message]] = {
+    "answers": lambda number: Pong(number, number),
+    "says that it drafts": lambda number: Heartbeat(number, "drafting", 0),
+    "says that it reads": lambda number: Heartbeat(number, "prefill", 9, 1e9),
+    "says now this and now that": lambda number: Heartbeat(number, ("waiting", "drafting")[number % 2], 0),
+    "joins again and again": lambda number: Heartbeat(0, "calibrated", 1, 1e-3),
+    "asks for the prefix": lambda number: Resync(1, number),
+    "drafts for nobody": lambda number: DraftTokens(77, 0, 3, (1,)),
+    "drafts what has been": lambda number: DraftTokens(1, 0, 0, (1,)),
+}
+
+
+@pytest.mark.parametrize("says", LIVELY)
+def test_a_draft_that_lives_and_sends_no_token_is_not_waited_for_without_end(loops: MakeLoops, says: str) -> None:
+    """It is not silent, so it was waited for as long as it pleased; now the request goes on without it."""
+    pair = loops(draft_timeout=0.05)
+    fake, front, told, has_ended = FakeDraft(pair), pair.front(), Told(), threading.Event()
+
+    def speak() -> None:
+        first(fake.endpoint, Begin)
+        for number in range(10_000):
+            if has_ended.wait(0.02):
+                return
+            with suppress(TransportError):
+                fake.endpoint.send(LIVELY[says](number))
+
+    with ThreadPoolExecutor(1) as speaking:
+        spoken = speaking.submit(speak)
+        front.endpoint.send(submission(20))
+        try:
+            front.until(Finished, told)
+        finally:
+            has_ended.set()
+        spoken.result()
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(20, "ar"))
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])

@@ -312,6 +312,8 @@ class TargetWorker:
                 self._draft.probe(now)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
+            for number in self._draft.health.overdue(self._coordinator.reached, now):
+                self._go_on_without_draft(number, "nothing has come of it for too long")
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
             recorder = {self._recordings.recorder} if self._recordings.recorder else set()
