@@ -826,6 +826,33 @@ def test_a_draft_that_lives_and_sends_no_token_is_not_waited_for_without_end(loo
     assert told.tokens == simulated(submission(20, "ar"))
 
 
+AGAIN: dict[str, Callable[[int], list[Message]]] = {
+    "asks": lambda number: [Resync(1, number)],
+    "leaves gaps": lambda number: [DraftTokens(1, number, 4, (1,))],
+    "drafts before each gap": lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))],
+    "joins": lambda number: [Heartbeat(0, "calibrated", 1, 1e-3)],
+}
+
+
+@pytest.mark.parametrize("way", AGAIN)
+def test_whole_prefixes_do_not_pile_up_for_a_draft_that_reads_none(loops: MakeLoops, way: str) -> None:
+    """Each was sent at once: as many as the queue holds, 65,536, of up to half a megabyte."""
+    pair = loops()
+    fake, front, told = FakeDraft(pair), pair.front(), Told()
+    front.endpoint.send(replace(submission(40), decoding=Decoding("pearl", "fixed", 4, "coupled")))
+    first(fake.endpoint, Begin)
+    for number in range(200):
+        for message in AGAIN[way](number):
+            fake.endpoint.send(message)
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(40, "ar"))
+    begun = 0
+    for message in iter(lambda: fake.endpoint.receive(0.1), []):
+        begun += sum(isinstance(each, Begin) for _, each in message)
+    assert begun < 30
+
+
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeLoops, rule: str) -> None:
     """Where the rule needs none they are dropped. They ended the target: a branch had fewer of them than tokens."""

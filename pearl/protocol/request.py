@@ -11,6 +11,8 @@ from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Method, Window, whole_blocks
 
+_RESYNCS, _TOKENS_A_RESYNC = 16, 4  # whole prefixes that a draft may have again: at first, and one for so many tokens
+
 
 @dataclass
 class Counts:
@@ -124,6 +126,12 @@ class RequestState:
         """
         can_draft = self.method.drafts and not self.is_undraftable and not self.is_resting
         return can_draft and self.sequence.committed < self.draft_context
+
+    @property
+    def begins_too_often(self) -> bool:
+        """Whether the draft was given the whole prefix again so often that it is not to have it once more."""
+        written = self.sequence.committed - len(self.submit.prompt)
+        return self.counts.resyncs > _RESYNCS + max(0, written) // _TOKENS_A_RESYNC
 
     @property
     def needed(self) -> int:

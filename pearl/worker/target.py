@@ -189,6 +189,7 @@ class TargetWorker:
                 self._recordings.done(message)
             case Resync() if is_draft:
                 self._handle(message)
+                self._limit_resyncs(message.request)
             case Heartbeat() if is_draft:
                 self._on_heartbeat(message)
             case Error(request, "NumericalError", text) if is_draft and request >= 0:
@@ -261,6 +262,7 @@ class TargetWorker:
         if watch is not None:
             watch.draft_waited = max(watch.draft_waited, message.waited)
         self._handle(message)
+        self._limit_resyncs(message.request)
         self._draft.health.took(message.request, message.seconds, self._coordinator.speeds)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -279,11 +281,19 @@ class TargetWorker:
         if heartbeat.work == "calibrated":
             self._draft.health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft.context, heartbeat.seconds))
+            self._limit_resyncs(*self._coordinator.running)
             if self._is_ready:
                 log.warning("a draft has joined")
             else:
                 self._become_ready()
             self._compare_clocks()
+
+    def _limit_resyncs(self, *requests: int) -> None:
+        """Each is a whole prefix, that waits here until the draft reads it; one that asks on and on need not read."""
+        for number in requests:
+            machine = self._coordinator.running.get(number)
+            if machine is not None and machine.request.begins_too_often and not machine.request.is_undraftable:
+                self._go_on_without_draft(number, "it was given the whole prefix too often")
 
     def _lose_draft(self, why: str) -> None:
         """Goes on alone; unless this worker is ending too, for then its draft has been told to end as well."""
