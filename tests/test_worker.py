@@ -692,7 +692,7 @@ def sparse_row(prob: float = 1.0) -> Distribution:
 
 
 def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> None:
-    """26 KB of a draft's became 2 GiB in the thread that reads messages, whatever it was allowed to draft."""
+    """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
     vocab = 1 << 18
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
     link = DraftLink(TargetSettings(vocab, CONTEXT, DIGEST, 1.0, True), executor, None)
