@@ -21,7 +21,7 @@ from pearl.errors import ConfigError, NumericalError
 from pearl.lab.simulate import Timing, simulate
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, feed_chain
 from pearl.models.toy import ToyRunner
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Decoding, Provenance, Sampling, Shaping, Submit
 from pearl.protocol.window import METHODS, Window, whole_blocks
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 
@@ -39,10 +39,17 @@ def runners() -> tuple[ToyRunner, ToyRunner]:
     return ToyRunner(4, lambda seen: TARGET[seen[-1]]), ToyRunner(4, lambda seen: DRAFT[seen[-1]])
 
 
-def decode(decoding: Decoding, seed: int = 3, tokens: int = 120, ratio: float = 4.0, draft: ModelRunner | None = None):  # type: ignore[no-untyped-def]
+def decode(  # type: ignore[no-untyped-def]
+    decoding: Decoding,
+    seed: int = 3,
+    tokens: int = 120,
+    ratio: float = 4.0,
+    draft: ModelRunner | None = None,
+    shaping: Shaping | None = None,
+):
     target, own = runners()
     executors = TargetExecutor(target), DraftExecutor(ModelProposer(draft or own, 4))
-    submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed), decoding)
+    submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed, shaping=shaping), decoding)
     return simulate(submit, *executors, Timing(1.0, lambda _: ratio))
 
 
@@ -222,9 +229,13 @@ class Chains(WrappedRunner):
         raise AssertionError("no tree was fed")
 
 
-def test_a_draft_that_takes_no_trees_finds_the_same() -> None:
+@pytest.mark.parametrize("shaping", [None, Shaping(1, 1.3, 0.5, 0.1), Shaping(1, logit_bias=((2, 3.0),))])
+def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> None:
+    """What the search leaves in the cache is text to the penalties too: a draft that did not hold it ended."""
     decoding = Decoding("pearl", "stream", 4, "joint", parameters())
-    assert decode(decoding).tokens == decode(decoding, draft=Chains(runners()[1])).tokens
+    found, other = (decode(decoding, draft=draft, shaping=shaping) for draft in (None, Chains(runners()[1])))
+    assert found.tokens == other.tokens
+    assert found.counts.accepted == other.counts.accepted
 
 
 @pytest.mark.parametrize("method", ["pearl", "sd"])

@@ -39,6 +39,7 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.metrics import Statistics
 from pearl.server import app as app_module
 from pearl.server import listen as listen_module
+from pearl.server import pace
 from pearl.server import requests as requests_module
 from pearl.server.app import App
 from pearl.server.connection import BoundedProtocol
@@ -890,6 +891,22 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
         assert client.completions.create(model=MODEL, prompt="12", max_tokens=2).choices
         assert httpx.get(f"{served.url}/health", timeout=BOUND).status_code == 200
         assert served.figure("pearl:http_refused_total") == 9
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_who_is_not_let_in_is_not_refused_faster_than_others(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    """Wrong keys and wrong hosts passed by the pace of refusals: 2000 a second took a third of a text's speed."""
+    monkeypatch.setattr(pace, "BURST", 2)
+    monkeypatch.setattr(pace, "A_SECOND", 5.0)
+    with Served(engine, bind("127.0.0.1:0", key, 8, None)) as served:
+        wrong = {"Authorization": "Bearer wrong"} if key else {"Host": "elsewhere.example"}
+        began = time.monotonic()
+        with httpx.Client(timeout=BOUND) as client:
+            codes = [client.get(f"{served.url}/v1/models", headers=wrong).status_code for _ in range(6)]
+        assert set(codes) == {401 if key else 403}
+        assert time.monotonic() - began > 0.7
 
 
 def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:

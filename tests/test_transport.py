@@ -391,6 +391,22 @@ class TestMailbox:
             assert mail._inbox.qsize() <= 2 * MAX_BATCH
             assert [message for _, message in collect(mail, 3 * MAX_BATCH)] == [*map(Ping, range(3 * MAX_BATCH))]
 
+    def test_what_becomes_large_waits_as_it_came(self, link: Link) -> None:
+        """A thousand messages, however small on the wire, may become gigabytes while a forward runs."""
+        large: list[Message] = []
+
+        def incoming(peer: Peer, message: Message) -> Message:
+            large.append(message)
+            return message
+
+        connection = link.connect()
+        with Mailbox(link.listener, incoming=incoming, weigh=lambda message: 24 << 20) as mail:
+            for number in range(100):
+                connection.send(Ping(number))
+            time.sleep(0.3)
+            assert len(large) == 3, "the last of them may be as large as it likes"
+            assert [message for _, message in collect(mail, 100)] == [*map(Ping, range(100))]
+
 
 class TestZeroMQ:
     def test_the_control_channel_does_without_torch(self) -> None:

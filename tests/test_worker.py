@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 
 from pearl.decoding.distribution import Distribution, Form
 from pearl.drafting.model import ModelProposer
-from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError
+from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError, TransportError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.loading import load_runner
@@ -38,6 +38,7 @@ from pearl.protocol.messages import (
     FinishReason,
     Heartbeat,
     Hello,
+    Message,
     Ping,
     Pong,
     Preview,
@@ -56,7 +57,7 @@ from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
-from pearl.worker.draft_link import DraftLink, TargetSettings
+from pearl.worker.draft_link import DraftLink, TargetSettings, weigh
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
@@ -654,6 +655,11 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
         0, 0, len(PROMPT), (1,), rows=(Distribution(torch.full((32,), NAN).numpy().tobytes(), Form.FRAME),)
     ),
     "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1, 2], [2.0, -1.0]), Form.SPARSE),)),
+    "more ids than a dense one has room for": DraftTokens(
+        0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1] * 17, [1.0] * 17), Form.SPARSE),)
+    ),
+    "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(b"\0" * 4 * 32, Form.FRAME),)),
+    "sparsely nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1], [0.0]), Form.SPARSE),)),
     "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(None, Form.CHANNEL),)),
 }
 
@@ -679,6 +685,46 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
         assert torch.equal(turned.tensor, row)
         with pytest.raises(RemoteProtocolError):
             Distribution(data, Form.SPARSE).unpack(len(ids) - 1)
+
+
+def sparse_row(prob: float = 1.0) -> Distribution:
+    return Distribution(_sparse([1], [prob]), Form.SPARSE)
+
+
+def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> None:
+    """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
+    vocab = 1 << 18
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    link = DraftLink(TargetSettings(vocab, CONTEXT, DIGEST, 1.0, True), executor, None)
+    link.peer = b"draft"
+
+    def examined(*rows: Distribution) -> DraftTokens:
+        message = link.examined(b"draft", DraftTokens(1, 0, 3, (1,) * len(rows), rows=rows))
+        assert isinstance(message, DraftTokens)
+        return message
+
+    many, few = (examined(*(sparse_row() for _ in range(count))) for count in (2048, 8))
+    assert sum(row.size for row in many.rows) == 8 * 2048
+    assert {row.form for row in few.rows} == {Form.TENSOR}, "beside a forward, as the rows of any window are"
+    assert weigh(few) > 8 * 4 * vocab
+    with pytest.raises(RemoteProtocolError, match="no distribution"):
+        examined(*(sparse_row() for _ in range(2047)), sparse_row(2.0))
+
+
+def test_rows_that_came_packed_are_judged_as_others() -> None:
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    executor.execute(Open(PROMPT, WARM, "ratio"))
+    executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
+    dense = torch.softmax(torch.randn(32, generator=torch.Generator().manual_seed(1)), -1)
+    sparse = torch.zeros(32)
+    sparse[[1, 5]] = torch.tensor([0.25, 0.75])
+    for probs in (dense, sparse):
+        packed = Distribution(probs)
+        packed.pack()
+        assert packed.form is not Form.TENSOR
+        rows = (Distribution(probs), packed)
+        one, other = (executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in rows)
+        assert one == other
 
 
 @pytest.mark.gpu
@@ -740,6 +786,71 @@ def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops, method: str) -> None:
     front.until(Finished, told)
     assert told.statistics.draft_lost
     assert len(told.tokens) == 40
+
+
+LIVELY: dict[str, Callable[[int], Message]] = {
+    "answers": lambda number: Pong(number, number),
+    "says that it drafts": lambda number: Heartbeat(number, "drafting", 0),
+    "says that it reads": lambda number: Heartbeat(number, "prefill", 9, 1e9),
+    "says now this and now that": lambda number: Heartbeat(number, ("waiting", "drafting")[number % 2], 0),
+    "joins again and again": lambda number: Heartbeat(0, "calibrated", 1, 1e-3),
+    "asks for the prefix": lambda number: Resync(1, number),
+    "drafts for nobody": lambda number: DraftTokens(77, 0, 3, (1,)),
+    "drafts what has been": lambda number: DraftTokens(1, 0, 0, (1,)),
+}
+
+
+@pytest.mark.parametrize("says", LIVELY)
+def test_a_draft_that_lives_and_sends_no_token_is_not_waited_for_without_end(loops: MakeLoops, says: str) -> None:
+    """It is not silent, so it was waited for as long as it pleased; now the request goes on without it."""
+    pair = loops(draft_timeout=0.05)
+    fake, front, told, has_ended = FakeDraft(pair), pair.front(), Told(), threading.Event()
+
+    def speak() -> None:
+        first(fake.endpoint, Begin)
+        for number in range(10_000):
+            if has_ended.wait(0.02):
+                return
+            with suppress(TransportError):
+                fake.endpoint.send(LIVELY[says](number))
+
+    with ThreadPoolExecutor(1) as speaking:
+        spoken = speaking.submit(speak)
+        front.endpoint.send(submission(20))
+        try:
+            front.until(Finished, told)
+        finally:
+            has_ended.set()
+        spoken.result()
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(20, "ar"))
+
+
+AGAIN: dict[str, Callable[[int], list[Message]]] = {
+    "asks": lambda number: [Resync(1, number)],
+    "leaves gaps": lambda number: [DraftTokens(1, number, 4, (1,))],
+    "drafts before each gap": lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))],
+    "joins": lambda number: [Heartbeat(0, "calibrated", 1, 1e-3)],
+}
+
+
+@pytest.mark.parametrize("way", AGAIN)
+def test_whole_prefixes_do_not_pile_up_for_a_draft_that_reads_none(loops: MakeLoops, way: str) -> None:
+    """Each was sent at once: as many as the queue holds, 65,536, of up to half a megabyte."""
+    pair = loops()
+    fake, front, told = FakeDraft(pair), pair.front(), Told()
+    front.endpoint.send(replace(submission(40), decoding=Decoding("pearl", "fixed", 4, "coupled")))
+    first(fake.endpoint, Begin)
+    for number in range(200):
+        for message in AGAIN[way](number):
+            fake.endpoint.send(message)
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(40, "ar"))
+    begun = 0
+    for message in iter(lambda: fake.endpoint.receive(0.1), []):
+        begun += sum(isinstance(each, Begin) for _, each in message)
+    assert begun < 30
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])

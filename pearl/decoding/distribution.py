@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _SPARSE_SHARE = 8  # a distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller
+_MOST_SPARSE = 2  # of a vocabulary half: a sparse one of more tokens takes more bytes than a dense one
 _MOST = 1.001  # of a probability, however it was rounded
 
 
@@ -93,29 +94,55 @@ class Distribution:
         else:
             self.data, self.form = weights.tobytes(), Form.FRAME
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes as it is; 0: it has not come yet."""
+        if self.form is Form.SPARSE:
+            return len(self.data[0]) + len(self.data[1])
+        if self.form is Form.TENSOR:
+            return int(self.data.nbytes)
+        return len(self.data) if self.form is Form.FRAME else 0
+
+    def check(self, vocab_size: int) -> None:
+        """Look at what a peer sent inline, without making room for it.
+
+        Raises `RemoteProtocolError` where it is no distribution over this vocabulary, or takes more bytes than a dense
+        one. A broken draft model says NaN.
+        """
+        if self.form is Form.FRAME:
+            weights = np.frombuffer(self.data, np.float32)
+            is_sound = weights.size == vocab_size
+        elif self.form is Form.SPARSE:
+            ids, weights = np.frombuffer(self.data[0], np.uint32), np.frombuffer(self.data[1], np.float32)
+            # What was negative is largest.
+            is_sound = 0 < ids.size <= vocab_size // _MOST_SPARSE and bool(ids.max() < vocab_size)
+        else:
+            return
+        if not is_sound or not are_probabilities(weights):
+            raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
+
     def unpack(self, vocab_size: int) -> None:
         """Become a tensor [vocab_size] on the host of what a peer sent inline; what is announced stays.
 
-        Raises `RemoteProtocolError` where it is no distribution over this vocabulary. A broken draft model says NaN.
+        Raises as `check`.
         """
-        if self.form is Form.CHANNEL:
+        self.check(vocab_size)
+        if self.form is Form.FRAME:
+            probs = np.frombuffer(self.data, np.float32).copy()
+        elif self.form is Form.SPARSE:
+            probs = np.zeros(vocab_size, np.float32)
+            probs[np.frombuffer(self.data[0], np.uint32)] = np.frombuffer(self.data[1], np.float32)
+        else:
             return
         import torch
 
-        if self.form is Form.FRAME:
-            weights = np.frombuffer(self.data, np.float32)
-            is_sound, probs = weights.size == vocab_size, weights.copy()
-        else:
-            ids, weights = np.frombuffer(self.data[0], np.uint32), np.frombuffer(self.data[1], np.float32)
-            is_sound = ids.size > 0 and bool(ids.max() < vocab_size)  # what was negative is largest
-            probs = np.zeros(vocab_size, np.float32)
-            if is_sound:
-                probs[ids] = weights
-        if not is_sound or not are_probabilities(weights):
-            raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
         self.hold(torch.from_numpy(probs))
 
 
 def are_probabilities(values: Any) -> bool:
-    """Whether all of an array or tensor lie in [0, 1], up to rounding. A NaN is the minimum of what it is in."""
-    return bool(values.min() >= 0 and values.max() <= _MOST)
+    """Whether each row of an array or tensor lies in [0, 1], up to rounding, and is not 0 all over: rules draw from it.
+
+    A NaN is the minimum and the maximum of what it is in.
+    """
+    largest = values.max(-1) if isinstance(values, np.ndarray) else values.amax(-1)
+    return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MOST)

@@ -364,6 +364,8 @@ class ModelProposer:
             path = search.path(tokens) if is_tree else []
             if is_tree:
                 self.runner.keep([*range(len(chain)), *(len(chain) + node for node in path)], text.slot)
+                if text.shaper is not None:
+                    text.shaper.extend(tokens[: len(path)])
             marks[-1].record()
             draws = [torch.tensor((0.0, token), dtype=torch.float64) for token in tokens]
             given = [_scalar(token, prob, rows[0]) for token, prob in zip(tokens, probs, strict=True)]

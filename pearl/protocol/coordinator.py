@@ -87,6 +87,12 @@ class Coordinator:
         """Requests that wait for the draft's tokens."""
         return [number for number, machine in self.running.items() if machine.state in (State.HELD, State.GATHERING)]
 
+    @property
+    def reached(self) -> dict[int, tuple[int, int]]:
+        """Of these each: its tokens that are committed, and those that are pending too."""
+        texts = ((number, self.running[number].sequence) for number in self.waiting)
+        return {number: (text.committed, len(text.tokens)) for number, text in texts}
+
     # ---- snapshots, of the request that is worked on, or was last ----
 
     @property

@@ -105,7 +105,9 @@ def _keep_branch(request: RequestState, speeds: Speeds, message: DraftTokens, af
     is_other = position < len(tokens) and tokens[position] != token
     is_open = committed <= position and (is_other or is_bonus) and not _is_astray(request, message)
     is_next = message.start == (position + 1 if known is None else known.end)
-    if not (is_open and is_next) or (known is None and len(request.proposals.branches) >= MAX_BRANCHES):
+    is_near = message.start + len(message.tokens) <= position + 1 + request.furthest
+    is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
+    if not (request.submit.decoding.branches and is_open and is_next and is_near) or is_one_more:
         return _drop(request)
     request.proposals.add(Proposal(position + 1, message.tokens, message.rows, message.source, after))
     return Taken.NOTHING

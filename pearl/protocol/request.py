@@ -11,6 +11,8 @@ from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Method, Window, whole_blocks
 
+_RESYNCS, _TOKENS_A_RESYNC = 16, 4  # whole prefixes that a draft may have again: at first, and one for so many tokens
+
 
 @dataclass
 class Counts:
@@ -59,6 +61,7 @@ class RequestState:
         ending: why the request ends with what is committed, once that is known.
         told_draft, told_front: prefix lengths that these know of; 0: the draft does not take part.
         draft_until: the position up to which the draft was allowed to draft.
+        furthest: how far ahead of the prefix that was at most; no branch is longer.
         grants: how often the draft was told so.
         window: c as last chosen.
         draft_context: tokens that the draft's model holds; 0: no draft.
@@ -88,6 +91,7 @@ class RequestState:
     told_draft: int = 0
     told_front: int = 0
     draft_until: int = 0
+    furthest: int = 0
     grants: int = 0
     in_flight: int = 0
     beside: int = 0
@@ -122,6 +126,12 @@ class RequestState:
         """
         can_draft = self.method.drafts and not self.is_undraftable and not self.is_resting
         return can_draft and self.sequence.committed < self.draft_context
+
+    @property
+    def begins_too_often(self) -> bool:
+        """Whether the draft was given the whole prefix again so often that it is not to have it once more."""
+        written = self.sequence.committed - len(self.submit.prompt)
+        return self.counts.resyncs > _RESYNCS + max(0, written) // _TOKENS_A_RESYNC
 
     @property
     def needed(self) -> int:

@@ -76,4 +76,5 @@ def grant(request: RequestState, speeds: Speeds) -> int:
         request.window = request.submit.decoding.gamma or speeds.best_window(request.beside)
     request.grants += 1
     request.draft_until = max(request.draft_until, request.may_draft_until)
+    request.furthest = max(request.furthest, request.draft_until - request.sequence.committed)
     return request.draft_until

@@ -79,9 +79,9 @@ class App:
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
         self._described = openapi.document(model, keyed=access.key is not None)
-        refused = turns.figures.refused
-        keyed = [Middleware(_KeyNeeded, key=access.key, refused=refused)] if access.key is not None else []
-        hosted = [Middleware(_HostChecked, hosts=access.hosts, refused=refused)] if access.hosts is not None else []
+        refuse = self._refuse
+        keyed = [Middleware(_KeyNeeded, key=access.key, refuse=refuse)] if access.key is not None else []
+        hosted = [Middleware(_HostChecked, hosts=access.hosts, refuse=refuse)] if access.hosts is not None else []
         self.asgi = Starlette(
             routes=[
                 Route("/", self._page),
@@ -412,26 +412,29 @@ def _parsed(body: bytearray) -> Any:
         raise ApiError(400, f"the body is not JSON that this server reads: {error}") from None
 
 
-class _Checked:
-    """Middleware that answers an `ApiError` itself."""
+Refuse = Callable[[Request, Exception], Awaitable[Response]]
 
-    def __init__(self, app: ASGIApp, check: Callable[[Request], None], refused: Callable[[int], None]) -> None:
-        self._app, self._check, self._refused = app, check, refused
+
+class _Checked:
+    """Middleware: what it does not let pass is refused as all else is, no faster either."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Request], None], refuse: Refuse) -> None:
+        self._app, self._check, self._refuse = app, check, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 self._check(Request(scope))
             except ApiError as error:
-                self._refused(error.status)
-                await _ErrorResponse(error.body, error.status, error.headers)(scope, receive, send)
+                refusal = await self._refuse(Request(scope), error)
+                await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 class _KeyNeeded(_Checked):
-    def __init__(self, app: ASGIApp, key: str, refused: Callable[[int], None]) -> None:
-        super().__init__(app, self._check_key, refused)
+    def __init__(self, app: ASGIApp, key: str, refuse: Refuse) -> None:
+        super().__init__(app, self._check_key, refuse)
         self._digest = hashlib.sha256(key.encode()).digest()
 
     def _check_key(self, request: Request) -> None:
@@ -442,8 +445,8 @@ class _KeyNeeded(_Checked):
 
 
 class _HostChecked(_Checked):
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], refused: Callable[[int], None]) -> None:
-        super().__init__(app, self._check_host, refused)
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], refuse: Refuse) -> None:
+        super().__init__(app, self._check_host, refuse)
         self._hosts = hosts
 
     def _check_host(self, request: Request) -> None:

@@ -285,7 +285,7 @@ class Tracer:
 
     # ---- communication and waiting ----
 
-    def mailbox(self, endpoint: Endpoint, **hooks: Callable[..., Message]) -> Mailbox:
+    def mailbox(self, endpoint: Endpoint, **hooks: Callable[..., Any]) -> Mailbox:
         return _TracedMailbox(self, endpoint, **hooks)
 
     def channel(self, channel: TensorChannel) -> TensorChannel:
@@ -324,7 +324,7 @@ def _name_of_all(commands: Sequence[Forward | Draft]) -> str:
 
 
 class _TracedMailbox(Mailbox):
-    def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Message]) -> None:
+    def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Any]) -> None:
         self._tracer = tracer
         self._traced = _TracedEndpoint(endpoint, tracer)
         super().__init__(self._traced, **hooks)

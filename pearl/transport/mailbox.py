@@ -19,6 +19,11 @@ from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Fault, Peer, Re
 
 _WAIT_SECONDS = 60.0  # of the thread, at most; it is woken for whatever there is to do
 _FULL_SECONDS = 0.01  # between two looks at an inbox that is full
+_MOST_BYTES = 64 << 20  # that wait in an inbox, but for what the last message has beside
+
+
+def _nothing(message: Message) -> int:
+    return 0
 
 
 class Mailbox:
@@ -28,6 +33,8 @@ class Mailbox:
         outgoing: applied to each message before it is sent.
         incoming: applied to each received message; a `ProtocolError` or `TransportError` that it raises takes the place
             of the message.
+        weigh: bytes that a message takes once it has been through `incoming`. While so many wait that no more may, what
+            comes stays as it came, and then with the peer.
     """
 
     def __init__(
@@ -35,10 +42,13 @@ class Mailbox:
         endpoint: Endpoint,
         outgoing: Callable[[Message], Message] = lambda message: message,
         incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
+        weigh: Callable[[Message], int] = _nothing,
     ) -> None:
         self._endpoint = endpoint
-        self._outgoing, self._incoming = outgoing, incoming
-        self._inbox: SimpleQueue[Received] = SimpleQueue()
+        self._outgoing, self._incoming, self._weigh = outgoing, incoming, weigh
+        self._inbox: SimpleQueue[tuple[Received, int]] = SimpleQueue()
+        self._unexamined: deque[Received] = deque()
+        self._came = self._went = 0  # bytes, in all: each is counted by one side
         self._outbox: deque[tuple[Message, Peer | None]] = deque()
         self._sending, self._receiving = threading.Lock(), threading.Lock()  # they keep the messages in order
         self._closed = False
@@ -62,12 +72,17 @@ class Mailbox:
         if timeout > 0:
             self._collect()
             with contextlib.suppress(Empty):
-                got.append(self._inbox.get(timeout=timeout))
+                got.append(self._taken(timeout))
         while len(got) < MAX_BATCH and not self._inbox.empty():
-            got.append(self._inbox.get_nowait())
+            got.append(self._taken(0))
         if self._failure is not None:
             raise self._failure
         return got
+
+    def _taken(self, timeout: float) -> Received:
+        received, weight = self._inbox.get(timeout=timeout)
+        self._went += weight
+        return received
 
     @property
     def is_empty(self) -> bool:
@@ -91,8 +106,8 @@ class Mailbox:
         try:
             while not self._closed:
                 self._flush()
-                if self._inbox.qsize() < MAX_BATCH:
-                    self._collect()
+                self._collect()
+                if not self._is_full:
                     self._endpoint.wait(_WAIT_SECONDS)
                 else:  # a flood waits in the socket, whose queue has an end
                     time.sleep(_FULL_SECONDS)
@@ -106,12 +121,26 @@ class Mailbox:
                 try:
                     self._endpoint.send(self._outgoing(message), peer)
                 except (TransportError, ProtocolError) as error:
-                    self._inbox.put((SOLE_PEER if peer is None else peer, error))
+                    self._inbox.put(((SOLE_PEER if peer is None else peer, error), 0))
 
     def _collect(self) -> None:
         with self._receiving:
-            for peer, message in self._endpoint.receive(0):
-                self._inbox.put((peer, self._checked(peer, message)))
+            self._examine()
+            if not self._unexamined and not self._is_full:
+                self._unexamined.extend(self._endpoint.receive(0))
+                self._examine()
+
+    def _examine(self) -> None:
+        while self._unexamined and not self._is_full:
+            peer, message = self._unexamined.popleft()
+            found = self._checked(peer, message)
+            weight = 0 if isinstance(found, Exception) else self._weigh(found)
+            self._came += weight
+            self._inbox.put(((peer, found), weight))
+
+    @property
+    def _is_full(self) -> bool:
+        return self._inbox.qsize() >= MAX_BATCH or self._came - self._went >= _MOST_BYTES
 
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         try:

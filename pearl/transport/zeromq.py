@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than a text has, so that it may be slow
 _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
-_MAX_TAKEN = 64 << 20  # bytes that one `receive` takes, or one message
+_MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
 _DROPPED_AT_ONCE = 256  # frames of a message that is refused; each is 2 us, and the interpreter lock twice
 _PAUSE_SECONDS = 5e-3  # after these, for others to compute and to send
 _write = ctypes.PyDLL(None).write

@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
 _CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
+_UNPACKED_AT_ONCE = 64 << 20  # bytes of distributions in one message; of more each is unpacked where it is judged
 _NOBODYS = DraftTokens(-1, 0, 0, ())  # of no request: in place of what has not been looked at
+
+
+_OF_TOKEN, _OF_ROW = 64, 256  # bytes of Python's own
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class TargetSettings:
     expects_draft: bool
     slots: int = 1
     has_classifier: bool = False
+
+
+def weigh(message: Message) -> int:
+    """Bytes that a draft's tokens take while they wait to be looked at, roughly."""
+    if not isinstance(message, DraftTokens):
+        return 0
+    return _OF_TOKEN * len(message.tokens) + sum(_OF_ROW + row.size for row in message.rows)
 
 
 class DraftLink:
@@ -111,10 +122,13 @@ class DraftLink:
         most = max((*message.tokens, *(message.after or ())[1:]), default=0)
         if most >= vocab:
             raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
+        is_small = len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE
         for row in message.rows:
-            row.unpack(vocab)
-            if row.form is Form.TENSOR:
+            if is_small and row.form is not Form.CHANNEL:
+                row.unpack(vocab)
                 row.hold(self._executor.bring(row.tensor))
+            else:  # a few bytes may become a vocabulary: not before it is known that they will be judged
+                row.check(vocab)
         self._receive_announced(message)
         return message
 

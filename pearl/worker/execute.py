@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pearl.config import LEAST_LOGPROB
+from pearl.decoding.distribution import Distribution, Form
 from pearl.decoding.registry import Needs, RuleSpec
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
@@ -276,13 +277,13 @@ class TargetExecutor:
         request = self._requests[command.request]
         if request.failure is not None:
             raise request.failure
+        rows = [self._tensor(row) for row in command.rows if row is not None]
         if self._uploads is not None:
             torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
         first, count = request.row(command.nodes[0]), len(command.nodes)
         at: slice | list[int] = slice(first, first + count)  # no copy
         if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):
             at = [request.row(node) for node in command.nodes]
-        rows = [row.tensor for row in command.rows if row is not None]
         launched = {} if request.launched is None else {"launched": request.launched[at]}
         verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
         new = list(command.tokens[: verdict.accepted])
@@ -292,6 +293,13 @@ class TargetExecutor:
         stop_after = self._stop_after(request, new)
         found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
         return Judged(*found, request=command.request)
+
+    def _tensor(self, row: Distribution) -> torch.Tensor:
+        """A draft's distribution. It may still be packed: see `DraftLink.examined`."""
+        if row.form is not Form.TENSOR:
+            row.unpack(self.runner.vocab_size)
+            row.hold(self.bring(row.tensor))
+        return row.tensor
 
     def _sample(self, command: Sample) -> Sampled:
         request = self._requests[command.request]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from pearl.errors import DraftLost
 from pearl.protocol.drafter import State as Working
@@ -12,7 +12,7 @@ from pearl.silence import SLACK, Silence
 _TOO_SLOW = 20.0  # times what its token took when it joined
 _LEAST_SLOW = 0.01  # seconds; a token that takes less is never slow: a busy machine's noise is as large
 _SLOW_TOKENS = 8  # slow tokens of a request in a row that end it; or as many as have taken `timeout` in all
-_MOST_ALLOWED = 10  # times `timeout`: the longest silence that a draft may announce
+_MOST_ALLOWED = 10  # times `timeout`: the longest silence that a draft may announce, and that a text is waited with
 _STALLED_BEATS = 2  # heartbeats of an idle draft while the target waits for it: a message was lost, begin anew
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is given up
 _NEGLECTED = 512  # tokens drafted for others while a request waits, after which a message of it must have been lost:
@@ -33,6 +33,7 @@ class DraftHealth:
         """Begin anew: another draft has connected."""
         self._stalled_beats = 0
         self._passed: dict[int, int] = {}  # request that waits -> tokens drafted for others since
+        self._reached: dict[int, tuple[tuple[int, int], float]] = {}  # request that waits -> how far it came, and when
         self._slow: dict[int, tuple[int, float]] = {}  # request -> its slow tokens in a row, their seconds
         self._silence.heard()
 
@@ -64,6 +65,22 @@ class DraftHealth:
         found = [request for request, passed in self._passed.items() if passed >= _NEGLECTED]
         self._passed |= dict.fromkeys(found, 0)
         return found
+
+    def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
+        """Of the requests that wait those that have got no further for too long, whatever the draft says meanwhile.
+
+        A draft is not silent that answers, or says that it works, or asks for the prefix again, and sends no token.
+
+        Args:
+            waiting: request -> its tokens that are committed, and those that are pending too.
+            now: seconds.
+        """
+        before, self._reached = self._reached, {}
+        for request, reached in waiting.items():
+            best = before.get(request)
+            self._reached[request] = best if best is not None and reached <= best[0] else (reached, now)
+        most = _MOST_ALLOWED * self._timeout
+        return [request for request, (_, since) in self._reached.items() if now - since > most]
 
     def took(self, request: int, seconds: float, speeds: Speeds) -> None:
         """Note the seconds that a token took. Raises `DraftLost` after several that took too long to be worth it.

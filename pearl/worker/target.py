@@ -58,7 +58,7 @@ from pearl.protocol.window import Profile, Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MOST_UNANNOUNCED
-from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, TargetSettings
+from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, TargetSettings, weigh
 from pearl.worker.execute import TargetExecutor
 from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
@@ -120,7 +120,7 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined) as self._mail:
+        with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined, weigh=weigh) as self._mail:
             self._draft.mail = self._mail
             try:
                 self._serve()
@@ -189,6 +189,7 @@ class TargetWorker:
                 self._recordings.done(message)
             case Resync() if is_draft:
                 self._handle(message)
+                self._limit_resyncs(message.request)
             case Heartbeat() if is_draft:
                 self._on_heartbeat(message)
             case Error(request, "NumericalError", text) if is_draft and request >= 0:
@@ -261,6 +262,7 @@ class TargetWorker:
         if watch is not None:
             watch.draft_waited = max(watch.draft_waited, message.waited)
         self._handle(message)
+        self._limit_resyncs(message.request)
         self._draft.health.took(message.request, message.seconds, self._coordinator.speeds)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -279,11 +281,19 @@ class TargetWorker:
         if heartbeat.work == "calibrated":
             self._draft.health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft.context, heartbeat.seconds))
+            self._limit_resyncs(*self._coordinator.running)
             if self._is_ready:
                 log.warning("a draft has joined")
             else:
                 self._become_ready()
             self._compare_clocks()
+
+    def _limit_resyncs(self, *requests: int) -> None:
+        """Each is a whole prefix, that waits here until the draft reads it; one that asks on and on need not read."""
+        for number in requests:
+            machine = self._coordinator.running.get(number)
+            if machine is not None and machine.request.begins_too_often and not machine.request.is_undraftable:
+                self._go_on_without_draft(number, "it was given the whole prefix too often")
 
     def _lose_draft(self, why: str) -> None:
         """Goes on alone; unless this worker is ending too, for then its draft has been told to end as well."""
@@ -312,6 +322,8 @@ class TargetWorker:
                 self._draft.probe(now)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
+            for number in self._draft.health.overdue(self._coordinator.reached, now):
+                self._go_on_without_draft(number, "nothing has come of it for too long")
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
             recorder = {self._recordings.recorder} if self._recordings.recorder else set()
