@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 from pearl.config import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
 from pearl.decoding import sampling as module
 from pearl.decoding.keys import Purpose, draw_key, early, exponentials, uniform
+from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import (
     greedy,
     pick,
@@ -320,12 +321,12 @@ def test_a_shortlist_has_the_likeliest(name: str, vocab: int) -> None:
 def winner(row: torch.Tensor, key: int, temperature: float) -> int:
     """Every token takes part, in float64."""
     weights = np.exp((row.double() - row.double().max()).numpy() / temperature)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         return int(np.argmin(exponentials(key, np.arange(len(row))) / weights))
 
 
 def won(row: torch.Tensor, key: int, temperature: float) -> int:
-    return read_draw(race_of_logits(row, key, temperature, shortlist(row)))
+    return read_draw(race_of_logits(row, key, temperature, shortlist(row))[0])
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 3.0, 1e3])
@@ -338,6 +339,19 @@ def test_a_race_of_logits_is_won_by_the_winner_of_all(name: str, temperature: fl
             found = won(row, key, temperature)
             assert found == winner(row, key, temperature)
             assert found == raced(probs, key)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_who_comes_next_in_a_race_is_told_alike_before_and_after_the_draw(temperature: float) -> None:
+    """Branches are planned by it: what the draw has found is not computed again."""
+    for seed in range(10):
+        row = torch.randn(32000, generator=torch.Generator().manual_seed(seed)) * 4
+        top, draw = shortlist(row), DirectDraw(Sampling(temperature, seed=seed))
+        before = draw.ranked(*top, 5, 4)
+        draw(row, 5, top)
+        ids, shares_ = draw.ranked(*top, 5, 4)
+        assert (ids, shares_) == (before[0], pytest.approx(before[1]))
+        assert draw.ranked(*top, 6, 4)[0] != ids, "another position is another race"
 
 
 def test_a_winner_that_a_race_of_logits_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,9 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
     return _draw(*min(first, _first(weights, others[possible[others]], key)))
 
 
-def race_of_logits(logits: torch.Tensor, key: int, temperature: float, top: Shortlist) -> torch.Tensor:
+def race_of_logits(
+    logits: torch.Tensor, key: int, temperature: float, top: Shortlist
+) -> tuple[torch.Tensor, npt.NDArray[np.float64]]:
     """`race` on the distribution of logits [vocab] on the host, whose likeliest tokens are known: half the time.
 
     No other token is likelier than the last of these, so of the others only the few with the smallest exponentials can
@@ -81,10 +83,13 @@ def race_of_logits(logits: torch.Tensor, key: int, temperature: float, top: Shor
     Args:
         temperature: above 0; nothing is filtered out.
         top: `shortlist` of the logits.
+
+    Returns:
+        The draw, and when each of `top` comes in.
     """
     ids, largest = top
     if not isfinite(largest[0]):
-        return _draw(inf, 0)
+        return _draw(inf, 0), np.full(len(ids), inf)
     with np.errstate(over="ignore", divide="ignore"):
         weights = np.exp((largest - largest[0]) / temperature)
         times = exponentials(key, ids) / weights
@@ -93,10 +98,10 @@ def race_of_logits(logits: torch.Tensor, key: int, temperature: float, top: Shor
         others = earliest(key, len(logits)) if bound <= EARLIEST else early(key, len(logits), bound)
         if len(others):
             theirs = logits.numpy()[others].astype(np.float64) - largest[0]
-            times = exponentials(key, others) / np.exp(theirs / temperature)
-            best = int(np.argmin(times))
-            first = min(first, (float(times[best]), int(others[best])))
-    return _draw(*first)
+            later = exponentials(key, others) / np.exp(theirs / temperature)
+            best = int(np.argmin(later))
+            first = min(first, (float(later[best]), int(others[best])))
+    return _draw(*first), times
 
 
 def _first(weights: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], key: int) -> tuple[float, int]:

@@ -37,6 +37,7 @@ class DirectDraw:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
+        self._raced: tuple[npt.NDArray[np.int64] | None, int, npt.NDArray[np.float64]] = None, 0, np.empty(0)
         self._is_plain = not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
 
     def __call__(self, logits: torch.Tensor, position: int, top: Shortlist | None = None) -> torch.Tensor:
@@ -46,7 +47,10 @@ class DirectDraw:
             return greedy(logits)
         key = self._keys(position, Purpose.DIRECT)
         if self._is_plain and logits.is_cpu and logits.dtype is torch.float32 and len(logits) >= _MANY:
-            return race_of_logits(logits, key, temperature, top or shortlist(logits))
+            top = top or shortlist(logits)
+            draw, times = race_of_logits(logits, key, temperature, top)
+            self._raced = top[0], position, times
+            return draw
         return race(probabilities(logits, self.sampling), key)
 
     def rows(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
@@ -60,10 +64,13 @@ class DirectDraw:
         self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
     ) -> tuple[list[int], list[float]]:
         """The first `count` of the draw for `position` among the likeliest tokens, and their shares of these."""
-        temperature = self.sampling.temperature
-        weights = shares(logits, temperature)
-        if temperature:
-            weights /= exponentials(self._keys(position, Purpose.DIRECT), ids)
+        temperature, (raced, at, times) = self.sampling.temperature, self._raced
+        if raced is ids and at == position:
+            weights = 1 / times  # what the draw from the same row has found
+        else:
+            weights = shares(logits, temperature)
+            if temperature:
+                weights /= exponentials(self._keys(position, Purpose.DIRECT), ids)
         order = np.argsort(-weights)[:count]
         return ids[order].tolist(), (weights[order] / weights.sum()).tolist()
 
