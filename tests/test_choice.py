@@ -85,12 +85,12 @@ def test_finding_out_costs_a_hundredth_of_the_time(drafted: float, alone: float,
     assert slow > 24, "now and then it is looked at again"
 
 
-@pytest.mark.parametrize(("drafted", "alone", "tried"), [(50.0, 40.0, 26), (90.0, 30.0, 18)])
+@pytest.mark.parametrize(("drafted", "alone", "tried"), [(50.0, 40.0, 26), (90.0, 45.0, 18), (90.0, 18.0, 10)])
 def test_what_loses_clearly_is_not_tried_to_the_end(drafted: float, alone: float, tried: int) -> None:
-    """After the change-over eight steps of two tokens tell enough of it, and it costs the most."""
+    """After the change-over eight steps of two tokens tell enough of it, or four where it is far slower."""
     choice = Choice()
     assert write(choice, drafted, alone, 100) == tried
-    assert choice.speedup == pytest.approx(drafted / alone, rel=0.01)
+    assert choice.speedup == pytest.approx(min(3, drafted / alone), rel=0.01), "one comparison says no more"
 
 
 def test_a_hiccup_is_not_a_clear_loss() -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from math import exp, log
 
 _STRETCH_TOKENS, _STRETCH_STEPS = 24, 8  # a stretch has at least so many of each: fewer tell nothing
-_CLEARLY = (
-    0.6  # of the rate before the change-over: what is slower after `_STRETCH_STEPS` loses, and is tried no longer
-)
+# Of the rate before the change-over: what is slower after so many steps loses, and is tried no longer.
+_CLEARLY = {_STRETCH_STEPS: 0.6, _STRETCH_STEPS // 2: 0.4}
 _OF_NEW = 0.5  # weight of a new stretch in a rate
 _MOST_COMPARISONS = 8  # that the mean is of: earlier ones fade, for texts and machines change
 _MOST_FACTOR = 3.0  # by which one comparison may say that a way is faster: a stretch of guesses may be much faster
 _SHARE, _SHARE_AT_FIRST = 0.01, 0.03  # of all time that trying the slower way may cost: by and by, after one comparison
+_FAR = log(2)  # where one way is so much faster, one comparison is enough to know it well
 _LEAST_PATIENCE, _MOST_PATIENCE = 192, 8192  # tokens until the way that lost is tried again: least a comparison, most
 _ONCE_SLOWED = 96  # likewise, where the way in use has slowed
 _MARGIN = log(1.03)  # what is less may be chance: no reason to change over at once
@@ -109,9 +109,8 @@ class Choice:
             return False
         self._longest = max(self._longest, at - self._last)
         self._tokens, self._steps, self._last = self._tokens + tokens, self._steps + 1, at
-        if self._steps < _STRETCH_STEPS or at <= self._since:
-            return False
-        if self._tokens < _STRETCH_TOKENS and not self._clearly_loses(at):
+        is_whole = self._steps >= _STRETCH_STEPS and self._tokens >= _STRETCH_TOKENS
+        if at <= self._since or not (is_whole or self._clearly_loses(at)):
             return False
         rate = self._tokens / (at - self._since)
         weight = min(1.0, self._tokens / _STRETCH_TOKENS)
@@ -128,7 +127,8 @@ class Choice:
     def _clearly_loses(self, at: float) -> bool:
         """Whether the way that is tried is far slower than the one before, even without its longest step: a hiccup."""
         assert self._since is not None
-        return self._tokens < _CLEARLY * self._before * (at - self._since - self._longest)
+        share = max((share for steps, share in _CLEARLY.items() if self._steps >= steps), default=0.0)
+        return self._tokens < share * self._before * (at - self._since - self._longest)
 
     def _change_over(self, at: float) -> None:
         assert self._way is not None
@@ -182,7 +182,8 @@ class Choice:
     @property
     def _patience(self) -> int:
         """Tokens between two trials of the way that loses."""
-        share = _SHARE + (_SHARE_AT_FIRST - _SHARE) / max(1.0, self.comparisons) ** 2
+        unsure = 0.0 if abs(self.gain) > _FAR else 1 / max(1.0, self.comparisons) ** 2
+        share = _SHARE + (_SHARE_AT_FIRST - _SHARE) * unsure
         return int(min(max(self.cost / share, _LEAST_PATIENCE * self.comparisons), _MOST_PATIENCE))
 
 
