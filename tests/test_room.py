@@ -243,7 +243,7 @@ def working(**settings: Any) -> Coordinator:
     """The target at position 2, that has fed the prompt and holds the row for it."""
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(100))
-    coordinator.handle(Submit(1, (3, 1), 12, Sampling(), Decoding("pearl", **({"gamma": 3} | settings))))
+    coordinator.handle(Submit(1, (3, 1), 12, Sampling(), Decoding("pearl", **({"gamma": 3, "branches": 8} | settings))))
     coordinator.handle(Forwarded(1.0, request=1))
     return coordinator
 
@@ -306,7 +306,7 @@ def test_branches_are_bounded() -> None:
     for token in range(100, 300):
         coordinator.handle(branch(after=(3, token)))
     assert len(coordinator.running[1].proposals.branches) == MAX_BRANCHES
-    coordinator = working()
+    coordinator = working(gamma=9)
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     coordinator.handle(branch(tokens=(1,) * 9))
     assert max(known.end for known in coordinator.running[1].proposals.branches) == 12, "no further than the limit"

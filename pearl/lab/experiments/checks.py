@@ -125,7 +125,7 @@ def foreseen_yield(
     workload = independent(Timing(1.0, lambda _: float(c)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
     done = run(
         workload,
-        Decoding("pearl", "fixed", c),
+        Decoding("pearl", "fixed", c, branches=1),  # as many as it sends: the next outcome's
         coin,
         lambda limit, luck: ForesightDraft(share, filled, limit, luck),
     )

@@ -106,7 +106,7 @@ def over_foreseen(timing: Timing, acceptances: Iterable[float], luck: Luck) -> I
     for acceptance in acceptances:
         texts = luck.texts(timing, acceptance)
         for share in FORESEEN:
-            one = _drafted(texts, partial(ForesightDraft, share, c - 1))
+            one = _drafted(texts, partial(ForesightDraft, share, c - 1), branches=1)
             closed = {CLOSED: Estimate(theory.pearl_foreseen_tokens_per_step(acceptance, c, share), 0.0)}
             yield replace(one, foreseen=share, speedups=one.speedups | closed)
 
@@ -119,10 +119,11 @@ def over_lookup(timing: Timing, acceptances: Iterable[float], luck: Luck) -> Ite
             yield replace(_drafted(texts, partial(LookupDraft, hit, DRAFT_LOOKUP)), lookup=hit)
 
 
-def _drafted(workload: Workload, draft: Callable[[int, int], Executor]) -> Point:
-    """PEARL with either window and another draft than that of coins."""
+def _drafted(workload: Workload, draft: Callable[[int, int], Executor], branches: int = 0) -> Point:
+    """PEARL with either window and another draft than that of coins; `branches`: how many that may send at a time."""
     timing, plain = workload.timing, run(workload, AR)
-    done = {name: run(workload, decoding, draft=draft) for name, decoding in ((PEARL, STREAM), (FIXED_C, FIXED))}
+    ways = {name: replace(decoding, branches=branches) for name, decoding in ((PEARL, STREAM), (FIXED_C, FIXED))}
+    done = {name: run(workload, decoding, draft=draft) for name, decoding in ways.items()}
     return Point(
         workload.acceptance,
         timing.t_target(1) / timing.t_draft,
