@@ -613,12 +613,11 @@ def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_direct
 def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first would wait for it until startup_timeout."""
 
-    class Doomed(Ranks):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self.followers[0].kill()
+    class Doomed(Worker):
+        def _write(self, line: bytes) -> None:  # not even its settings: it meets nobody, however late it is killed
+            self.kill()
 
-    monkeypatch.setattr("pearl.engine.launcher.Ranks", Doomed)
+    monkeypatch.setattr("pearl.engine.processes.Worker", Doomed)  # of the others; the first is a class of its own
     monkeypatch.setattr("pearl.engine.launcher.check_models", lambda *arguments: None)  # ranks never share a toy
     before = children()
     with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
