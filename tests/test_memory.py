@@ -16,7 +16,7 @@ from pearl.errors import ModelError
 from pearl.models import memory
 from pearl.models.graphs import PREFILL
 from pearl.models.hub import in_cache
-from pearl.models.llama import LlamaRunner
+from pearl.models.llama import FAMILY, LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.memory import Need, check_room, needed, of_shape
 from tests.tiny import tiny_model
@@ -48,6 +48,19 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
     slots = runner._slots
     assert slots.keys.shape[3] >= 200 + PREFILL
     assert need.cache == pytest.approx(slots.keys.nbytes + slots.values.nbytes, rel=0.15), "of whole blocks"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_of_our_own_forward_is_of_float32_on_a_cpu(dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    need = needed(tiny_model(), str(dtype).removeprefix("torch."), 200, 8192, wide=FAMILY)
+    assert need is not None
+    slots = LlamaRunner(model.to(dtype), 200)._slots
+    positions = 200 + PREFILL  # the padding of a GPU's pieces is in the estimate
+    assert need.cache / positions == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
+    other = needed(tiny_model(), "bfloat16", 200, 8192, wide=["AnotherForCausalLM"])
+    assert other is not None
+    assert 2 * other.cache == need.cache
 
 
 def test_the_context_is_the_models_own_up_to_the_most() -> None:

@@ -4,7 +4,8 @@ A query's result is a sum over the keys up to its position.  Three things keep t
 
 * keys are taken in blocks of `BLOCK` positions, counted from position 0, and the blocks are added one after the other.
   A block beyond the query adds exactly zero;
-* each product has at least `ROWS` rows: with fewer, libraries turn to kernels that sum in another order;
+* each product has at least `ROWS` rows, and of a tree's nodes `COLUMNS` columns and terms: with fewer, libraries turn
+  to kernels that sum in another order;
 * a query's softmax runs over whole blocks, whose tail is exactly zero.
 
 Tests and `LlamaRunner`'s probe at load time show that this suffices on the CPU at hand.
@@ -12,6 +13,7 @@ Tests and `LlamaRunner`'s probe at load time show that this suffices on the CPU 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ import torch
 
 BLOCK = 128  # positions
 ROWS = 4
+COLUMNS = 16
+TOGETHER = 64  # nodes: with more beside a block of keys, some kernels add a sum in two parts
 
 
 def plan_no_shapes(device: torch.device) -> None:
@@ -53,31 +57,43 @@ class TreePlace(NamedTuple):
     """Where the nodes of a tree stand, and what each sees.
 
     Attributes:
-        base, end: positions from `base`, the first of a block, to `end`, the last of one, may differ by node; all see
-            the positions before.
-        sees: [nodes * (end - base)], for each node and each of these positions: which it sees there, by index among the
-            positions of the slot and, behind them, the nodes. What a node does not see it may find there, finite.
-        mask: [nodes, 1, end - base], added to scores: 0 at positions that the node sees, minus infinity at others.
+        start, end: nodes stand from position `start` on; `end` is the last of a block, and behind all of them.
+        order: [nodes], by depth: so that along each path the numbers rise.
+        path: [nodes, depth], the nodes that each sees, itself the last, as places in `order`; behind them: the number
+            of nodes.
+        mask: [nodes, depth], added to scores: 0 where `path` names a node, else minus infinity.
+        within: of each block from the one of `start` on, how many nodes stand there; they are next to each other in
+            `order`.
     """
 
-    base: int
+    start: int
     end: int
-    sees: torch.Tensor
+    order: torch.Tensor
+    path: torch.Tensor
     mask: torch.Tensor
+    within: tuple[int, ...]
 
 
 def tree_place(start: int, parents: Sequence[int], dtype: torch.dtype) -> TreePlace:
     """Of a tree behind a slot of `start` tokens. `parents`: of each node, by index; -1: it follows the slot's last."""
+    paths = _paths(parents)
+    n, longest = len(paths), max(map(len, paths))
+    order = sorted(range(n), key=lambda node: len(paths[node]))
+    place = {node: at for at, node in enumerate(order)}
+    path = torch.tensor([[*(place[node] for node in each), *[n] * (longest - len(each))] for each in paths])
+    mask = torch.zeros(path.shape, dtype=dtype).masked_fill_(path == n, -torch.inf)
+    blocks = Counter((start + len(each) - 1) // BLOCK for each in paths)
+    end = whole_blocks(start + longest)
+    within = tuple(blocks[at] for at in range(start // BLOCK, end // BLOCK))
+    return TreePlace(start, end, torch.tensor(order), path, mask, within)
+
+
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    """Of each node of a tree its ancestors, from the first on, and itself."""
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), node])
-    base, end = start - start % BLOCK, whole_blocks(start + max(map(len, paths)))
-    sees = torch.arange(end - base).repeat(len(paths), 1)
-    mask = torch.zeros(len(paths), 1, end - base, dtype=dtype)
-    for node, path in enumerate(paths):
-        sees[node, start - base : start - base + len(path)] = torch.tensor(path) + (end - base)
-        mask[node, :, start - base + len(path) :] = -torch.inf
-    return TreePlace(base, end, sees.flatten(), mask)
+    return paths
 
 
 def attend_tree(
@@ -89,43 +105,66 @@ def attend_tree(
 ) -> torch.Tensor:
     """As `attend`, of all nodes of a tree at once: the bits that each node's path gives when it is fed as a chain.
 
-    Each node has a copy of the blocks in which nodes stand, with its own path in them: keys keep their places, and so
-    sums their order.
+    A node's scores stand at the places that they have in its chain, so its softmax is the same. In the sum of values
+    all nodes of a block follow the tokens before them, by depth: with those on a node's path in the order of its chain,
+    and zeros, which change no sum, for the others.
 
     Args:
         queries: [nodes, heads, head_dim], scaled.
-        keys, values: [kv_heads, positions up to `place.end`, head_dim], of the slot.
+        keys, values: [kv_heads, positions up to `place.end`, head_dim], of the slot; finite.
         own: keys and values of the nodes, [nodes, kv_heads, head_dim] each.
     """
     n, heads, head_dim = queries.shape
-    kv_heads, base, end = len(keys), place.base, place.end
-    group = heads // kv_heads
-    rows = max(group, ROWS)
-    stacked = queries.new_zeros(kv_heads, n, rows, head_dim)
-    stacked[:, :, :group] = queries.view(n, kv_heads, group, head_dim).transpose(0, 1)
-    each = [
-        torch.cat((shared[:, base:end], nodes.transpose(0, 1)), 1).index_select(1, place.sees)
-        for shared, nodes in zip((keys, values), own, strict=True)
-    ]
-    own_keys, own_values = (copies.view(kv_heads * n, end - base, head_dim) for copies in each)
-    scores = queries.new_empty(kv_heads, n, rows, end)
-    if base:
-        all_rows = stacked.view(kv_heads, n * rows, head_dim)
-        scores[..., :base] = torch.bmm(all_rows, keys[:, :base].transpose(1, 2)).view(kv_heads, n, rows, base)
-    tail = torch.bmm(stacked.view(kv_heads * n, rows, head_dim), own_keys.transpose(1, 2))
-    torch.add(tail.view(kv_heads, n, rows, end - base), place.mask, out=scores[..., base:])
+    kv_heads, start, end = len(keys), place.start, place.end
+    group, longest = heads // kv_heads, place.path.shape[1]
+    stacked = _stacked(queries, kv_heads)
+    room = -(-n // COLUMNS) * COLUMNS
+    own_keys, own_values = (states.new_zeros(kv_heads, room, head_dim) for states in own)
+    for padded, states in zip((own_keys, own_values), own, strict=True):
+        padded[:, :n] = states.index_select(0, place.order).transpose(0, 1)
+    whole = whole_blocks(start)
+    scores = queries.new_full((kv_heads, stacked.shape[1], end), -torch.inf)
+    scores[..., :start] = torch.bmm(stacked, keys[:, :whole].transpose(1, 2))[..., :start]
+    each = torch.bmm(stacked, own_keys.transpose(1, 2))[:, : group * n].unflatten(1, (group, n))
+    path = place.path.expand(kv_heads, group, n, longest)
+    found = each.gather(-1, path.clamp_max(n - 1)).add_(place.mask)
+    scores[:, : group * n, start : start + longest] = found.flatten(1, 2)
     weights = scores.softmax(-1)
-    mixed = queries.new_empty(0)
-    for at in range(0, base, BLOCK):
-        some = weights.view(kv_heads, n * rows, end)[:, :, at : at + BLOCK]
-        mixed = torch.baddbmm(mixed, some, values[:, at : at + BLOCK]) if at else torch.bmm(some, values[:, :BLOCK])
-    mixed = mixed.view(kv_heads * n, rows, head_dim) if base else mixed
-    for at in range(base, end, BLOCK):
-        some = weights.view(kv_heads * n, rows, end)[:, :, at : at + BLOCK]
-        there = own_values[:, at - base : at - base + BLOCK]
+    of_nodes = queries.new_zeros(kv_heads, stacked.shape[1], room + 1)
+    seen = weights[:, : group * n, start : start + longest].unflatten(1, (group, n))
+    of_nodes[:, : group * n].unflatten(1, (group, n)).scatter_(-1, path, seen)
+    mixed, done = queries.new_empty(0), 0
+    for at in range(0, end, BLOCK):
+        some, there = weights[..., at : min(at + BLOCK, start)], values[:, at : min(at + BLOCK, start)]
+        if at + BLOCK > start:
+            nodes = slice(done, room if at + BLOCK == end else done + place.within[at // BLOCK - start // BLOCK])
+            some, there = torch.cat((some, of_nodes[..., nodes]), -1), torch.cat((there, own_values[:, nodes]), 1)
+            done = nodes.stop
         mixed = torch.baddbmm(mixed, some, there) if at else torch.bmm(some, there)
-    mixed = mixed.view(kv_heads, n, rows, head_dim)[:, :, :group]
-    return mixed.transpose(0, 1).reshape(n, heads * head_dim)
+    return _unstacked(mixed, n, heads)
+
+
+def _stacked(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries [n, heads, head_dim] that share keys one below the other, so that no key is copied.
+
+    [kv_heads, group * n, head_dim], with rows of padding, uninitialised, where there are fewer than `ROWS`.
+    """
+    n, heads, head_dim = queries.shape
+    group = heads // kv_heads
+    stacked = queries.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
+    if group * n < ROWS:
+        padded = stacked.new_empty(kv_heads, ROWS, head_dim)
+        padded[:, : group * n] = stacked
+        return padded
+    return stacked
+
+
+def _unstacked(mixed: torch.Tensor, n: int, heads: int) -> torch.Tensor:
+    """Results [kv_heads, rows, head_dim] of what `_stacked` returned: [n, heads * head_dim], without padding."""
+    kv_heads, _, head_dim = mixed.shape
+    group = heads // kv_heads
+    mixed = mixed[:, : group * n].view(kv_heads, group, n, head_dim)
+    return mixed.permute(2, 0, 1, 3).reshape(n, heads * head_dim)
 
 
 def tree_is_chains(
@@ -144,10 +183,8 @@ def tree_is_chains(
     """
     place = tree_place(start, parents, queries.dtype)
     found = attend_tree(queries, keys[:, : place.end], values[:, : place.end], own, place)
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), node])
-        path, end = paths[-1], start + len(paths[-1])
+    for node, path in enumerate(_paths(parents)):
+        end = start + len(path)
         chain = [shared[:, : whole_blocks(end)].clone() for shared in (keys, values)]
         for shared, nodes in zip(chain, own, strict=True):
             shared[:, start:end] = nodes[path].transpose(0, 1)
@@ -165,20 +202,14 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
         keys, values: [kv_heads, positions of whole blocks, head_dim]; masked positions must be finite.
         mask: as `masks` makes it.
     """
-    n, heads, head_dim = queries.shape
+    n, heads = queries.shape[:2]
     kv_heads, seen = keys.shape[:2]
     group = heads // kv_heads
-    # Queries that share keys stand one below the other, so that no key is copied: [kv_heads, group * n, head_dim].
-    stacked = queries.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
-    if group * n < ROWS:  # padding rows, uninitialised: their output is discarded
-        padded = stacked.new_empty(kv_heads, ROWS, head_dim)
-        padded[:, : group * n] = stacked
-        stacked = padded
+    stacked = _stacked(queries, kv_heads)
     scores = torch.bmm(stacked, keys.transpose(1, 2))
     scores[:, : group * n, seen - mask.shape[1] :].unflatten(1, (group, n)).add_(mask)
     weights = scores.softmax(-1)
     mixed = torch.bmm(weights[:, :, :BLOCK], values[:, :BLOCK])
     for at in range(BLOCK, seen, BLOCK):
         mixed.baddbmm_(weights[:, :, at : at + BLOCK], values[:, at : at + BLOCK])
-    mixed = mixed[:, : group * n].view(kv_heads, group, n, head_dim)
-    return mixed.permute(2, 0, 1, 3).reshape(n, heads * head_dim)
+    return _unstacked(mixed, n, heads)

@@ -35,7 +35,6 @@ from pearl.models.matrices import (
     irregular,
     least_rows,
     matrix,
-    multiplies_bf16,
     normalise,
     packs,
     probe_rows,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
     from pearl.models.direct import Decoder
 
-_FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _ROTATIONS = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on how long the text is
 _TREE_NODES = 256  # of a tree, on a CPU
 _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
@@ -59,7 +58,7 @@ _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time t
 def is_llama(model: PreTrainedModel) -> bool:
     """Whether `LlamaRunner` computes what this model does."""
     config, name = model.config, type(model).__name__
-    if name not in _FAMILY or getattr(config, "quantization_config", None) is not None:
+    if name not in FAMILY or getattr(config, "quantization_config", None) is not None:
         return False  # of some kinds a matrix is a Linear still, whose weight cannot be laid out anew
     rotation = config.rope_parameters
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -108,7 +107,7 @@ class _Spans:
         self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
         for tree, group in groupby(layout.spans, attrgetter("tree")):
             spans = list(group)
-            if tree < 0 or len(spans) == 1 or not together:
+            if tree < 0 or len(spans) == 1 or not together or len(layout.trees[tree][1]) > attention.TOGETHER:
                 self.parts += [(span, attention.masks(span.start, span.size, dtype)) for span in spans]
                 continue
             feed, rows = layout.trees[tree]
@@ -187,8 +186,9 @@ class LlamaRunner:
             self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
             cache_dtype, invariant = self.dtype, True
             if self._graphs is None:
-                self._least_rows, dtype_name, invariant = findings.probed(self._probe)
-                cache_dtype = getattr(torch, dtype_name)
+                # Products of bfloat16 take two to four times as long there: keys are laid out anew for each of them.
+                cache_dtype = torch.float32
+                self._least_rows, invariant = findings.probed(self._probe)
             self._positions = torch.arange(room + PREFILL, device=self.device)
             self._cos, self._sin = self._angles(inner.rotary_emb, cache_dtype)
             shape = (slots, len(self._layers), self._kv_heads, room, self._head_dim)
@@ -213,10 +213,10 @@ class LlamaRunner:
             self._slots.wrote(slot, FED)
             self._slots.rollback(0, slot)
 
-    def _probe(self) -> tuple[int, str, bool]:
+    def _probe(self) -> tuple[int, bool]:
         """Find how rows become independent of one another on this CPU.
 
-        Returns to how many rows forwards are padded, the cache's dtype, and whether rows are independent then.
+        Returns to how many rows forwards are padded, and whether rows are independent then.
         """
         layer, hidden = self._layers[0], self._embedding.shape[1]
         inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
@@ -226,24 +226,24 @@ class LlamaRunner:
             least_rows(lambda x, by=by: by(x, None), probe_rows(width, self.dtype))  # type: ignore[misc]
             for by, width in [*products, (self._head, hidden)]
         ]
-        dtypes = [torch.float32]
-        if self.dtype == torch.bfloat16 and multiplies_bf16():
-            dtypes.insert(0, torch.bfloat16)
-        invariant = [dtype for dtype in dtypes if self._attention_is_invariant(dtype)]
-        dtype = str((invariant or dtypes)[0]).removeprefix("torch.")
-        return max(self._least_rows, *found), dtype, all(found) and bool(invariant)
+        return max(self._least_rows, *found), all(found) and self._attention_is_invariant(torch.float32)
 
     def _trees_are_chains(self) -> bool:
         """Whether nodes that are attended to at once get the bits that their paths get one after the other."""
         dtype = self._slots.dtype
-        positions, nodes = 3 * attention.BLOCK, (-1, 0, 0, 1, 1, 2, 3, 5)
+        positions, most = 3 * attention.BLOCK, attention.TOGETHER
         shape = 2, self._kv_heads, positions, self._head_dim
         shared = irregular(2 * self._kv_heads, positions * self._head_dim, dtype).view(shape)
-        own = irregular(2 * len(nodes), self._kv_heads * self._head_dim, dtype).view(2, len(nodes), self._kv_heads, -1)
-        queries = irregular(len(nodes), self._heads * self._head_dim, dtype).view(len(nodes), -1, self._head_dim)
+        own = irregular(2 * most, self._kv_heads * self._head_dim, dtype).view(2, most, self._kv_heads, -1)
+        queries = irregular(most, self._heads * self._head_dim, dtype).view(most, -1, self._head_dim)
+        few = (-1, 0, 0, 1, 1, 2, 3, 5)
+        many = [-1, *(max(0, node - 1 - node % 3) for node in range(1, most))]
         return all(
-            attention.tree_is_chains(queries, shared[0], shared[1], (own[0], own[1]), start, nodes)
-            for start in (1, attention.BLOCK - 2, 2 * attention.BLOCK + 5)
+            attention.tree_is_chains(queries[:n], shared[0], shared[1], (own[0, :n], own[1, :n]), start, nodes[:n])
+            for start, nodes, n in [
+                *((start, few, len(few)) for start in (1, attention.BLOCK - 2, 2 * attention.BLOCK + 5)),
+                *((attention.BLOCK - 2, nodes, n) for nodes, n in ((few, 1), (few, 3), (many, most))),
+            ]
         )
 
     def _attention_is_invariant(self, dtype: torch.dtype) -> bool:

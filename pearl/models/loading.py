@@ -63,7 +63,7 @@ def load_runner(
     nothing.
     Raises `ModelError`.
     """
-    from pearl.models.llama import LlamaRunner, is_llama
+    from pearl.models.llama import FAMILY, LlamaRunner, is_llama
 
     plan_no_shapes(device)
     # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
@@ -73,7 +73,8 @@ def load_runner(
     dtype = "bfloat16" if rounding else dtype
     path = resolve_checkpoint(spec, progress, dtype)
     files = Path(path) if Path(path).is_dir() else in_cache(path)
-    need = needed(files, dtype, max_context, DEFAULT_CONTEXT, group.size, slots) if files else None
+    wide = FAMILY if device.type == "cpu" and forwards != "transformers" else ()
+    need = needed(files, dtype, max_context, DEFAULT_CONTEXT, group.size, slots, wide) if files else None
     if told := check_room(spec, need, device, torch.cuda.device_count() if device_map is not None else 1):
         progress(told)
     progress(f"loading {spec}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,15 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-def needed(directory: Path, dtype: str, context: int | None, most: int, ranks: int = 1, slots: int = 1) -> Need | None:
+def needed(
+    directory: Path,
+    dtype: str,
+    context: int | None,
+    most: int,
+    ranks: int = 1,
+    slots: int = 1,
+    wide: Collection[str] = (),
+) -> Need | None:
     """What the checkpoint in `directory` will take; None where its files do not tell.
 
     Args:
@@ -65,6 +73,7 @@ def needed(directory: Path, dtype: str, context: int | None, most: int, ranks: i
         context: tokens; None: the model's own, at most `most`.
         ranks: how many share the model; the need is that of one.
         slots: sequences that its cache holds.
+        wide: classes of models whose cache is of float32, whatever their weights are.
     """
     try:
         config = json.loads((directory / "config.json").read_text())
@@ -76,6 +85,7 @@ def needed(directory: Path, dtype: str, context: int | None, most: int, ranks: i
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
+    item = 4 if set(config.get("architectures") or ()) & set(wide) else item
     config = config.get("text_config", config)
     context = context or min(most, config.get("max_position_embeddings") or most)
     return of_shape(config, weights, item, context, ranks, slots)
