@@ -30,6 +30,7 @@ from pearl.lab.distill.run import Distillation
 from pearl.lab.distill.shards import Shards, written_whole
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
+from pearl.models.tokenizer import load_tokenizer
 from tests.conftest import AS_PUBLISHED
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -161,6 +162,20 @@ def test_shared_embeddings_stay_as_they_are(whole: Path) -> None:
     with safe_open(whole / "draft" / "model.safetensors", "pt") as ours:
         assert torch.equal(ours.get_tensor("model.embed_tokens.weight"), table.bfloat16())
         assert not torch.equal(ours.get_tensor("model.layers.0.mlp.up_proj.weight"), first.bfloat16())
+
+
+def test_answers_alone_are_a_file_and_what_is_learnt_from_them_later_is_the_same(whole: Path, tmp_path: Path) -> None:
+    path = Distillation(settings(tmp_path), Silent()).answer()
+    assert path == tmp_path / "answers.jsonl"
+    assert not (tmp_path / "draft").exists()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    tokenizer = load_tokenizer(target())[0]
+    stored = Shards(tmp_path / "answers")
+    answers = [one for name in ("round-000-000", "round-000-001") for one in stored.read(name)]
+    assert [record["text"] for record in records[:8]] == [tokenizer.decode(one.tokens) for one in answers]
+    assert [record["prompt"] for record in records[8:]] == json.loads((tmp_path / "prompts/round-001.json").read_text())
+    run(settings(tmp_path), resume=True)
+    assert weights(tmp_path) == weights(whole)
 
 
 def test_a_narrower_draft_learns_its_embeddings(tmp_path: Path) -> None:

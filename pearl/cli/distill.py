@@ -71,17 +71,22 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint.")
+@click.option(
+    "--answers-only", is_flag=True, help="Only answer: write OUT/answers.jsonl, as for `pearl datastore build`."
+)
 @config_options
-def distill(config: DistillConfig, resume: bool) -> None:
+def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
     """Make a draft for a target, out of the target's own answers.
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
-    on them. --resume continues a killed run from its last checkpoint. The draft is OUT/draft, an ordinary checkpoint.
+    on them. --resume continues a killed run from its last checkpoint, or goes on to learn after --answers-only. The
+    draft is OUT/draft, an ordinary checkpoint.
     """
     from pearl.lab.distill.run import Distillation
 
     logging.basicConfig(level="WARNING")
     console = Console(stderr=True, highlight=False)
     with Bars(console) as bars:
-        directory = Distillation(config, bars, resume=resume).run()
-    click.echo(directory)
+        distillation = Distillation(config, bars, resume=resume)
+        made = distillation.answer() if answers_only else distillation.run()
+    click.echo(made)

@@ -26,10 +26,10 @@ from pearl.lab.distill.draft import export, head, hidden_states, new_draft
 from pearl.lab.distill.loss import head_loss
 from pearl.lab.distill.plan import generator, plan, rate
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
-from pearl.lab.distill.shards import Shards, read_json, write_json
+from pearl.lab.distill.shards import Shards, read_json, write_json, written_whole
 from pearl.lab.distill.teacher import choose_device, load_teacher
 
-DRAFT, HELD_OUT = "draft", "held-out"  # names within a run's directory
+DRAFT, HELD_OUT, ANSWERS = "draft", "held-out", "answers.jsonl"  # names within a run's directory
 _AGREEMENT_ROWS = 2048  # tokens of a batch when measuring
 
 
@@ -150,6 +150,18 @@ class Distillation:
         return self._directory / DRAFT
 
     # Answering
+
+    def answer(self) -> Path:
+        """Answer the prompts of all rounds, and learn nothing; return a file with a line {"prompt", "text"} for each."""
+        path, lines = self._directory / ANSWERS, []
+        for round in range(self._config.rounds):
+            name = f"round-{round:03d}"
+            answers = self._load_or_generate(name, self._config.answers_per_round)
+            for prompt, one in zip(self._prompts(name, len(answers)), answers, strict=True):
+                lines.append(json.dumps({"prompt": prompt, "text": self._teacher.tokenizer.decode(one.tokens)}) + "\n")
+        with written_whole(path) as building:
+            building.write_text("".join(lines))
+        return path
 
     def _load_or_generate(self, name: str, count: int) -> list[Answer]:
         """The answers to `count` prompts; generates those that are not on disk yet, one shard per batch.
