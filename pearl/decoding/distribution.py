@@ -1,14 +1,12 @@
 """A draft distribution, from the device that it was drawn on to the device that judges with it.
 
-Imports no torch until a tensor is needed: the codec, which a command line imports too, makes these of bytes.
+Imports neither torch nor NumPy until one is needed: the codec, which a command line imports too, makes these of bytes.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pearl.errors import RemoteProtocolError
 
@@ -86,6 +84,8 @@ class Distribution:
         """Become bytes: SPARSE where few tokens are possible, otherwise FRAME. What is bytes, or announced, stays."""
         if self.form is not Form.TENSOR:
             return
+        import numpy as np
+
         weights = self.data.numpy()
         possible = weights > 0  # booleans are counted five times faster than floats
         if np.count_nonzero(possible) < len(weights) // _SPARSE_SHARE:
@@ -109,6 +109,8 @@ class Distribution:
         Raises `RemoteProtocolError` where it is no distribution over this vocabulary, or takes more bytes than a dense
         one. A broken draft model says NaN.
         """
+        import numpy as np
+
         if self.form is Form.FRAME:
             weights = np.frombuffer(self.data, np.float32)
             is_sound = weights.size == vocab_size
@@ -126,6 +128,8 @@ class Distribution:
 
         Raises as `check`.
         """
+        import numpy as np
+
         self.check(vocab_size)
         if self.form is Form.FRAME:
             probs = np.frombuffer(self.data, np.float32).copy()
@@ -144,5 +148,5 @@ def are_probabilities(values: Any) -> bool:
 
     A NaN is the minimum and the maximum of what it is in.
     """
-    largest = values.max(-1) if isinstance(values, np.ndarray) else values.amax(-1)
+    largest = values.amax(-1) if hasattr(values, "amax") else values.max(-1)
     return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MOST)

@@ -152,7 +152,7 @@ class Distillation:
     # Answering
 
     def answer(self) -> Path:
-        """Answer the prompts of all rounds, and learn nothing; return a file with a line {"prompt", "text"} for each."""
+        """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
         path, lines = self._directory / ANSWERS, []
         for round in range(self._config.rounds):
             name = f"round-{round:03d}"
