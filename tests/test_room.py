@@ -312,6 +312,23 @@ def test_branches_are_bounded() -> None:
     assert max(known.end for known in coordinator.running[1].proposals.branches) == 12, "no further than the limit"
 
 
+def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_waits() -> None:
+    """It went on as far as the text may, with a distribution for each token, all fed in one forward."""
+    coordinator = Coordinator()
+    coordinator.handle(DraftJoined(1000))
+    coordinator.handle(Submit(1, (3, 1), 500, Sampling(), Decoding("pearl", "fixed", 3, branches=8)))
+    coordinator.handle(Forwarded(1.0, request=1))
+    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
+    rejected_at_3(coordinator)
+    request = coordinator.running[1].request
+    for size in (1, 40, 1, 40):
+        start = len(request.sequence.tokens)
+        coordinator.handle(replace(branch(tokens=(21,) * size), start=start))
+    assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 21]
+    assert len(request.sequence.tokens) <= request.sequence.committed + request.furthest
+    assert coordinator.counts.stale == 2
+
+
 # ---- proposers and stop policies ----
 
 

@@ -831,6 +831,7 @@ AGAIN: dict[str, Callable[[int], list[Message]]] = {
     "leaves gaps": lambda number: [DraftTokens(1, number, 4, (1,))],
     "drafts before each gap": lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))],
     "joins": lambda number: [Heartbeat(0, "calibrated", 1, 1e-3)],
+    "rests, and drafts for nobody": lambda _: [*[Heartbeat(0, "waiting", 0)] * 2, DraftTokens(77, 0, 3, (1,))],
 }
 
 

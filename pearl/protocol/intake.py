@@ -49,6 +49,8 @@ def take(request: RequestState, speeds: Speeds, message: DraftTokens, runs_ahead
         return _drop(request)
     if end > limit:  # of a branch: the draft does not know of the limit
         message = _part(message, 0, limit - message.start)
+    if message.after is not None and not _is_near(request, message, message.after):
+        return _drop(request)
     speeds.observe_draft(message.seconds)
     request.has_drafted = True
     if message.after is not None and message.epoch == request.epoch:
@@ -105,12 +107,19 @@ def _keep_branch(request: RequestState, speeds: Speeds, message: DraftTokens, af
     is_other = position < len(tokens) and tokens[position] != token
     is_open = committed <= position and (is_other or is_bonus) and not _is_astray(request, message)
     is_next = message.start == (position + 1 if known is None else known.end)
-    is_near = message.start + len(message.tokens) <= position + 1 + request.furthest
     is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
-    if not (request.submit.decoding.branches and is_open and is_next and is_near) or is_one_more:
+    if not (request.submit.decoding.branches and is_open and is_next) or is_one_more:
         return _drop(request)
     request.proposals.add(Proposal(position + 1, message.tokens, message.rows, message.source, after))
     return Taken.NOTHING
+
+
+def _is_near(request: RequestState, message: DraftTokens, after: tuple[int, int]) -> bool:
+    """Whether what was prepared for an outcome is no longer than a draft was allowed to be ahead.
+
+    `draft_until` is no bound for it: it counts from the outcome on, also where that is the text already.
+    """
+    return message.start + len(message.tokens) <= after[0] + 1 + request.furthest
 
 
 def _is_astray(request: RequestState, message: DraftTokens) -> bool:

@@ -278,6 +278,7 @@ class TargetWorker:
             log.warning("the draft goes on without %d that wait for it: a message was lost; likewise", len(neglected))
         for number in neglected:
             self._handle(Stalled(request=number))
+        self._limit_resyncs(*neglected)
         if heartbeat.work == "calibrated":
             self._draft.health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft.context, heartbeat.seconds))
