@@ -32,6 +32,7 @@ from pearl.errors import ConfigError, TargetLost, TraceError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol import messages
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
@@ -45,6 +46,7 @@ from pearl.trace.replay import replay
 from pearl.trace.report import report
 from pearl.trace.tracer import Tracer, _TimedOnGpu
 from pearl.trace.validate import problems
+from pearl.worker.recording import Recordings
 from tests.traced import PROMPT, VOCAB, altered, recorded
 
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
@@ -876,6 +878,25 @@ def test_a_late_echo_of_a_wish_that_was_given_up_is_no_answer(
     toy.generate([[1, 2, 3]], WARM, method="pearl")
     toy.stop_trace()
     assert report(read(tmp_path / "kept.json")).requests == 1
+
+
+def test_a_draft_that_never_answers_holds_up_no_recording(tmp_path: Path) -> None:
+    posted: list[Any] = []
+    tracer = Tracer(None, lambda number: Recorder(tmp_path / f"{number}.part", {"role": "target"}))
+    recordings = Recordings(tracer, lambda message, peer: posted.append((message, peer)), lambda: None)
+    begin, end = messages.Trace(1, True), messages.Trace(1, False)
+    for wish in (begin, end):
+        recordings.wish(b"front", wish)
+    assert recordings.begin_or_end() == begin
+    asked = time.monotonic()
+    recordings.look(asked + 30)
+    assert recordings.begin_or_end() is None, "it waits"
+    assert not posted
+    recordings.look(asked + 61)
+    assert posted == [(begin, b"front")]
+    recordings.done(begin)
+    assert posted == [(begin, b"front")], "a late answer is none"
+    assert recordings.begin_or_end() == end
 
 
 def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:

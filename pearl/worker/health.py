@@ -31,14 +31,18 @@ class DraftHealth:
 
     def joined(self) -> None:
         """Begin anew: another draft has connected."""
+        self._is_calibrated = False
         self._stalled_beats = 0
         self._passed: dict[int, int] = {}  # request that waits -> tokens drafted for others since
         self._reached: dict[int, tuple[tuple[int, int], float]] = {}  # request that waits -> how far it came, and when
         self._slow: dict[int, tuple[int, float]] = {}  # request -> its slow tokens in a row, their seconds
         self._silence.heard()
 
-    def calibrated(self, seconds: float) -> None:
+    def calibrated(self, seconds: float) -> bool:
+        """Whether it had not said so since it connected."""
+        is_news, self._is_calibrated = not self._is_calibrated, True
         self._usual_pace = seconds
+        return is_news
 
     def heard(self) -> None:
         self._silence.heard()

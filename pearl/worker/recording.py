@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,6 +13,10 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.base import Peer
 from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.fronts import Post
+
+log = logging.getLogger(__name__)
+
+_ECHO_SECONDS = 60.0  # a draft answers between two forwards
 
 
 class Recordings:
@@ -25,6 +31,7 @@ class Recordings:
         self._tracer, self._post, self._renew = tracer, post, renew
         self._wishes: deque[tuple[Peer, Trace]] = deque()
         self._asked: tuple[Peer, Trace] | None = None  # who waits for our echo, and of what
+        self._since = 0.0  # of time.monotonic(), when the draft was asked for its own
         self.recorder: Peer | None = None  # the front whose recording is on
 
     def wish(self, peer: Peer, trace: Trace) -> None:
@@ -55,8 +62,14 @@ class Recordings:
         except TraceError as error:
             self._post(Error(-1, type(error).__name__, str(error)), peer)
             return None
-        self._asked = (peer, trace)
+        self._asked, self._since = (peer, trace), time.monotonic()
         return trace
+
+    def look(self, now: float) -> None:
+        """Go on without a draft that does not answer, though it lives: else no recording would begin or end again."""
+        if self._asked is not None and now - self._since > _ECHO_SECONDS:
+            log.warning("the draft does not say that it has begun or ended its part of a recording: going on without")
+            self.done()
 
     def done(self, echo: Trace | None = None) -> None:
         """Tell the front that asked, now that the draft has done it too (its `echo`), or is no more (None)."""

@@ -280,13 +280,13 @@ class TargetWorker:
             self._handle(Stalled(request=number))
         self._limit_resyncs(*neglected)
         if heartbeat.work == "calibrated":
-            self._draft.health.calibrated(heartbeat.seconds)
+            is_news = self._draft.health.calibrated(heartbeat.seconds)
             self._handle(DraftJoined(self._draft.context, heartbeat.seconds))
             self._limit_resyncs(*self._coordinator.running)
-            if self._is_ready:
-                log.warning("a draft has joined")
-            else:
+            if not self._is_ready:
                 self._become_ready()
+            elif is_news:
+                log.warning("a draft has joined")
             self._compare_clocks()
 
     def _limit_resyncs(self, *requests: int) -> None:
@@ -325,6 +325,7 @@ class TargetWorker:
                 self._lose_draft(str(lost))
             for number in self._draft.health.overdue(self._coordinator.reached, now):
                 self._go_on_without_draft(number, "nothing has come of it for too long")
+        self._recordings.look(now)
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
             recorder = {self._recordings.recorder} if self._recordings.recorder else set()
