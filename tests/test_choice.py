@@ -71,6 +71,38 @@ def test_the_faster_way_is_found(drafted: float, alone: float, noise: float) -> 
     assert choice.rates[True] == pytest.approx(alone, rel=0.1 + noise)
 
 
+def test_that_texts_begin_faster_than_they_go_on_speaks_for_no_way() -> None:
+    """The draft is tried where a text begins, so it seemed better wherever texts begin with what is easily guessed."""
+    choice, at = Choice(), 0.0
+    drafted = 0
+    for text in range(40):
+        choice.begin(96)
+        for token in range(96):
+            easy = 2.0 if token < 26 else 1.0
+            at += 1 / (easy * (40.0 if choice.rests else 32.0))
+            drafted += not choice.rests and text >= 20
+            choice.stepped(at, 1, True, 96 - token)
+        choice.end()
+    assert choice.is_alone_better
+    assert choice.drift < -0.3
+    assert drafted < 0.2 * 20 * 96
+
+
+def test_what_the_first_trial_took_is_not_what_each_takes() -> None:
+    """It takes longer: much is done then for the first time."""
+    choice, at = Choice(), 0.0
+    choice.begin(1000)
+    while not choice.rests:
+        at += 0.02
+        choice.stepped(at, 1)
+    for step in range(1000):
+        at += 2.0 if step == 5 else 0.025  # a thread pool is made, say
+        if choice.stepped(at, 1):
+            break
+    assert choice.comparisons == 1
+    assert 0 < choice.cost <= 24
+
+
 @pytest.mark.parametrize("tokens", [90, 400, 40_000])
 @pytest.mark.parametrize(("drafted", "alone"), [(50.0, 20.0), (20.0, 50.0), (40.0, 50.0), (50.0, 40.0)])
 def test_finding_out_costs_a_hundredth_of_the_time(drafted: float, alone: float, tokens: int) -> None:

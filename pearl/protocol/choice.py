@@ -23,6 +23,7 @@ _FAR = log(2)  # where one way is so much faster, one comparison is enough to kn
 _LEAST_PATIENCE, _MOST_PATIENCE = 192, 8192  # tokens until the way that lost is tried again: least a comparison, most
 _ONCE_SLOWED = 96  # likewise, where the way in use has slowed
 _MARGIN = log(1.03)  # what is less may be chance: no reason to change over at once
+_DOUBT, _MOST_TEXTS = 3, 16  # texts: as if so many had been without a drift; of so many it is the mean
 _SLOWED = 0.7  # of the rate that it had, two stretches in a row: the way in use is looked at again
 _DRAFTLESS = 32  # tokens after which a draft that has sent none yet is taken to be as slow as that
 _FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial: one stretch for it, one to compare again
@@ -41,6 +42,8 @@ class Choice:
         comparisons: their number, at most 8; a fraction where some were of short stretches.
         since_tried: tokens since the way that loses was tried.
         cost: what trying it cost the last time: tokens that the better way would have made beside those that came.
+        drift: logarithm of how many times as fast a text goes on as it begins, the way being the same: a mean, at first
+            taken to be nothing.
         is_spread: whether the target has the draft's cores.
     """
 
@@ -50,6 +53,7 @@ class Choice:
     comparisons: float = 0.0
     since_tried: int = 0
     cost: float = float(_STRETCH_TOKENS)
+    drift: float = 0.0
     is_spread: bool = False
     _since: float | None = None  # when the stretch began; None: with the next step
     _tokens: int = 0  # of the stretch
@@ -61,6 +65,8 @@ class Choice:
     _way: tuple[float, int] | None = None  # when this text's way began, and tokens since; None: with the next step
     _left: tuple[float, int] = (0.0, 0)  # seconds and tokens of the way that was left by the last change-over
     _skipped: int = 0  # tokens committed while the draft had sent nothing yet
+    _stretches: int = 0  # that have ended in this text as things are, if it began so; else more than one
+    _texts: int = 0  # of which the drift is the mean
     _slow: int = 0  # stretches in a row that were much slower than usual
 
     @property
@@ -83,10 +89,10 @@ class Choice:
         """A text ends. What it has of an unfinished stretch counts half, if it is half of one."""
         tokens, steps = self._tokens, self._steps
         if self._before and self._since is not None and 2 * tokens >= _STRETCH_TOKENS and 2 * steps >= _STRETCH_STEPS:
-            self._compare(tokens / (self._last - self._since), 0.5)
+            self._compare(tokens / (self._last - self._since), tokens, 0.5)
         self._begin_stretch()
         self._here = self._before = 0.0
-        self._way, self._slow = None, 0
+        self._way, self._slow, self._stretches = None, 0, 0
 
     def stepped(self, at: float, tokens: int, has_drafted: bool = True, left: int = 1 << 62) -> bool:
         """A forward ended. Whether to change over now: `rests` is the other way then.
@@ -113,12 +119,15 @@ class Choice:
         if at <= self._since or not (is_whole or self._clearly_loses(at)):
             return False
         rate = self._tokens / (at - self._since)
-        weight = min(1.0, self._tokens / _STRETCH_TOKENS)
+        tokens, weight = self._tokens, min(1.0, self._tokens / _STRETCH_TOKENS)
         self._begin_stretch(at)
         has_slowed = self._has_slowed(rate)
         if self._before:
-            self._compare(rate, weight)
-        self._here = _blend(self._here, rate)
+            self._compare(rate, tokens, weight)
+        elif self._stretches == 1:
+            self.drift += (log(rate / self._here) - self.drift) / (self._texts + _DOUBT)
+            self._texts = min(self._texts + 1, _MOST_TEXTS)
+        self._here, self._stretches = _blend(self._here, rate), self._stretches + 1
         if not self._is_other_wanted(has_slowed, left):
             return False
         self._change_over(at)
@@ -137,6 +146,9 @@ class Choice:
             self.since_tried = 0
         self.rests = not self.rests
         self._before, self._here, self._slow = self._here, 0.0, 0
+        if self._stretches == 1:
+            self._before *= exp(self.drift)
+        self._stretches = 2
         self._way, self._left = None, (at - began, tokens)
         self._begin_stretch()
 
@@ -153,16 +165,20 @@ class Choice:
         self._since, self._tokens, self._steps, self._skipped, self._longest = at, 0, 0, 0, 0.0
         self._last = at or 0.0
 
-    def _compare(self, rate: float, weight: float) -> None:
-        """Adds the comparison of `rate`, after the last change-over, with the rate before it."""
+    def _compare(self, rate: float, tokens: int, weight: float) -> None:
+        """Adds the comparison of `rate`, of a stretch of `tokens` after the last change-over, with the rate before."""
         gain = log(rate / self._before) * (-1 if self.rests else 1)
         gain = min(max(gain, -log(_MOST_FACTOR)), log(_MOST_FACTOR))
         self.comparisons = min(self.comparisons + weight, _MOST_COMPARISONS)
         self.gain += (gain - self.gain) * weight / max(weight, self.comparisons)
+        if self._is_other_better:  # this stretch is what it cost to try the way that loses
+            self.cost = max(0.0, tokens * (self._before / rate - 1))
+        else:
+            seconds, left = self._left
+            self.cost = max(0.0, seconds * rate - left)
+        if self.comparisons < 2:  # the first time much is done that is not done again
+            self.cost = min(self.cost, _STRETCH_TOKENS)
         self._before = 0.0
-        if not self._is_other_better:  # the way that was left is the one that loses
-            seconds, tokens = self._left
-            self.cost = max(0.0, seconds * rate - tokens)
 
     def _is_other_wanted(self, has_slowed: bool, left: int) -> bool:
         """For it is better, or is to be tried again; or this one was only tried."""
