@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.drafting.model import LaunchedForward, ModelProposer
+from pearl.drafting.launch import LaunchedForward
+from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.errors import DraftLost, NumericalError, TransportError
 from pearl.models.loading import load_runner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,11 @@ from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
 from pearl.decoding.rules.joint import JointDraft
 from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
-from pearl.drafting.beams import Search
+from pearl.drafting.beams import Search, plan_level
 from pearl.drafting.branches import Branch, Branches, Foresight, see
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
+from pearl.drafting.launch import LaunchedForward, Plan, known, marks_of
 from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
 from pearl.drafting.proposer import TOP, Launched, StopPolicy
 from pearl.drafting.stops import StopWindow, make_policy
@@ -27,68 +27,9 @@ from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open, Seen
-from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import ForwardTimes, worthwhile
 
 _LONG = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
-
-
-class HostMark:
-    """A moment in what a device does, as `torch.cuda.Event`; of one that does at once what it is asked for: a CPU."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: HostMark, /) -> float:
-        return 1000 * (end.at - self.at)
-
-
-def _marks(device: torch.device) -> list[Any]:
-    return [torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostMark() for _ in range(3)]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedForward:
-    """A forward and the draw after it.
-
-    Attributes:
-        command: what asked for it.
-        marks: before the forward, between it and the draws, after all.
-        draws: each on its way to the host: [check value, token id]; none where nothing was to be drawn.
-        probs: what each token was drawn from, on the device, where the rule needs it.
-        following: the last token as [1] on the device; None on a CPU, where nothing is fed before the host knows it.
-        features: [TOP + 2] on its way to the host: largest probabilities, entropy, the token's own probability, of the
-            last; None where nobody asks.
-        fed: tokens that the forward was fed.
-        cached: how many of the tokens drawn, from the first on, are among these.
-        paused: what the stop policy says of the last; None where it is still to be asked.
-        branches: what is drafted for other outcomes.
-        seen: see `Drafted`; what the host knows already.
-        largest: [2, n] on its way to the host: ids and logits of the last row's largest; None where nobody asks.
-    """
-
-    command: Draft
-    marks: Sequence[Any]
-    draws: Sequence[torch.Tensor] = ()
-    probs: Sequence[torch.Tensor] = ()
-    following: torch.Tensor | None = None
-    features: torch.Tensor | None = None
-    fed: int = 0
-    cached: int = 0
-    paused: bool | None = None
-    branches: tuple[Proposal, ...] = ()
-    seen: Sequence[tuple[int, Seen]] = ()
-    largest: torch.Tensor | None = None
-
-    @property
-    def done(self) -> bool:
-        return bool(self.marks[-1].query())
 
 
 @dataclass(slots=True)
@@ -118,21 +59,6 @@ class _Text:
     has_blocks: bool
     drawn: tuple[int, int] | None = None
     search: Search | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is to be fed for one request, and what is made of the logits.
-
-    Attributes:
-        fed: tokens of `feeds`.
-        finish: (logits of each feed, marks of which the last is to be set, tokens that the forward was fed in all).
-    """
-
-    request: int
-    feeds: Sequence[Feed]
-    fed: int
-    finish: Callable[[Sequence[torch.Tensor], Sequence[Any], int], LaunchedForward]
 
 
 class ModelProposer:
@@ -184,8 +110,8 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         half = make_draft_half(command.rule, command.sampling, command.parameters)
         place = self._slots.setdefault(command.slot, command.slot)
-        known = self._open.get(command.request)
-        window = known.window if known is not None else None  # given the prefix anew: its windows go on
+        before = self._open.get(command.request)
+        window = before.window if before is not None else None  # given the prefix anew: its windows go on
         if window is None and (policy := self._policies(command)) is not None:
             window = StopWindow(policy, len(command.prompt))
         self._open = {number: each for number, each in self._open.items() if each.slot != place}
@@ -227,7 +153,7 @@ class ModelProposer:
     def launch(self, command: Draft, after: Launched | None = None) -> LaunchedForward:
         """See `Proposer`. What a GPU does here is unproven: none was at hand."""
         plan = self._plan(command, after)
-        marks = _marks(self.device)
+        marks = marks_of(self.device)
         marks[0].record()
         logits = self._forward(plan.feeds)
         marks[1].record()
@@ -237,7 +163,7 @@ class ModelProposer:
         """See `Proposer`. Where forwards are chained each is launched by itself: a device computes feeds in turn."""
         fed = [len(command.tokens) for command in commands]
         plans = [self._plan(each, beside=sum(fed) - own) for each, own in zip(commands, fed, strict=True)]
-        began, forwarded = _marks(self.device)[:2]
+        began, forwarded = marks_of(self.device)[:2]
         began.record()
         logits = self._forward([feed for plan in plans for feed in plan.feeds])
         forwarded.record()
@@ -246,7 +172,7 @@ class ModelProposer:
         for plan in plans:
             own, logits = logits[: len(plan.feeds)], logits[len(plan.feeds) :]
             try:
-                launched.append(plan.finish(own, [began, forwarded, _marks(self.device)[2]], in_all))
+                launched.append(plan.finish(own, [began, forwarded, marks_of(self.device)[2]], in_all))
             except NumericalError as error:
                 launched.append(Drafted(failure=str(error), request=plan.request))
         return launched
@@ -257,7 +183,7 @@ class ModelProposer:
             self.runner.synchronize()
         return logits
 
-    def _plan(self, command: Draft, after: Launched | None = None, beside: int = 0) -> _Plan:
+    def _plan(self, command: Draft, after: Launched | None = None, beside: int = 0) -> Plan:
         """What to feed for one request; `beside`: tokens that the forward is fed for others."""
         text = self._open[command.request]
         assert self.runner.length(text.slot) == command.start, (self.runner.length(text.slot), command)
@@ -269,13 +195,15 @@ class ModelProposer:
         if command.hedge:
             return self._hedging(text, command, beside)
         if text.has_blocks and command.budget:
-            return self._searching(text, command)
+            assert isinstance(text.rule, JointDraft)
+            text.search = search = Search.of(text.search, text.rule, command)
+            return plan_level(search, command, self.runner, text.slot, text.shaper, self._fit)
         unfed = self._unfed(text, command)
         guesses, hedges = self._chosen(text, command, len(unfed), beside)
-        tokens = [*self._known(unfed), *guesses] if after is None else after.following
+        tokens = [*known(unfed, self.runner), *guesses] if after is None else after.following
         assert tokens is not None
         feeds = [Feed(tokens, (1 + len(guesses)) * (command.budget > 0), text.slot)]
-        feeds += [Feed(self._known([branch.unfed]), 1, branch.slot) for branch in hedges]
+        feeds += [Feed(known([branch.unfed], self.runner), 1, branch.slot) for branch in hedges]
 
         def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
             own, *others = logits
@@ -288,7 +216,7 @@ class ModelProposer:
                 return self._agreed(text, command, fed, guesses, own, marks)
             return self._drawn(text, command, fed, own[0], marks)
 
-        return _Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
+        return Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
 
     def _drawn(
         self, text: _Text, command: Draft, fed: int, logits: torch.Tensor, marks: Sequence[Any]
@@ -311,7 +239,7 @@ class ModelProposer:
         rows = () if probs is None else (probs,)
         return LaunchedForward(command, marks, (draw,), rows, following, features, fed, largest=largest)
 
-    def _hedging(self, text: _Text, command: Draft, beside: int) -> _Plan:
+    def _hedging(self, text: _Text, command: Draft, beside: int) -> Plan:
         """Continues what may follow if the target decides otherwise, as many at once as make most tokens a second."""
         end, hedges, branches = command.start + len(command.tokens), list[Branch](), text.branches
         unfed = self._unfed(text, command)
@@ -322,8 +250,8 @@ class ModelProposer:
             count = worthwhile([chance for chance, _ in worth], beside + fed, float(fed > 0), self._times.at_most)
             found = (branches.branch(after, text.slot) for _, after in worth[:count])
             hedges = [branch for branch in found if branch is not None]
-        feeds = [Feed(self._known(unfed), int(command.bonus), text.slot)] if unfed else []
-        feeds += [Feed(self._known([branch.unfed]), 1, branch.slot) for branch in hedges]
+        feeds = [Feed(known(unfed, self.runner), int(command.bonus), text.slot)] if unfed else []
+        feeds += [Feed(known([branch.unfed], self.runner), 1, branch.slot) for branch in hedges]
 
         def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
             if branches is not None and unfed and command.bonus:
@@ -334,52 +262,7 @@ class ModelProposer:
             proposals = () if branches is None else branches.proposals
             return LaunchedForward(command, marks, fed=fed, paused=not feeds, branches=proposals)
 
-        return _Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
-
-    def _searching(self, text: _Text, command: Draft) -> _Plan:
-        """Goes on looking for a block by a level; proposes it once it is whole. See `Search`."""
-        assert isinstance(text.rule, JointDraft)
-        end, last, search = command.start + len(command.tokens), command.tokens[-1], text.search
-        if search is None or (search.end, search.last) != (end, last) or search.found:
-            depth = min(text.rule.depth, command.budget)
-            text.search = search = Search(text.rule, end, last, depth)
-        chain, (nodes, parents) = self._known(command.tokens), search.tree()
-        is_tree = 0 < len(nodes) <= self.runner.capabilities.tree_nodes - len(chain)
-        feed = Feed(chain, 1, text.slot)
-        if is_tree:
-            below = (parent + len(chain) for parent in parents)  # -1 is the text's last token
-            tree = (*range(-1, len(chain) - 1), *below)
-            feed = Feed([*chain, *self._known(nodes)], len(search.sequences), text.slot, tree)
-
-        def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
-            rows = logits[0]
-            if nodes and not is_tree:
-                rows = self._one_by_one(search.sequences, text.slot)
-                marks[1].record()
-            rows = torch.stack([self._fit(row) for row in rows])
-            if text.shaper is not None:
-                rows = text.shaper.tree(rows, nodes, parents) if nodes else text.shaper.shape(rows[0])[None]
-            search.grow(rows)
-            tokens, probs = search.found or ((), ())
-            path = search.path(tokens) if is_tree else []
-            if is_tree:
-                self.runner.keep([*range(len(chain)), *(len(chain) + node for node in path)], text.slot)
-                if text.shaper is not None:
-                    text.shaper.extend(tokens[: len(path)])
-            marks[-1].record()
-            draws = [torch.tensor((0.0, token), dtype=torch.float64) for token in tokens]
-            given = [_scalar(token, prob, rows[0]) for token, prob in zip(tokens, probs, strict=True)]
-            return LaunchedForward(command, marks, draws, given, None, None, fed, len(path), paused=False)
-
-        return _Plan(command.request, [feed], len(feed.tokens), finish)
-
-    def _one_by_one(self, sequences: Sequence[Sequence[int]], slot: int) -> torch.Tensor:
-        """The logits after each of these behind the text, [sequences, vocab], by a runner that takes no such tree."""
-        length, rows = self.runner.length(slot), []
-        for tokens in sequences:
-            rows += self.runner.forward([Feed(self._known(tokens), 1, slot)])
-            self.runner.rollback(length, slot)
-        return torch.cat(rows)
+        return Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
 
     def _unfed(self, text: _Text, command: Draft) -> Sequence[int]:
         """Of the command's tokens those whose keys and values are still to be computed: a branch may have some."""
@@ -416,7 +299,7 @@ class ModelProposer:
             assert text.branches is not None
             branch = text.branches.branch(after, text.slot)
             hedges += [branch] if branch is not None else []
-        return self._known(guesses), hedges
+        return known(guesses, self.runner), hedges
 
     def _guess(self, text: _Text, command: Draft) -> tuple[list[int], list[float]]:
         """What this model is likely to say next: a chain of tokens, and how likely each is with those before it."""
@@ -513,23 +396,12 @@ class ModelProposer:
         extras: dict[str, Any] = {"cached": cached, "paused": paused, "branches": launched.branches, "seen": seen}
         return Drafted(tokens, seconds, rows, draw, **extras, fed=launched.fed, request=command.request)
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """An id that only the target has stands for something this model cannot know; only acceptance suffers."""
-        return [token if token < self.runner.vocab_size else 0 for token in tokens]
-
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         if self._missing == 0:
             return logits
         if self._missing < 0:
             return logits[: self._missing]
         return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf)
-
-
-def _scalar(token: int, prob: float, like: torch.Tensor) -> torch.Tensor:
-    """[vocab] float32, on the host: `prob` at the token, 0 elsewhere. `like`: [vocab]."""
-    row = torch.zeros(like.shape, dtype=torch.float32)
-    row[token] = prob
-    return row
 
 
 def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from pearl.config import EngineConfig
 from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.habits import Habits
-from pearl.drafting.model import LaunchedForward, ModelProposer
+from pearl.drafting.launch import LaunchedForward
+from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.metrics import Stopwatch
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
