@@ -176,7 +176,7 @@ class Choice:
         else:
             seconds, left = self._left
             self.cost = max(0.0, seconds * rate - left)
-        if self.comparisons < 2:  # the first time much is done that is not done again
+        if self.comparisons <= 2:  # there and back: the first time much is done that is not done again
             self.cost = min(self.cost, _STRETCH_TOKENS)
         self._before = 0.0
 
