@@ -174,8 +174,8 @@ class Choice:
         if self._is_other_better:  # this stretch is what it cost to try the way that loses
             self.cost = max(0.0, tokens * (self._before / rate - 1))
         else:
-            seconds, left = self._left
-            self.cost = max(0.0, seconds * rate - left)
+            seconds, made = self._left
+            self.cost = max(0.0, seconds * rate - made)
         if self.comparisons <= 2:  # there and back: the first time much is done that is not done again
             self.cost = min(self.cost, _STRETCH_TOKENS)
         self._before = 0.0
