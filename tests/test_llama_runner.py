@@ -335,6 +335,28 @@ def test_stored_multiplies_by_the_weights_as_they_are(
     assert found.dtype == (torch.bfloat16 if has_bf16 or kind.startswith("Q4") else torch.float32)
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else is: no target, no small draft, no weights that are more than bfloat16."""
+    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: has_bf16)
+    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    layers, names = model.model.layers, ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    weights = len(layers) * sum(
+        linear.weight.numel() for name, linear in layers[0].named_modules() if name.rpartition(".")[2] in names
+    )
+    monkeypatch.setattr("pearl.models.matrices._LARGE", weights)
+    assert rounding_for(model, may_round=True) == ""  # of float32
+    model.to(torch.bfloat16)
+    assert rounding_for(model, may_round=True) == "int4"
+    assert rounding_for(model, may_round=False) == ""
+    monkeypatch.setattr("pearl.models.matrices._LARGE", weights + 1)
+    assert rounding_for(model, may_round=True) == ("" if has_bf16 else "int8")
+    monkeypatch.setattr("pearl.models.matrices._LARGE", weights)
+    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: False)
+    assert rounding_for(model, may_round=True) == ("" if has_bf16 else "int8")
+
+
 def in_files(kind: str) -> Any:
     """A tiny model whose matrices are as a file of 4 bits has them, all but the head."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
@@ -354,6 +376,8 @@ def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
     monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: False)
     assert rounding_for(in_files(kind), may_round=True) == ("" if has_bf16 else "int8")
     monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: True)
+    assert rounding_for(in_files(kind), may_round=True) == "stored"
+    monkeypatch.setattr("pearl.models.matrices._LARGE", 0)
     assert rounding_for(in_files(kind), may_round=True) == "stored"
     runner = LlamaRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
     plain = HFRunner(in_files(kind).to(torch.bfloat16).float(), 128)

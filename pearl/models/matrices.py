@@ -28,6 +28,7 @@ _INT8_COLUMNS = 32  # the int8 kernel reads beyond rows of weights that are no m
 _INT4_GROUP = 32  # weights that share a scale: of a Q4_0 or Q4_1 file too
 _INT4_ROWS = 64  # rows in a panel of the int4 kernel's layout, which depends on the instruction set: 32 or 64
 _CACHED = 1 << 17  # weights; in float32 and a few times over
+_LARGE = 100_000_000  # weights in layers: of a model whose forward of one token takes as long as reading them does
 _SERIAL = 32768  # elements: torch splits an elementwise operation of at least so many between threads
 
 
@@ -235,19 +236,23 @@ def rounding_for(model: Any, may_round: bool) -> Rounding:
     """How a CPU computes this model fastest without changing it by more than the rounding of a bfloat16.
 
     "stored" where weights are in 4 bits: a quarter of the bytes, so that one token and four are faster everywhere.
-    "int8" where they are bfloat16, the CPU has no instructions for that, and `may_round`.  Else "".
+    Where it `may_round`, and weights are bfloat16: "int4" for a large model, whose single tokens take half the time
+    then; "int8" for others, where the CPU has no instructions for bfloat16.  Else "".
     """
-    layer = model.model.layers[0]
+    layers = model.model.layers
+    attention, mlp = layers[0].self_attn, layers[0].mlp
     if not torch.backends.mkldnn.is_available():
         return ""
-    if multiplies_4_bits() and is_in_4_bits(layer.mlp.gate_proj.weight):
+    if multiplies_4_bits() and is_in_4_bits(mlp.gate_proj.weight):
         return "stored"
-    if multiplies_bf16():
+    matrices = [each.weight for each in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    least = max(_INT4_GROUP, _INT8_COLUMNS)
+    fits = all(weight.shape[1] % least == 0 for weight in matrices)
+    if not (may_round and fits and torch.equal(mlp.gate_proj.weight.bfloat16().float(), mlp.gate_proj.weight)):
         return ""
-    matrices = (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
-    fits = all(each.weight.shape[1] % _INT8_COLUMNS == 0 for each in matrices)
-    is_bf16 = torch.equal(layer.mlp.gate_proj.weight.bfloat16().float(), layer.mlp.gate_proj.weight)
-    return "int8" if may_round and fits and is_bf16 else ""
+    if multiplies_4_bits() and len(layers) * sum(weight.numel() for weight in matrices) >= _LARGE:
+        return "int4"
+    return "" if multiplies_bf16() else "int8"
 
 
 def _rows_at_once(weight: torch.Tensor) -> int:
