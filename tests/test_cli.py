@@ -424,7 +424,7 @@ def test_what_starts_an_engine_imports_no_more_than_it_takes() -> None:
     """All of it comes before the workers are launched."""
     code = (
         "import sys\nimport pearl.cli.generate\n"
-        "heavy = {'torch', 'transformers', 'prompt_toolkit', 'asyncio'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'prompt_toolkit', 'asyncio', 'numpy'} & set(sys.modules)\n"
         "sys.exit(' '.join(sorted(heavy)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 from pearl.config import EngineConfig, ModelConfig, ModelRole
-from pearl.drafting.datastore import check_tokenizer, read_header
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
 from pearl.models.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
@@ -56,6 +55,8 @@ def check_datastore(config: EngineConfig, progress: Progress) -> None:
     """Raises `ConfigError` for a datastore that is missing, damaged, or not one of the target's tokenizer."""
     if config.datastore is None:
         return
+    from pearl.drafting.datastore import check_tokenizer, read_header
+
     directory = Path(config.datastore)
     header = read_header(directory)
     trust = config.trust_remote_code

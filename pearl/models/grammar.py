@@ -10,15 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
 from pearl.models.schema_cost import check_schema
 from pearl.text import Tokenizer, token_bytes
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner without NumPy
+    import numpy as np
+    import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
 _MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
@@ -113,6 +112,8 @@ class Guide:
 
         Raises `GrammarError` where the parser has given up.
         """
+        import numpy as np
+
         if self._beyond:
             return None
         mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0

@@ -57,10 +57,10 @@ def load_runner(
     float32; and on a CPU, where the forward is ours, 4 bits for weights that are so already), "float32", "bfloat16",
     "float16", or, on a CPU and where the forward is ours, bfloat16 with rounded matrices: "int8" (each row in 255
     steps) or "int4" (each 32 weights in 16 steps).  `exact` refuses a runner that is not row-invariant.  `may_round`:
-    whether "auto" may be "int4" or "int8" where that is faster (see `rounding_for`).  `slots`: sequences that it must hold side by side; `spare`:
-    how many more there may be room for, on a CPU.  `max_context` in tokens; None takes the model's own, up to 8192.
-    `forwards` "transformers" keeps their forward where "auto" has a faster one; "eager" has that one too, but records
-    nothing.
+    whether "auto" may be one of these where that is faster (see `rounding_for`).  `slots`: sequences that it must hold
+    side by side; `spare`: how many more there may be room for, on a CPU.  `max_context` in tokens; None takes the
+    model's own, up to 8192.  `forwards` "transformers" keeps their forward where "auto" has a faster one; "eager" has
+    that one too, but records nothing.
     Raises `ModelError`.
     """
     from pearl.models.llama import FAMILY, LlamaRunner, is_llama

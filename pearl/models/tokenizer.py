@@ -20,11 +20,12 @@ from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.models.kept import Progress, silent
 from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
-from pearl.models.recorded import RecordedTexts, read_texts
 from pearl.text import REPLACEMENT, Tokenizer, Tools
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from pearl.models.recorded import RecordedTexts
 
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 
@@ -217,6 +218,8 @@ def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
 
 
 def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
+    from pearl.models.recorded import read_texts  # which takes NumPy
+
     recorded = read_texts(Path(replayed_file(spec)))
     said = recorded.header
     defaults = GenerationDefaults(said.temperature, said.top_k, said.top_p, said.min_p, said.eos)
