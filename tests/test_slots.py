@@ -286,13 +286,13 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
         decoding = Decoding("auto", "stream", None, "coupled", (), 8)
         coordinator.handle(Submit(number, (1, 2), 90, Sampling(), decoding))
     one, other = coordinator.running.values()
-    assert (one._compares, other._compares) == (True, False)
+    assert (one.resting.compares, other.resting.compares) == (True, False)
     assert not other.request.is_resting, "nothing is known yet"
-    one.choice.comparisons, one.choice.gain = 4.0, -1.0
+    one.speeds.choice.comparisons, one.speeds.choice.gain = 4.0, -1.0
     coordinator.handle(Submit(3, (1, 2), 90, Sampling(), Decoding("auto", "stream", None, "coupled", (), 8)))
     third = coordinator.running[3]
     assert third.request.is_resting
-    assert not third.choice.is_spread, "the draft still drafts for others, on its own cores"
+    assert not third.speeds.choice.is_spread, "the draft still drafts for others, on its own cores"
 
 
 # ---- what fails alone ----

@@ -40,7 +40,6 @@ from pearl.protocol.events import (
     Sample,
     Sampled,
     Send,
-    Spread,
     Stalled,
     Wait,
 )
@@ -57,6 +56,7 @@ from pearl.protocol.messages import (
     Submit,
 )
 from pearl.protocol.request import RequestState
+from pearl.protocol.resting import Resting
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.telling import announce, begin_draft, deliver_committed, preview
 from pearl.protocol.window import Speeds, worthwhile
@@ -157,11 +157,8 @@ class RequestMachine(Machine):
         is_direct = rule.is_proposal_invariant or is_greedy
         self._runs_ahead = self.request.looks_ahead and (is_direct or not self.request.method.drafts)
         self._running = running
-        self.choice = speeds.choice
-        self._adapts = self.request.method.adapts and self._runs_ahead
-        # One text at a time is where both ways are compared; beside it, others take the one that is better so far.
-        self._compares: bool = self._adapts and not any(machine._compares for machine in running.values())
-        self._timed = 0  # tokens that were committed when the choice was last told
+        adapts = self.request.method.adapts and self._runs_ahead
+        self.resting = Resting(self.request, speeds, adapts, running)
         self._deferred: list[object] = []
 
     def handle(self, event: object) -> list[object]:
@@ -200,10 +197,7 @@ class RequestMachine(Machine):
         rule = decoding.rule, submit.stops, decoding.parameters
         do(Open(submit.prompt, submit.sampling, *rule, self.slot, logprobs=submit.logprobs, request=number))
         self.request.told_guesser = len(submit.prompt)
-        if self._compares:
-            self.choice.begin(submit.limit - len(submit.prompt))
-        rests = self.choice.rests if self._compares else self.choice.is_alone_better
-        self._rest(self._adapts and rests and self.request.draft_context > 0, do)
+        self.resting.begin(do)
         begin_draft(self.request, self.speeds, do)
         self._forward(Phase.PREFILL, do)
 
@@ -217,37 +211,11 @@ class RequestMachine(Machine):
             if event.beside is not None:
                 self.request.beside = event.beside
                 self.speeds.observe_target(self.request.in_flight + event.beside, event.seconds)
-            self._choose(event.at, do)
+            self.resting.stepped(event.at, do)
         if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
-
-    def _choose(self, at: float, do: Do) -> None:
-        """With the draft or without it from here on."""
-        if not self._compares or not self.request.draft_context or self.request.is_undraftable or not at:
-            return
-        committed = self.sequence.committed
-        new, self._timed = committed - self._timed, committed
-        if not self.choice.stepped(at, new, self.request.has_drafted, self.submit.limit - committed):
-            return
-        self._rest(self.choice.rests, do)
-        if self.choice.rests:
-            do(Send(Finish(self.number)))
-            self.request.told_draft = 0
-        else:
-            self.request.discard_pending()
-            begin_draft(self.request, self.speeds, do)
-
-    def _rest(self, rests: bool, do: Do) -> None:
-        """Whether the draft is to rest for this request; the target has its cores where it rests for all."""
-        self.request.is_resting, self.request.has_drafted = rests, False
-        others = (machine.request for machine in self._running.values() if machine is not self)
-        everywhere = rests and not any(request.is_drafting for request in others)
-        if self.choice.is_spread != everywhere:
-            self.choice.is_spread = everywhere
-            self.speeds.spread(everywhere)
-            do(Spread(everywhere, request=self.number))
 
     def _failed(self, _: Failed, do: Do) -> None:
         self.request.ending = FinishReason.CANCELLED
@@ -478,11 +446,7 @@ class RequestMachine(Machine):
         if self.request.told_draft:
             do(Send(Finish(self.number)))
         ending, window = self.request.ending, self.request.window
-        if self._compares:
-            self.choice.end()
-            self._compares = False
-        if self._adapts:
-            self.counts.rates, self.counts.speedup = dict(self.choice.rates), self.choice.speedup
+        self.resting.end()
         assert ending is not None
         do(End(self.number, ending, len(self.submit.prompt), self.counts, window))
         self.sequence.drop_pending()
