@@ -326,3 +326,32 @@ def test_recorded_by_one_command_and_simulated_by_another(tmp_path: Path) -> Non
         invoked("--texts", out, "--acceptance", "0.5")
     with pytest.raises(ConfigError, match="what a draft would"):
         invoked("record", str(tmp_path / "prompts.txt"), "--out", out, "--draft", "none")
+
+
+def test_each_part_stands_beside_all_of_them_simulated_and_in_two_processes(file: Path, tmp_path: Path) -> None:
+    """At the speeds of a pair: what was asked for is what ran, and nothing is faster than its simulation."""
+    arguments = [
+        "bench",
+        "paper",
+        "--texts",
+        str(file),
+        "--pair",
+        "CodeLlama 7B & 34B",
+        "--tokens",
+        "50",
+        "--limit",
+        "1",
+    ]
+    done = CliRunner().invoke(
+        cli, [*arguments, "--parts", "--json", str(tmp_path / "parts.json")], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    made = json.loads((tmp_path / "parts.json").read_text())
+    names = [one["method"] for one in made["pairs"]]
+    kinds = [*names[:9], *(name.partition(",")[0] for name in names[9:])]
+    of_two = ["+ lookup + branches", "+ look-ahead + branches", "+ look-ahead + lookup"]
+    assert kinds == ["pearl", "+ branches", "+ lookup", "+ look-ahead", *of_two, "pearl, ahead", "ngram", "sd", "ssd"]
+    assert all(0 < one["of_simulated"][0] <= 1.01 for one in made["pairs"])
+    assert all(name in done.output for name in names)
+    with pytest.raises(ConfigError, match="--parts is for recorded texts"):
+        CliRunner().invoke(cli, ["bench", "paper", "--parts"], catch_exceptions=False)

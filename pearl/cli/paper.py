@@ -62,6 +62,9 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     help="With --paper sssd: where guesses come from too; see pearl datastore.",
 )
 @click.option("--texts", "file", type=_PATH, help="Recorded texts in place of toys: see pearl simulate record.")
+@click.option(
+    "--parts", is_flag=True, help="With --texts: look-ahead, lookup and branches each alone too, and sd and ssd."
+)
 @click.option("--limit", type=_COUNT, default=12, show_default=True, metavar="N", help="Of these, in real processes.")
 @click.option("--seed", type=int, default=0, metavar="N")
 @click.option(
@@ -84,6 +87,7 @@ def paper(
     other: str | None,
     datastore: Path | None,
     file: Path | None,
+    parts: bool,
     limit: int,
     seed: int,
     page: Path | None,
@@ -97,6 +101,8 @@ def paper(
     times: PEARL as published beside look-ahead, lookup and branches.
     """
     embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
+    if parts and file is None:
+        raise ConfigError("--parts is for recorded texts: --texts FILE")
     if datastore is not None and other != GUESSES:
         raise ConfigError(f"--datastore is for --paper {GUESSES}")
     if other is not None:
@@ -110,7 +116,8 @@ def paper(
         if quick:
             tokens, repeats = _QUICK["tokens"], _QUICK["texts"]
         if file is not None:
-            replay_pairs(_once(found), file, run=0 if simulate_only else limit, tokens=tokens, seed=seed, to=to)
+            run = 0 if simulate_only else limit
+            replay_pairs(_once(found), file, run=run, tokens=tokens, seed=seed, parts=parts, to=to)
             return
         tasks = [] if simulate_only or no_baselines or wanted or names else _tasks(prompts, embedded["texts"])
         baseline = Baseline(tasks, embedded["tokens"])

@@ -71,16 +71,24 @@ def _row(totals: Totals, plain: Totals, published: Totals, guessers: Sequence[st
     ]
 
 
-def replay_pairs(pairs: Sequence[Pair], file: Path, *, run: int, tokens: int, seed: int, to: Path | None) -> None:
-    """Prints each pair with each method, or writes it to `to`."""
+def replay_pairs(
+    pairs: Sequence[Pair], file: Path, *, run: int, tokens: int, seed: int, parts: bool, to: Path | None
+) -> None:
+    """Prints each pair with each method, or writes it to `to`; see `replayed`."""
     began, stolen, done = time.monotonic(), Stolen(), list[Replayed]()
     with Bars(SafeConsole(stderr=True)) as bars:
         for pair in pairs:
             bars.say(pair.name)
-            done += replayed(pair, file, bars, seed=seed, run=run, tokens=tokens)
+            done += replayed(pair, file, bars, seed=seed, run=run, tokens=tokens, parts=parts)
     seconds, taken = time.monotonic() - began, stolen.taken()
     if to is not None:
-        settings = {"tokens": tokens, "run": run, "seed": seed, "texts": read_texts(file).header.model_dump()}
+        settings = {
+            "tokens": tokens,
+            "run": run,
+            "seed": seed,
+            "parts": parts,
+            "texts": read_texts(file).header.model_dump(),
+        }
         about = {"kind": "replayed", "emulated": True, "settings": settings, "seconds": seconds} | asdict(taken)
         write_json(to, about | {"hardware": hardware(), "pairs": document(done)})
     if to != STDOUT:

@@ -8,7 +8,7 @@ GPUs, where so few tokens take the time of reading the weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -16,20 +16,14 @@ from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.lab.bench.paper import Pair
-from pearl.lab.bench.run import AHEAD, AR, NGRAM, PEARL, PUBLISHED, Measured, Plan, Row, Watcher, devices_of, measure
+from pearl.lab.bench.run import AHEAD, AR, NGRAM, PEARL, SD, SSD, Measured, Plan, Row, Watcher, devices_of, measure
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments import texts
 from pearl.lab.simulate import Timing
 from pearl.models.recorded import RecordedTexts, read_texts
+from pearl.protocol.messages import Decoding
 
-_SIMULATED = {PEARL: texts.PEARL, AHEAD: texts.ALL, NGRAM: texts.NGRAM}
-_RULE = {"rule": "coupled"}  # what was recorded is the target's own draw
-_RUN = {
-    AR: DecodingConfig(method="ar"),
-    PEARL: DecodingConfig(**PUBLISHED, **_RULE),
-    AHEAD: DecodingConfig(method="pearl", **_RULE),
-    NGRAM: DecodingConfig(method="ngram", **_RULE),
-}
+_NAMES = {texts.PEARL: PEARL, texts.ALL: AHEAD, texts.NGRAM: NGRAM}  # of others: what they have switched on
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,23 @@ class Replayed:
     of_simulated: tuple[float, float, float] | None = None
 
 
-def replayed(pair: Pair, file: Path, watcher: Watcher, *, seed: int, run: int, tokens: int) -> list[Replayed]:
-    """Simulates all texts of `file` at the pair's speeds; decodes `run` of them in two processes, up to `tokens`."""
+def replayed(
+    pair: Pair, file: Path, watcher: Watcher, *, seed: int, run: int, tokens: int, parts: bool = False
+) -> list[Replayed]:
+    """Simulates all texts of `file` at the pair's speeds; decodes `run` of them in two processes, up to `tokens`.
+
+    `parts`: look-ahead, lookup and branches, each alone and two of them together, and `sd` and `ssd` at the windows
+    that the simulator finds best, beside all together.
+    """
     recorded = read_texts(file)
     timing = Timing(pair.t_draft, lambda fed: pair.t_target)
-    done = {name: texts.run(recorded, decoding, timing, seed) for name, decoding in _SIMULATED.items()}
-    measured = measure(_plan(pair, recorded, file, run, tokens), watcher) if run else Measured()
+    ways = (*texts.ablations(), texts.NGRAM) if parts else _NAMES
+    simulated = [texts.run(recorded, decoding, timing, seed) for decoding in ways]
+    simulated += [texts.at_best(method, recorded, timing, seed) for method in (SD, SSD) if parts]
+    names = (_NAMES.get(totals.decoding, totals.name.removeprefix("pearl, stream ")) for totals in simulated)
+    done = dict(zip(names, simulated, strict=True))
+    chosen = {AR: DecodingConfig(method="ar")} | {name: _settings(totals.decoding) for name, totals in done.items()}
+    measured = measure(_plan(pair, recorded, file, run, tokens, chosen), watcher) if run else Measured()
     plain, published = 1 / pair.t_target, done[PEARL].tokens_per_second
     rates = {(s.row, s.task): s.rate for s in measured.samples}
     found = []
@@ -89,7 +94,15 @@ def _ratio(rates: dict[tuple[str, int], float | None], one: str, other: str) -> 
     return median(ratios) if ratios else None
 
 
-def _plan(pair: Pair, recorded: RecordedTexts, file: Path, run: int, tokens: int) -> Plan:
+def _settings(decoding: Decoding) -> DecodingConfig:
+    """As who decodes so in the runtime asks for it."""
+    names = ("method", "window", "gamma", "rule", "look_ahead", "draft_lookup", "branches")
+    return DecodingConfig(**{name: getattr(decoding, name) for name in names})
+
+
+def _plan(
+    pair: Pair, recorded: RecordedTexts, file: Path, run: int, tokens: int, chosen: Mapping[str, DecodingConfig]
+) -> Plan:
     """Of texts from all over the file. A text is asked for by its number, and drawn with the seed it was drawn with."""
     header, spec = recorded.header, f"replay:{file}"
     config = EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft)
@@ -97,7 +110,7 @@ def _plan(pair: Pair, recorded: RecordedTexts, file: Path, run: int, tokens: int
     step = max(1, len(recorded.texts) // run)
     return Plan(
         config,
-        [Row(name, "pair", target | draft, decoding) for name, decoding in _RUN.items()],
+        [Row(name, "pair", target | draft, decoding) for name, decoding in chosen.items()],
         [Task("recorded", number, (str(number),)) for number in range(1, len(recorded.texts) + 1, step)][:run],
         SamplingParams(seed=header.seed, max_tokens=min(tokens, header.max_tokens)),
         attempts=3,

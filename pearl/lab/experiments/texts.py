@@ -53,18 +53,21 @@ def compare(
     """
     for decoding in ablations():
         yield run(recorded, decoding, timing, seed, datastore)
-    yield max(_ssd(recorded, timing, seed), key=lambda totals: totals.tokens_per_second)
+    yield at_best("ssd", recorded, timing, seed)
     yield run(recorded, NGRAM, timing, seed, datastore)
 
 
-def _ssd(recorded: RecordedTexts, timing: Timing, seed: int) -> Iterator[Totals]:
-    """Windows from 1 on, until a longer one is no faster."""
-    rate = 0.0
+def at_best(method: str, recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Totals:
+    """`sd` or `ssd` with its best window: from 1 on, until a longer one is no faster."""
+    best: Totals | None = None
     for gamma in range(1, MAX_WINDOW + 1):
-        yield (totals := run(recorded, Decoding("ssd", "fixed", gamma, RULE, branches=BRANCHES), timing, seed))
-        if totals.tokens_per_second <= rate:
-            return
-        rate = totals.tokens_per_second
+        decoding = Decoding(method, "fixed", gamma, RULE, branches=BRANCHES if method == "ssd" else 0)
+        totals = run(recorded, decoding, timing, seed)
+        if best is not None and totals.tokens_per_second <= best.tokens_per_second:
+            return best
+        best = totals
+    assert best is not None
+    return best
 
 
 def run(
