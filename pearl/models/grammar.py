@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
-from pearl.models.schema_cost import check_schema
+from pearl.models.schema_cost import check_regex, check_schema
 from pearl.text import Tokenizer, token_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def _checked(grammar: str) -> str:
 
     kind, _, text = grammar.partition("\n")
     if kind == "regex":
+        check_regex(text)
         written: str = LLMatcher.grammar_from_regex(text)
     elif kind == "json_schema":
         check_schema(parse_json(text))
