@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -276,6 +277,25 @@ def test_a_schema_that_would_cost_too_much_is_refused_at_once(schema: dict[str, 
     began = time.thread_time()
     with pytest.raises(RequestError, match="json_schema cannot be kept to"):
         grammar_of(json.dumps(schema), None)
+    assert time.thread_time() - began < 1
+
+
+LEFT_OUT = [part * 3000 for part in (".*", r"\w?", "(.|)", ".{0,1}")]
+
+
+@pytest.mark.parametrize("expression", LEFT_OUT, ids=lambda expression: expression[:6])
+def test_an_expression_of_too_many_parts_is_refused_at_once(expression: str) -> None:
+    """Up to half a minute and gigabytes in the target's loop, at the first token: nobody else got one meanwhile."""
+    schemas = ({"pattern": expression}, {"items": {"patternProperties": {expression: {}}}})
+    for asked in [(None, expression), *((json.dumps(schema), None) for schema in schemas)]:
+        began = time.thread_time()
+        with pytest.raises(RequestError, match="more than 500 groups, and parts that are repeated"):
+            grammar_of(*asked)
+        assert time.thread_time() - began < 1
+    hostile = grammar_of(None, "(" + ".*" * 498 + "){9}")
+    began = time.thread_time()
+    with contextlib.suppress(GrammarError):
+        toy_guides()(hostile, ()).allowed()
     assert time.thread_time() - began < 1
 
 

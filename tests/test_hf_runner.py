@@ -140,6 +140,8 @@ def test_up_to_the_cap_a_text_is_the_same_however_it_is_cut(kind: str, steady: i
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, 64),
         ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}, 32),
         ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32}, 32),  # code with the checkpoint
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32.0}}, 32),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32.5}}, 32),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 256),
         ({"rope_parameters": {"rope_type": "dynamic"}}, 256),
         (
@@ -151,7 +153,9 @@ def test_up_to_the_cap_a_text_is_the_same_however_it_is_cut(kind: str, steady: i
 )
 def test_where_a_rope_stays_the_same(values: dict[str, object], expected: int | None) -> None:
     config = SimpleNamespace(max_position_embeddings=256, **values)
-    assert loading._steady_positions(config) == expected
+    steady = loading._steady_positions(config)
+    assert steady == expected
+    assert steady is None or type(steady) is int, "a context is a number of tokens"
 
 
 def test_an_exception_inside_a_forward_leaves_the_state() -> None:

@@ -32,6 +32,7 @@ from pearl.protocol.events import (
     Open,
     Rollback,
     Sample,
+    Sampled,
     Send,
     Wait,
 )
@@ -327,6 +328,19 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
     assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 21]
     assert len(request.sequence.tokens) <= request.sequence.committed + request.furthest
     assert coordinator.counts.stale == 2
+
+
+def test_what_a_draft_repeats_beside_a_branch_that_came_is_not_put_behind_it() -> None:
+    """It stood at positions that it was not drafted for, and beyond the limit of the text."""
+    coordinator = working(look_ahead=4, gamma=9)
+    coordinator.handle(DraftTokens(1, 0, 2, (8,)))
+    coordinator.handle(branch(after=(2, 20), tokens=(21,) * 9))
+    coordinator.handle(Sampled((20,), request=1))
+    expected = [3, 1, 20, *(21,) * 9]
+    assert coordinator.sequence.tokens == expected
+    coordinator.handle(DraftTokens(1, 1, 2, (20, 40, 41), known=2))
+    assert coordinator.sequence.tokens == expected
+    assert coordinator.counts.duplicate == 1
 
 
 # ---- proposers and stop policies ----

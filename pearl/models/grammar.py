@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
-from pearl.models.schema_cost import check_schema
+from pearl.models.schema_cost import check_regex, check_schema
 from pearl.text import Tokenizer, token_bytes
 
 if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner without NumPy
@@ -50,6 +50,7 @@ def _checked(grammar: str) -> str:
 
     kind, _, text = grammar.partition("\n")
     if kind == "regex":
+        check_regex(text)
         written: str = LLMatcher.grammar_from_regex(text)
     elif kind == "json_schema":
         check_schema(parse_json(text))

@@ -310,7 +310,8 @@ def _steady_positions(config: Any) -> int | None:
     """
     names = ("original_max_position_embeddings", "max_position_embeddings")
     own = [getattr(config, name, None) for name in names]
-    limits = [limit for rope in _ropes(config) for limit in (rope.get(names[0]), *own) if limit]
+    # Some write it as 4096.0. A context is a number of tokens.
+    limits = [int(limit) for rope in _ropes(config) for limit in (rope.get(names[0]), *own) if limit]
     return min(limits, default=None)
 
 

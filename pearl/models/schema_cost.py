@@ -19,6 +19,7 @@ MOST_REMAINDERS = 10_000  # of `multipleOf`; 0.03 s
 MOST_MEETING = 8  # expressions that one string has to match; 5 ms, where 12 can take 0.3 s and 16 a minute
 MOST_PAIRS = 200  # alternatives that are set against each other, in all; 0.1 s
 MOST_PATTERN_PROPERTIES = 16  # in all; with many properties 0.2 s, and 300 take 10 s
+MOST_PARTS = 500  # of an expression that may be repeated or left out; 0.1 s, and the time grows with their square
 
 
 def check_schema(schema: Any) -> None:
@@ -28,6 +29,16 @@ def check_schema(schema: Any) -> None:
         _Costs(schema)
     except RecursionError:
         raise ValueError("the schema is nested too deep") from None
+
+
+def check_regex(expression: str) -> None:
+    """Raises ValueError for an expression of too many parts.
+
+    Where each may be left out, the parser looks at all that may come first for each of them: 16,000 times ".*" took
+    half a minute and 4 GB, in one step that no limit of its own interrupts. How often a part is repeated costs nothing.
+    """
+    if sum(map(expression.count, "?*{(")) > MOST_PARTS:
+        raise ValueError(f"an expression has more than {MOST_PARTS} groups, and parts that are repeated")
 
 
 def _check_multiples(schema: Any) -> None:
@@ -90,6 +101,9 @@ class _Costs:
         together += [_either([self._of(one) for one in _listed(schema.get(name))]) for name in ("anyOf", "oneOf")]
         if isinstance(reference := schema.get("$ref"), str):
             together.append(self._of(self._found(reference)))
+        named = [name for name, _ in _items(schema.get("patternProperties"))]
+        for expression in (schema.get("pattern"), *named):
+            check_regex(expression if isinstance(expression, str) else "")
         own = ("pattern" in schema) + ("format" in schema)
         expressions = own + max((one.expressions for _, one in inside), default=0)
         expressions += sum(one.expressions for one in together)

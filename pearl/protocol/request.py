@@ -196,6 +196,7 @@ class RequestState:
                 self.counts.foreseen += not is_bonus
                 self.counts.foreseen_bonuses += is_bonus
                 self.propose(foreseen)
+                self.received = foreseen.end
             if provenance is Provenance.ACCEPTED:  # another of the model's than it went on from
                 self._count_accepted(Source.MODEL)
             else:
