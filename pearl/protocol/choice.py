@@ -22,7 +22,7 @@ _SHARE, _SHARE_AT_FIRST = 0.01, 0.03  # of all time that trying the slower way m
 _FAR = log(2)  # where one way is so much faster, one comparison is enough to know it well
 _LEAST_PATIENCE, _MOST_PATIENCE = 192, 8192  # tokens until the way that lost is tried again: least a comparison, most
 _ONCE_SLOWED = 96  # likewise, where the way in use has slowed
-_MARGIN = log(1.03)  # what is less may be chance: no reason to change over at once
+_MARGIN = log(1.03)  # what is less may be chance, by one comparison: no reason to change over at once
 _DOUBT, _MOST_TEXTS = 3, 16  # texts: as if so many had been without a drift; of so many it is the mean
 _SLOWED = 0.7  # of the rate that it had, two stretches in a row: the way in use is looked at again
 _DRAFTLESS = 32  # tokens after which a draft that has sent none yet is taken to be as slow as that
@@ -193,7 +193,8 @@ class Choice:
 
     @property
     def _is_other_better(self) -> bool:
-        return self.comparisons > 0 and self.rests != (self.gain < 0) and abs(self.gain) > _MARGIN
+        is_known = self.comparisons > 0 and abs(self.gain) > _MARGIN / max(1.0, self.comparisons)
+        return is_known and self.rests != (self.gain < 0)
 
     @property
     def _patience(self) -> int:
