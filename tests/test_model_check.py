@@ -37,6 +37,7 @@ from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts as TargetCounts
 from pearl.protocol.request import RequestState
 from pearl.protocol.request_machine import RequestMachine, State
+from pearl.protocol.resting import Resting
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.window import METHODS, Speeds
@@ -56,14 +57,14 @@ from tests.protocol_pair import (
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
-    *(Coordinator, RequestMachine, RequestState, Fed, Scheduler, ProposalStore, Drafter, DraftMachine),
+    *(Coordinator, RequestMachine, RequestState, Resting, Fed, Scheduler, ProposalStore, Drafter, DraftMachine),
     TokenSequence,
     *(ScriptTarget, ScriptDraft, Cache, Pair),
 )
 # With a fixed window, and without a clock, these never decide what happens next.
 INDIFFERENT = (TargetCounts, DraftCounts, Speeds, Choice)
-# What was, and references to machines that the coordinator or the drafter has.
-_LEFT_OUT = ("log", "results", "_story", "_running", "_machines")
+# What was, and references to machines that the coordinator or the drafter has, and to a request that its machine has.
+_LEFT_OUT = ("log", "results", "_story", "_running", "_machines", "_request")
 
 
 def freeze(value: object) -> object:
