@@ -46,7 +46,7 @@ class EngineConfig(Section):
     draft_dtype: DType = Field(
         "auto",
         description="Of the draft. int8 and int4, on CPUs: it guesses a little worse. auto is int4 there for a draft "
-        "of more than 100M weights, and int8 for others if the CPU has no instructions for bfloat16.",
+        "of 100M weights or more, and int8 for others if the CPU has no instructions for bfloat16.",
     )
     target_tp: int = Field(
         1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."

@@ -193,7 +193,7 @@ class Choice:
 
     @property
     def _is_other_better(self) -> bool:
-        is_known = self.comparisons > 0 and abs(self.gain) > _MARGIN / max(1.0, self.comparisons)
+        is_known = self.comparisons > 0 and abs(self.gain) > _MARGIN / max(1.0, self.comparisons) ** 0.5
         return is_known and self.rests != (self.gain < 0)
 
     @property
