@@ -31,7 +31,7 @@ from pearl.decoding.registry import (
     register,
 )
 from pearl.decoding.rules import make_draft_half, make_target_half
-from pearl.decoding.sampling import read_draw
+from pearl.decoding.sampling import read_draw, shortlists
 from pearl.engine import processes
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
@@ -110,6 +110,22 @@ def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pyte
         told = front.ask(submit)
         assert told.tokens == test_worker.simulated(submit, alpha=0.3), rule
         assert told.statistics.num_accepted_draft_tokens > 0, rule
+
+
+@pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=20, seed=5), Sampling(0.0)])
+@pytest.mark.parametrize("vocab", [32, 5000])
+@pytest.mark.parametrize("rule", NAMES)
+def test_branches_draw_together_what_they_would_draw_one_by_one(rule: str, vocab: int, sampling: Sampling) -> None:
+    together, alone = (make_draft_half(rule, sampling) for _ in range(2))
+    rows = list(3 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)))
+    positions, tops = [5, 9, 5, 6, 7, 9], shortlists(rows)
+    drafted = together.draft_together(rows, positions, tops)
+    for row, position, top, (draw, probs) in zip(rows, positions, tops, drafted, strict=True):
+        wanted, wanted_probs = alone.draft(row, position, top)
+        assert read_draw(draw) == read_draw(wanted)
+        assert together.likeliest(*top, position, 5) == alone.likeliest(*top, position, 5)
+        assert (probs is None) == (wanted_probs is None)
+        assert probs is None or torch.equal(probs, wanted_probs)
 
 
 # ---- the draft's death ----

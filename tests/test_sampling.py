@@ -28,10 +28,13 @@ from pearl.decoding.sampling import (
     pick_on_device,
     probabilities,
     race,
-    race_of_logits,
     race_on_device,
+    races_of_logits,
     read_draw,
+    read_draws,
     shortlist,
+    shortlists,
+    shortlists_on_device,
 )
 from pearl.errors import NumericalError
 from pearl.protocol.messages import Sampling
@@ -326,7 +329,7 @@ def winner(row: torch.Tensor, key: int, temperature: float) -> int:
 
 
 def won(row: torch.Tensor, key: int, temperature: float) -> int:
-    return read_draw(race_of_logits(row, key, temperature, shortlist(row))[0])
+    return read_draw(races_of_logits([row], [key], temperature, [shortlist(row)])[0][0])
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 3.0, 1e3])
@@ -339,6 +342,29 @@ def test_a_race_of_logits_is_won_by_the_winner_of_all(name: str, temperature: fl
             found = won(row, key, temperature)
             assert found == winner(row, key, temperature)
             assert found == raced(probs, key)
+
+
+@pytest.mark.parametrize("vocab", [4096, 32000])
+def test_races_at_once_are_won_as_one_by_one(vocab: int) -> None:
+    """Rows of every shape, one that is not finite among them, which harms no other."""
+    rows = [of(torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))) for of in SHORTLISTED.values()]
+    rows.insert(2, torch.full((vocab,), torch.nan))
+    tops, keys = shortlists(rows), KEYS[: len(rows)]
+    draws, times = races_of_logits(rows, keys, 0.7, tops)
+    found = read_draws(draws)
+    assert found[2] is None
+    for n, (row, key, top, token) in enumerate(zip(rows, keys, tops, found, strict=True)):
+        if n != 2:
+            (alone,), own = races_of_logits([row], [key], 0.7, [top])
+            assert token == read_draw(alone) == winner(row, key, 0.7)
+            assert np.array_equal(own[0], times[n])
+
+
+def test_a_shortlist_is_the_same_on_a_device() -> None:
+    rows = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    for (ids, logits), (own, values) in zip(shortlists(rows), shortlists_on_device(rows), strict=True):
+        assert np.array_equal(ids, own)
+        assert np.array_equal(logits, values)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
@@ -357,7 +383,7 @@ def test_who_comes_next_in_a_race_is_told_alike_before_and_after_the_draw(temper
 def test_a_winner_that_a_race_of_logits_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: only the likeliest win."""
     monkeypatch.setattr(module, "early", lambda key, size, bound: np.empty(0, np.int64))
-    monkeypatch.setattr(module, "earliest", lambda key, size: np.empty(0, np.int64))
+    monkeypatch.setattr(module, "earliest", lambda key, size: (np.empty(0, np.int64), np.empty(0)))
     row = torch.randn(32000, generator=torch.Generator().manual_seed(1))
     assert any(won(row, key, 1.0) != winner(row, key, 1.0) for key in KEYS[:20])
 

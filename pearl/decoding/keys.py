@@ -70,12 +70,13 @@ def uniform(key: int) -> float:
     return (key >> 11) * 2.0**-53
 
 
-def exponentials(key: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def exponentials(key: int | npt.NDArray[np.uint64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Independent draws from Exp(1), one for each token id - never 0, never infinite.
 
-    The draw for an id does not depend on which other ids are asked for.
+    The draw for an id does not depend on which other ids are asked for.  Of several keys [n, 1]: for ids [n, ...].
     """
-    x = (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(key)  # uint64 wraps, as the generator wants it
+    x = (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN  # uint64 wraps, as the generator wants it
+    x += np.uint64(key) if isinstance(key, int) else key
     x ^= x >> np.uint64(30)
     x *= _MIX1
     x ^= x >> np.uint64(27)
@@ -102,18 +103,20 @@ def early(key: int, vocab_size: int, bound: float) -> npt.NDArray[np.int64]:
         np.right_shift(x, np.uint64(shift), out=y)
         np.bitwise_xor(x, y, out=x)
         np.multiply(x, factor, out=x)
-    np.right_shift(x, np.uint64(31), out=y)
-    np.bitwise_xor(x, y, out=x)
+    # What is left of the generator's mixing does not touch the upper 31 bits; they tell nearly as well as all.
     least = max(0, int(exp(-bound * (1 + _ROUNDING) - _ROUNDING) * 2.0**52) - 1)  # of the 52 bits that are used
-    return np.flatnonzero(x >= np.uint64(least << 12))
+    return np.flatnonzero(x >= np.uint64(least >> 21 << 33))
 
 
 @lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key, again and again
-def earliest(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
-    """`early` with the bound `EARLIEST`: 50 ids of 49,152."""
+def earliest(key: int, vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """`early` with the bound `EARLIEST`, 50 ids of 49,152, and their exponentials; by these, ascending."""
     ids = early(key, vocab_size, EARLIEST)
-    ids.flags.writeable = False
-    return ids
+    times = exponentials(key, ids)
+    order = np.argsort(times, kind="stable")
+    ids, times = ids[order], times[order]
+    ids.flags.writeable = times.flags.writeable = False
+    return ids, times
 
 
 def exponentials_on_device(key: int | Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 `race`, `pick` and `greedy` return a *draw*: a tensor [2] on the device that holds the numbers, with a check value, that
 is finite where the logits were, and the token id. They wait for no device; `read_draw` does, and gives the id. On the
-host `race` and `pick` compute in numpy, ten times faster than torch on few tokens; `race_on_device` and
-`pick_on_device` are what another device computes.
+host `race` and `pick` compute in numpy, ten times faster than torch on few tokens; `race_on_device`,
+`pick_on_device` and `shortlists_on_device` are what another device computes.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def read_draw(draw: torch.Tensor) -> int:
     return int(token)
 
 
+def read_draws(draws: Sequence[torch.Tensor]) -> list[int | None]:
+    """`read_draw` of several, for which their device is waited for once; None where a check value is not finite."""
+    return [int(token) if isfinite(check) else None for check, token in torch.stack(list(draws)).tolist()]
+
+
 def race(probs: torch.Tensor, key: int) -> torch.Tensor:
     """Draw a token from `probs` [vocab] (need not sum to 1): argmin over tokens of E_token / probs[token].
 
@@ -67,41 +72,59 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
         return _draw(*_first(weights, np.flatnonzero(possible), key))
     # Any other token wins only if its exponential is small; of which that is true takes no logarithm to tell.
     bound = first[0] * _LIKELY
-    others = earliest(key, len(weights)) if bound <= EARLIEST else early(key, len(weights), bound)
+    others, _ = _earlier(key, len(weights), bound)
     return _draw(*min(first, _first(weights, others[possible[others]], key)))
 
 
-def race_of_logits(
-    logits: torch.Tensor, key: int, temperature: float, top: Shortlist
-) -> tuple[torch.Tensor, npt.NDArray[np.float64]]:
-    """`race` on the distribution of logits [vocab] on the host, whose likeliest tokens are known: half the time.
+def races_of_logits(
+    rows: Sequence[torch.Tensor], keys: Sequence[int], temperature: float, tops: Sequence[Shortlist]
+) -> tuple[list[torch.Tensor], npt.NDArray[np.float64]]:
+    """`race` on the distributions of logits [vocab] on the host, whose likeliest tokens are known: half the time.
+
+    Several at once take little longer than one.
 
     No other token is likelier than the last of these, so of the others only the few with the smallest exponentials can
     win, and nothing is computed for the rest.  The winner is that of `race`, except where two times differ by less than
     float32 rounds probabilities.
 
     Args:
+        rows, keys, tops: of each race; `tops` are `shortlists` of the rows.
         temperature: above 0; nothing is filtered out.
-        top: `shortlist` of the logits.
 
     Returns:
-        The draw, and when each of `top` comes in.
+        The draws, and when each of each race's `top` comes in: [rows, top].
     """
-    ids, largest = top
-    if not isfinite(largest[0]):
-        return _draw(inf, 0), np.full(len(ids), inf)
-    with np.errstate(over="ignore", divide="ignore"):
-        weights = np.exp((largest - largest[0]) / temperature)
-        times = exponentials(key, ids) / weights
-        best = int(np.argmin(times))
-        first, bound = (float(times[best]), int(ids[best])), float(times[best] * weights[-1])
-        others = earliest(key, len(logits)) if bound <= EARLIEST else early(key, len(logits), bound)
-        if len(others):
-            theirs = logits.numpy()[others].astype(np.float64) - largest[0]
-            later = exponentials(key, others) / np.exp(theirs / temperature)
-            best = int(np.argmin(later))
-            first = min(first, (float(later[best]), int(others[best])))
-    return _draw(*first), times
+    ids, logits = (np.stack(each) for each in zip(*tops, strict=True))
+    draws = []
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        weights = np.exp((logits - logits[:, :1]) / temperature)
+        times = exponentials(np.array(keys, np.uint64)[:, None], ids) / weights
+        best = times.argmin(-1).tolist()
+        for n, (row, key) in enumerate(zip(rows, keys, strict=True)):
+            largest, least = float(logits[n, 0]), float(weights[n, -1])
+            if not isfinite(largest):
+                times[n] = inf
+                draws.append(_draw(inf, 0))
+                continue
+            first = float(times[n, best[n]]), int(ids[n, best[n]])
+            others, their_times = _earlier(key, len(row), first[0] * least)
+            if len(others):
+                theirs = row.numpy()[others].astype(np.float64) - largest
+                later = their_times / np.exp(theirs / temperature)
+                earliest_of_them = int(np.argmin(later))
+                first = min(first, (float(later[earliest_of_them]), int(others[earliest_of_them])))
+            draws.append(_draw(*first))
+    return draws, times
+
+
+def _earlier(key: int, vocab_size: int, bound: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids below `vocab_size` whose exponentials are at most `bound`, seldom one that is not quite; and these."""
+    if bound > EARLIEST:
+        ids = early(key, vocab_size, bound)
+        return ids, exponentials(key, ids)
+    ids, times = earliest(key, vocab_size)
+    count = int(times.searchsorted(bound, side="right"))
+    return ids[:count], times[:count]
 
 
 def _first(weights: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], key: int) -> tuple[float, int]:
@@ -220,6 +243,18 @@ def shortlist(logits: torch.Tensor, count: int = SHORTLIST) -> Shortlist:
     return ids, top
 
 
+def shortlists(rows: Sequence[torch.Tensor]) -> list[Shortlist]:
+    """`shortlist` of each; another device than the host is waited for once."""
+    return [shortlist(row) for row in rows] if rows[0].is_cpu else shortlists_on_device(rows)
+
+
+def shortlists_on_device(rows: Sequence[torch.Tensor]) -> list[Shortlist]:
+    """`shortlists`, found on the device that holds the rows, and brought to the host in one piece."""
+    found, indices = torch.stack(list(rows)).topk(min(SHORTLIST, len(rows[0])))
+    ids, logits = torch.stack((indices.double(), found.double())).cpu().numpy()
+    return list(zip(ids.astype(np.int64), logits, strict=True))
+
+
 def shares(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
     """The probabilities of logits [n], descending, that sum to 1 among them."""
     with np.errstate(invalid="ignore"):  # of a row that is not finite it is for the draw to tell
@@ -237,12 +272,15 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
         return None
     largest = logits.view(-1, _BLOCK).amax(-1).numpy()
     least = np.partition(largest, -count)[-count]
-    values = logits.numpy()
-    ids = np.flatnonzero(values >= least)
-    if len(ids) > _MOST_ABOVE * count:
+    blocks = np.flatnonzero(largest >= least)
+    values = logits.numpy().reshape(-1, _BLOCK)[blocks].ravel()
+    found = np.flatnonzero(values >= least)
+    if len(found) > _MOST_ABOVE * count:
         above = np.flatnonzero(values > least)
-        ids = np.concatenate((above, np.flatnonzero(values == least)[:count])) if len(above) < count else above
-    return None if len(ids) > _MOST_ABOVE * count or np.isnan(largest).any() else ids
+        found = np.concatenate((above, np.flatnonzero(values == least)[:count])) if len(above) < count else above
+    if len(found) > _MOST_ABOVE * count or np.isnan(largest).any():
+        return None
+    return blocks[found // _BLOCK] * _BLOCK + found % _BLOCK
 
 
 def _nucleus_on_host(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pearl.decoding.distribution import Distribution
 from pearl.decoding.registry import Unit
 from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
 from pearl.decoding.rules.joint import JointDraft
-from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
+from pearl.decoding.sampling import SHORTLIST, read_draw, read_draws, shortlist, shortlists
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.beams import Search, plan_level
 from pearl.drafting.branches import Branch, Branches, Foresight, see
@@ -210,8 +210,7 @@ class ModelProposer:
             if command.budget == 0:
                 marks[-1].record()
                 return LaunchedForward(command, marks)
-            for branch, (row,) in zip(hedges, others, strict=True):
-                self._continue(text, branch, self._fit(row))
+            self._continue(text, hedges, others)
             if guesses or text.branches is not None:
                 return self._agreed(text, command, fed, guesses, own, marks)
             return self._drawn(text, command, fed, own[0], marks)
@@ -256,8 +255,7 @@ class ModelProposer:
         def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
             if branches is not None and unfed and command.bonus:
                 branches.see_bonus(end, text.rule, self._fit(logits[0][0]))
-            for branch, rows in zip(hedges, logits[bool(unfed) :], strict=True):
-                self._continue(text, branch, self._fit(rows[0]))
+            self._continue(text, hedges, logits[bool(unfed) :])
             marks[-1].record()
             proposals = () if branches is None else branches.proposals
             return LaunchedForward(command, marks, fed=fed, paused=not feeds, branches=proposals)
@@ -315,20 +313,27 @@ class ModelProposer:
         tokens, _, chances, _ = guess_tree(text.index, [Anchor(end, 1.0)], most, end + most, branches=False)
         return tokens, chances
 
-    def _continue(self, text: _Text, branch: Branch, row: torch.Tensor) -> None:
-        """Draws the branch's next token. One that cannot be drawn ends it: only what the text needs must be finite."""
-        assert text.branches is not None
-        top = shortlist(row)
-        draw, probs = text.rule.draft(row, branch.end, top)
-        try:
-            token = read_draw(draw)
-        except NumericalError:
-            text.branches.end(branch)
+    def _continue(self, text: _Text, branches: Sequence[Branch], logits: Sequence[torch.Tensor]) -> None:
+        """Draws the next token of each, from logits [1, vocab].
+
+        One that cannot be drawn ends its branch: only what the text needs must be finite.
+        """
+        assert text.branches is not None or not branches
+        if not branches:
             return
-        sure = None if text.window is None else _confidence(text.window, branch.end, shape_of(row, draw[1:]))
-        branch.seen.append(see(*top, branch.end, token, text.rule, confidence=sure))
-        branch.tokens.append(token)
-        branch.rows += [] if probs is None else [Distribution(probs)]
+        rows, ends = [self._fit(row) for (row,) in logits], [branch.end for branch in branches]
+        tops = shortlists(rows)
+        drafted = text.rule.draft_together(rows, ends, tops)
+        tokens = read_draws([draw for draw, _ in drafted])
+        for branch, row, top, (draw, probs), token in zip(branches, rows, tops, drafted, tokens, strict=True):
+            if token is None:
+                assert text.branches is not None
+                text.branches.end(branch)
+                continue
+            sure = None if text.window is None else _confidence(text.window, branch.end, shape_of(row, draw[1:]))
+            branch.seen.append(see(*top, branch.end, token, text.rule, confidence=sure))
+            branch.tokens.append(token)
+            branch.rows += [] if probs is None else [Distribution(probs)]
 
     def _agreed(
         self,

@@ -5,10 +5,10 @@ target is sure of the token that follows there, and the draft has the row that w
 wrong token) the draft has rows of other places, and the target is sure of tokens that mean nothing: whatever they are,
 nobody commits them.
 
-A row spans the vocabulary and has no zeros: what was not recorded is too faint to be drawn, but is drawn *from*, so
-that a draw costs what it costs with the real model.  Greedy texts are greedy again, and texts of `coupled` are drawn
-again with their seed (`pearl.models.recorded`).  Under `ratio` at a temperature acceptance is another: the target's
-distributions are not there.
+A row spans the vocabulary and has no zeros: what was not recorded is too faint to be drawn, but is drawn *from*, and no
+two of it are equal, so that ranking and drawing cost what they cost with the real model.  Greedy texts are greedy
+again, and texts of `coupled` are drawn again with their seed (`pearl.models.recorded`).  Under `ratio` at a temperature
+acceptance is another: the target's distributions are not there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, load_toy
 
 _CONTEXT = 1 << 20
+_APART = 1e-5  # logits that are not recorded, one from the next smaller: more than float32 rounds them by
 _Place = tuple[int, int]  # which text, how many tokens of its answer are there
 
 
@@ -62,7 +63,8 @@ class ReplayRunner(ToyRunner):
         super().__init__(recorded.header.vocab_size, self._unused, context, slots)
         self._recorded, self._is_target = recorded, role == "target"
         self._places = _Places(recorded)
-        self._faint = faint(recorded.header.temperature)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(recorded.header.vocab_size))
+        self._faint = -faint(recorded.header.temperature) - _APART * order
         self._ids = np.concatenate([text.ids for text in recorded.texts]).astype(np.int64)
         self._values = np.concatenate([text.logits for text in recorded.texts])
         lengths = [len(text.answer) for text in recorded.texts]
@@ -76,7 +78,7 @@ class ReplayRunner(ToyRunner):
         found = [(self._target_row if self._is_target else self._draft_row)(tuple(each)) for each in contexts]
         rows = torch.empty(len(found), self.vocab_size)
         for row, (ids, values) in zip(rows, found, strict=True):
-            row.fill_(float(values.max()) - self._faint)
+            torch.add(self._faint, float(values.max()), out=row)
             row[torch.from_numpy(ids)] = torch.from_numpy(values)
         return rows
 

@@ -53,6 +53,12 @@ class DraftHalf(Protocol):
         """
         ...
 
+    def draft_together(
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """`draft` for each of `positions` from its row [vocab], whose shortlist is known."""
+        ...
+
     def likeliest(
         self,
         ids: npt.NDArray[np.int64],

@@ -20,8 +20,8 @@ from pearl.decoding.sampling import (
     greedy,
     probabilities,
     race,
-    race_of_logits,
     race_on_device,
+    races_of_logits,
     read_draw,
     shares,
     shortlist,
@@ -37,21 +37,38 @@ class DirectDraw:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
-        self._raced: tuple[npt.NDArray[np.int64] | None, int, npt.NDArray[np.float64]] = None, 0, np.empty(0)
+        self._raced: list[tuple[npt.NDArray[np.int64], int, npt.NDArray[np.float64]]] = []  # ids, position, times
         self._is_plain = not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
 
     def __call__(self, logits: torch.Tensor, position: int, top: Shortlist | None = None) -> torch.Tensor:
         """The draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
-        temperature = self.sampling.temperature
-        if temperature == 0:
+        if self.sampling.temperature == 0:
             return greedy(logits)
-        key = self._keys(position, Purpose.DIRECT)
-        if self._is_plain and logits.is_cpu and logits.dtype is torch.float32 and len(logits) >= _MANY:
-            top = top or shortlist(logits)
-            draw, times = race_of_logits(logits, key, temperature, top)
-            self._raced = top[0], position, times
-            return draw
-        return race(probabilities(logits, self.sampling), key)
+        if self._is_raced(logits):
+            return self._race([logits], [position], [top or shortlist(logits)])[0]
+        return race(probabilities(logits, self.sampling), self._keys(position, Purpose.DIRECT))
+
+    def together(
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+    ) -> list[torch.Tensor]:
+        """The draws for `positions` from rows [vocab] whose shortlists are known: one by one they take longer."""
+        if self.sampling.temperature and self._is_raced(logits[0]):
+            return self._race(logits, positions, tops)
+        if logits[0].is_cpu:
+            return [self(row, position) for row, position in zip(logits, positions, strict=True)]
+        return list(self.rows(torch.stack(list(logits)), positions))
+
+    def _is_raced(self, logits: torch.Tensor) -> bool:
+        """Whether the likeliest tokens of a row [vocab] make a race of few."""
+        return self._is_plain and logits.is_cpu and logits.dtype is torch.float32 and len(logits) >= _MANY
+
+    def _race(
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+    ) -> list[torch.Tensor]:
+        keys = [self._keys(position, Purpose.DIRECT) for position in positions]
+        draws, times = races_of_logits(logits, keys, self.sampling.temperature, tops)
+        self._raced = [(ids, position, of) for (ids, _), position, of in zip(tops, positions, times, strict=True)]
+        return draws
 
     def rows(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         """The draws [n, 2] from logits [n, vocab] on a device other than the host, launched together."""
@@ -64,9 +81,10 @@ class DirectDraw:
         self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], position: int, count: int
     ) -> tuple[list[int], list[float]]:
         """The first `count` of the draw for `position` among the likeliest tokens, and their shares of these."""
-        temperature, (raced, at, times) = self.sampling.temperature, self._raced
-        if raced is ids and at == position:
-            weights = 1 / times  # what the draw from the same row has found
+        temperature = self.sampling.temperature
+        raced = next((times for of, at, times in self._raced if of is ids and at == position), None)
+        if raced is not None:
+            weights = 1 / raced  # what the draw from the same row has found
         else:
             weights = shares(logits, temperature)
             if temperature:
@@ -85,6 +103,11 @@ class DirectDraft:
         self, logits: torch.Tensor, position: int, top: Shortlist | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._draw(logits, position, top), None
+
+    def draft_together(
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [(draw, None) for draw in self._draw.together(logits, positions, tops)]
 
     def likeliest(
         self,

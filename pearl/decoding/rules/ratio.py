@@ -45,6 +45,11 @@ class RatioDraft:
         probs = probabilities(logits, self.sampling)
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
 
+    def draft_together(
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        return [self.draft(*each) for each in zip(logits, positions, tops, strict=True)]
+
     def likeliest(
         self,
         ids: npt.NDArray[np.int64],
