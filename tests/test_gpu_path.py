@@ -24,7 +24,7 @@ from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Open, Phase, Sample
-from pearl.protocol.messages import Decoding, DraftTokens, Sampling, Submit
+from pearl.protocol.messages import Decoding, DraftTokens, Sampling, Source, Submit
 from pearl.trace.tracer import Tracer
 from pearl.transport.memory import memory_channels
 from pearl.worker import build
@@ -156,6 +156,21 @@ def test_texts_are_the_same_where_judging_begins_with_the_forward(method: str, r
     wanted = simulate(submit, *paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7))), timing)
     assert found.tokens == wanted.tokens
     assert len(found.tokens) == 80
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.3, seed=5), Sampling(0.3, top_k=5, seed=6)], ids=str)
+@pytest.mark.parametrize("rule", ["ratio", "coupled", "batch", "spectr"])
+def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: str, sampling: Sampling) -> None:
+    """Rows behind a wrong guess too, and those of branches: every step is the one that draws one by one would make."""
+    decoding = Decoding("pearl", rule=rule, look_ahead=8, draft_lookup=6, branches=4)
+    submit, done = Submit(1, (1, 2, 3), 203, sampling, decoding), []
+    for at_once in (False, True):
+        target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)), noted=True)
+        draft.proposer._at_once = at_once  # type: ignore[attr-defined]
+        done.append(simulate(submit, target, draft, Timing(1.0, lambda fed: 3.0)))
+    assert Source.LOOKUP in done[0].counts.sources
+    assert Source.BRANCH in done[0].counts.sources
+    assert done[0] == done[1]
 
 
 def test_judging_begins_before_the_forward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

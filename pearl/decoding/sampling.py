@@ -49,9 +49,9 @@ def read_draw(draw: torch.Tensor) -> int:
     return int(token)
 
 
-def read_draws(draws: Sequence[torch.Tensor]) -> list[int | None]:
-    """`read_draw` of several, for which their device is waited for once; None where a check value is not finite."""
-    return [int(token) if isfinite(check) else None for check, token in torch.stack(list(draws)).tolist()]
+def on_host(draws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Draws for `read_draw`, for all of which their device is waited for once."""
+    return list(draws) if draws[0].is_cpu else list(torch.stack(list(draws)).cpu())
 
 
 def race(probs: torch.Tensor, key: int) -> torch.Tensor:

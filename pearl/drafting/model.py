@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from pearl.decoding.distribution import Distribution
 from pearl.decoding.registry import Unit
 from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
 from pearl.decoding.rules.joint import JointDraft
-from pearl.decoding.sampling import SHORTLIST, read_draw, read_draws, shortlist, shortlists
+from pearl.decoding.sampling import SHORTLIST, Shortlist, on_host, read_draw, shortlist, shortlists
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.beams import Search, plan_level
 from pearl.drafting.branches import Branch, Branches, Foresight, see
@@ -61,6 +62,28 @@ class _Text:
     search: Search | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Logits [vocab] of a forward, and what was drawn from them for a position.
+
+    Attributes:
+        top: their shortlist; None where nobody asks.
+        draw, told: on the logits' device, and on the host.
+        probs: what the target needs to judge the token, see `DraftHalf`.
+    """
+
+    logits: torch.Tensor
+    position: int
+    top: Shortlist | None
+    draw: torch.Tensor
+    told: torch.Tensor
+    probs: torch.Tensor | None
+
+    @property
+    def features(self) -> torch.Tensor:
+        return shape_of(self.logits, self.draw[1:])
+
+
 class ModelProposer:
     """Drafts with a model: one token a forward or, where it guesses well what it will say itself, several.
 
@@ -78,6 +101,8 @@ class ModelProposer:
         datastore: where guesses come from, beside the text.
         noted: whether of each token it is to be told what its row says (`Drafted.seen`), as long as a trace wants that.
         guides: of texts that are held to a grammar.
+        at_once: whether all rows of a forward are drawn from before one is looked at, so that a device is waited for
+            once. None: where it is not the host, which would compute draws that come to nothing.
     """
 
     def __init__(
@@ -90,9 +115,11 @@ class ModelProposer:
         datastore: Datastore | None = None,
         noted: Callable[[], bool] = lambda: False,
         guides: MakeGuide | None = None,
+        at_once: bool | None = None,
     ) -> None:
         self.runner = runner
         self.device = runner.device
+        self._at_once = runner.device.type != "cpu" if at_once is None else at_once
         self.chains = runner.capabilities.launches if chains is None else chains
         self._missing = vocab_size - runner.vocab_size
         self._policies = policies
@@ -210,9 +237,8 @@ class ModelProposer:
             if command.budget == 0:
                 marks[-1].record()
                 return LaunchedForward(command, marks)
-            self._continue(text, hedges, others)
             if guesses or text.branches is not None:
-                return self._agreed(text, command, fed, guesses, own, marks)
+                return self._agreed(text, command, fed, guesses, own, hedges, others, marks)
             return self._drawn(text, command, fed, own[0], marks)
 
         return Plan(command.request, feeds, sum(len(feed.tokens) for feed in feeds), finish)
@@ -255,7 +281,7 @@ class ModelProposer:
         def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
             if branches is not None and unfed and command.bonus:
                 branches.see_bonus(end, text.rule, self._fit(logits[0][0]))
-            self._continue(text, hedges, logits[bool(unfed) :])
+            self._continue(text, hedges, self._draw(text, *self._ends(hedges, logits[bool(unfed) :])))
             marks[-1].record()
             proposals = () if branches is None else branches.proposals
             return LaunchedForward(command, marks, fed=fed, paused=not feeds, branches=proposals)
@@ -313,27 +339,37 @@ class ModelProposer:
         tokens, _, chances, _ = guess_tree(text.index, [Anchor(end, 1.0)], most, end + most, branches=False)
         return tokens, chances
 
-    def _continue(self, text: _Text, branches: Sequence[Branch], logits: Sequence[torch.Tensor]) -> None:
-        """Draws the next token of each, from logits [1, vocab].
+    def _draw(self, text: _Text, rows: Sequence[torch.Tensor], positions: Sequence[int]) -> list[_Row]:
+        """Draws for `positions` from rows [vocab] together: a device is waited for once, and once for shortlists."""
+        if not rows:
+            return []
+        is_ranked = text.branches is not None or self._noted()
+        tops: Sequence[Shortlist | None] = shortlists(rows) if is_ranked else [None] * len(rows)
+        drafted = text.rule.draft_together(rows, positions, tops)
+        told = on_host([draw for draw, _ in drafted])
+        return [
+            _Row(logits, position, top, draw, known, probs)
+            for logits, position, top, (draw, probs), known in zip(rows, positions, tops, drafted, told, strict=True)
+        ]
 
-        One that cannot be drawn ends its branch: only what the text needs must be finite.
-        """
-        assert text.branches is not None or not branches
-        if not branches:
-            return
-        rows, ends = [self._fit(row) for (row,) in logits], [branch.end for branch in branches]
-        tops = shortlists(rows)
-        drafted = text.rule.draft_together(rows, ends, tops)
-        tokens = read_draws([draw for draw, _ in drafted])
-        for branch, row, top, (draw, probs), token in zip(branches, rows, tops, drafted, tokens, strict=True):
-            if token is None:
-                assert text.branches is not None
+    def _ends(self, branches: Sequence[Branch], logits: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+        """Of each branch the row [vocab], of its logits [1, vocab], and the position that it is for."""
+        return [self._fit(row) for (row,) in logits], [branch.end for branch in branches]
+
+    def _continue(self, text: _Text, branches: Sequence[Branch], rows: Sequence[_Row]) -> None:
+        """Adds the next token of each. One that cannot be drawn ends its branch: only the text's own must be finite."""
+        for branch, row in zip(branches, rows, strict=True):
+            assert text.branches is not None
+            assert row.top is not None
+            try:
+                token = read_draw(row.told)
+            except NumericalError:
                 text.branches.end(branch)
                 continue
-            sure = None if text.window is None else _confidence(text.window, branch.end, shape_of(row, draw[1:]))
-            branch.seen.append(see(*top, branch.end, token, text.rule, confidence=sure))
+            sure = None if text.window is None else _confidence(text.window, row.position, row.features)
+            branch.seen.append(see(*row.top, row.position, token, text.rule, confidence=sure))
             branch.tokens.append(token)
-            branch.rows += [] if probs is None else [Distribution(probs)]
+            branch.rows += [] if row.probs is None else [Distribution(row.probs)]
 
     def _agreed(
         self,
@@ -342,39 +378,46 @@ class ModelProposer:
         fed: int,
         guesses: Sequence[int],
         logits: torch.Tensor,
+        hedges: Sequence[Branch],
+        beside: Sequence[torch.Tensor],
         marks: Sequence[Any],
     ) -> LaunchedForward:
-        """Draws position after position, as long as what is drawn was guessed; forgets the other guesses."""
+        """Draws position after position, as long as what is drawn was guessed; forgets the other guesses.
+
+        `beside`: logits [1, vocab] of each of `hedges`, which goes on too.
+        """
         first = command.start + len(command.tokens)
-        draws: list[torch.Tensor] = []
-        rows: list[torch.Tensor] = []
+        own, (rows, ends) = list(map(self._fit, logits)), self._ends(hedges, beside)
+        count = len(own) if self._at_once else 1
+        together = self._draw(text, [*rows, *own[:count]], [*ends, *range(first, first + count)])
+        self._continue(text, hedges, together[: len(hedges)])
+        later = (self._draw(text, [row], [at])[0] for at, row in enumerate(own[count:], first + count))
+        drawn: list[_Row] = []
         seen: list[tuple[int, Seen]] = [] if text.branches is None else text.branches.taken()
         paused, is_root = False, text.drawn != (first - 1, command.tokens[-1])
-        for i, row in enumerate(map(self._fit, logits)):
-            top = shortlist(row) if text.branches is not None or self._noted() else None
-            draw, probs = text.rule.draft(row, first + i, top)
-            draws.append(draw)
-            rows += [] if probs is None else [probs]
-            features, sure = None, None
+        for i, row in enumerate(chain(together[len(hedges) :], later)):
+            drawn.append(row)
+            token = read_draw(row.told)
+            sure = None
             if text.window is not None:
-                features = shape_of(row, draw[1:])
-                sure = _confidence(text.window, first + i, features)
-            if top is not None:
-                token = read_draw(draw)
-                seen.append((first + i, see(*top, first + i, token, text.rule, is_root and i == 0, sure)))
+                features = row.features
+                sure = _confidence(text.window, row.position, features)
+                paused = _pauses(text.window, row.position, token, features)
+            if row.top is not None:
+                seen.append((row.position, see(*row.top, row.position, token, text.rule, is_root and i == 0, sure)))
             if text.branches is not None:
                 text.branches.drafted(*seen[-1])
-            if text.window is not None and features is not None:
-                paused = _pauses(text.window, first + i, read_draw(draw), features)
-            if paused or (i < len(guesses) and read_draw(draw) != guesses[i]):
+            if paused or (i < len(guesses) and token != guesses[i]):
                 break
+        draws = [row.told for row in drawn]
+        probs = [row.probs for row in drawn if row.probs is not None]
         cached = len(draws) - 1
-        text.drawn = first + cached, read_draw(draws[-1])
+        text.drawn = drawn[-1].position, read_draw(drawn[-1].told)
         if guesses:
             self.runner.rollback(first + cached, text.slot)
         marks[-1].record()
         branches = () if text.branches is None else text.branches.proposals
-        return LaunchedForward(command, marks, draws, rows, None, None, fed, cached, paused, branches, seen)
+        return LaunchedForward(command, marks, draws, probs, None, None, fed, cached, paused, branches, seen)
 
     def collect(self, launched: Launched) -> Drafted:
         assert isinstance(launched, LaunchedForward)

@@ -54,9 +54,9 @@ class DraftHalf(Protocol):
         ...
 
     def draft_together(
-        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """`draft` for each of `positions` from its row [vocab], whose shortlist is known."""
+        """`draft` for each of `positions` from its row [vocab]. One by one they take longer."""
         ...
 
     def likeliest(

@@ -49,11 +49,12 @@ class DirectDraw:
         return race(probabilities(logits, self.sampling), self._keys(position, Purpose.DIRECT))
 
     def together(
-        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
     ) -> list[torch.Tensor]:
-        """The draws for `positions` from rows [vocab] whose shortlists are known: one by one they take longer."""
+        """The draws for `positions` from rows [vocab]: one by one they take longer. `tops`: as above, of each."""
         if self.sampling.temperature and self._is_raced(logits[0]):
-            return self._race(logits, positions, tops)
+            known = [top or shortlist(row) for top, row in zip(tops, logits, strict=True)]
+            return self._race(logits, positions, known)
         if logits[0].is_cpu:
             return [self(row, position) for row, position in zip(logits, positions, strict=True)]
         return list(self.rows(torch.stack(list(logits)), positions))
@@ -105,7 +106,7 @@ class DirectDraft:
         return self._draw(logits, position, top), None
 
     def draft_together(
-        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [(draw, None) for draw in self._draw.together(logits, positions, tops)]
 

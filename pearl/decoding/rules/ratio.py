@@ -46,7 +46,7 @@ class RatioDraft:
         return pick(probs, self._keys(position, Purpose.DRAFT)), probs
 
     def draft_together(
-        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist]
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [self.draft(*each) for each in zip(logits, positions, tops, strict=True)]
 

@@ -34,15 +34,20 @@ class SeveralDraft(RatioDraft):
     def __init__(self, sampling: Sampling, candidates: int) -> None:
         super().__init__(sampling)
         self._candidates = candidates
-        self._row: tuple[int, torch.Tensor] | None = None  # what was drawn from last: (position, distribution)
+        self._rows: dict[int, torch.Tensor] = {}  # what was drawn from last: position -> distribution
 
     def draft(
         self, logits: torch.Tensor, position: int, top: Shortlist | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        draw, probs = super().draft(logits, position, top)
-        assert probs is not None
-        self._row = position, probs
+        ((draw, probs),) = self.draft_together([logits], [position], [top])
         return draw, probs
+
+    def draft_together(
+        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        drafted = [super(SeveralDraft, self).draft(*each) for each in zip(logits, positions, tops, strict=True)]
+        self._rows = {at: probs for at, (_, probs) in zip(positions, drafted, strict=True) if probs is not None}
+        return drafted
 
     def likeliest(
         self,
@@ -53,9 +58,9 @@ class SeveralDraft(RatioDraft):
         is_root: bool = False,
     ) -> tuple[list[int], list[float]]:
         """The candidates first, in the order in which they are judged."""
-        if not is_root or self._row is None or self._row[0] != position:
+        probs = self._rows.get(position)
+        if not is_root or probs is None:
             return super().likeliest(ids, logits, position, count)
-        _, probs = self._row
         drawn = [candidate(probs, self.sampling, position, number) for number in range(1, self._candidates)]
         found = list(dict.fromkeys([*drawn, *ids.tolist()]))[:count]
         share = dict(zip(ids.tolist(), shares(logits, self.sampling.temperature).tolist(), strict=True))
