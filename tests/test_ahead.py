@@ -253,6 +253,59 @@ def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched)
     assert noting.asked == ["launch 0", "launch 3", "collect", "launch 4", "collect", "collect"]
 
 
+class Counted(ToyRunner):
+    """Notes how many tokens each forward is fed."""
+
+    fed: list[int]
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        self.fed.extend(len(feed.tokens) for feed in feeds)
+        return super().forward(feeds)
+
+
+def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8) -> list[int]:
+    """40 tokens, where one forward takes as long as another."""
+    draft.rollback(0)
+    draft.fed = []
+    proposer = ModelProposer(draft, VOCAB, chains=True)
+    proposer._times.known = {1: 0.01, 16: 0.01}
+    proposer._times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
+    tokens: list[int] = []
+    with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
+        ahead.execute(Open(prompt, Sampling(temperature=1.0, seed=3), "ratio", lookup=lookup))
+        start, fed = 0, prompt
+        while len(tokens) < 40:
+            event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
+            assert isinstance(event, Drafted)
+            start, fed = start + len(fed) + event.cached, event.tokens[event.cached :]
+            tokens += event.tokens
+    return tokens
+
+
+def test_a_token_is_awaited_where_the_draft_guesses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fed with what may follow it; where nothing repeats each forward is launched before the last is done."""
+    cycle = Counted(VOCAB, lambda seen: torch.eye(VOCAB)[(seen[-1] + 1) % VOCAB])
+    prompt = tuple(range(VOCAB)) * 3
+    monkeypatch.setattr(module, "_LEAST_LEAD", -1.0)
+    assert chained_with_lookup(cycle, prompt) == [position % VOCAB for position in range(40)]
+    assert len(cycle.fed) < 15
+    monkeypatch.setattr(module, "_LEAST_LEAD", 10.0)
+    assert chained_with_lookup(cycle, prompt)[:8] == list(range(8))
+    assert set(cycle.fed[2:]) == {1}, "to await a token would cost more than guesses gain"
+
+
+@pytest.mark.parametrize("delay", [-1.0, 0.001])
+def test_awaiting_changes_no_token(delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are awaited, some not; each index of what was said stays in step."""
+    draft = Counted(VOCAB, alpha_pair(VOCAB, 0.6)[1])
+    monkeypatch.setattr(module, "_LEAST_LEAD", delay)
+    plain = chained_with_lookup(draft, PROMPT, lookup=0)
+    assert set(draft.fed[1:]) == {1}
+    assert chained_with_lookup(draft, PROMPT) == plain
+    assert len(set(draft.fed[1:])) > 1
+    assert 1 in draft.fed[1:]
+
+
 @pytest.mark.parametrize(("done_after", "slept"), [(10**6, 0.75), (200, 0.1), (0, 0.0)])
 def test_it_is_launched_late_but_not_after_the_end(
     ahead: Ahead, monkeypatch: pytest.MonkeyPatch, done_after: int, slept: float
@@ -329,6 +382,7 @@ def test_a_trace_is_told_the_same_of_each_row_however_forwards_are_launched(rule
     assert sorted(plain) == list(range(len(PROMPT), 41))
     assert all(len(one.rivals) == 4 and one.token not in one.rivals for one in plain.values())
     assert told(True, chains=True) == plain == told(True, lookup=4) == told(False, branches=4)
+    assert told(True, chains=True, lookup=4) == plain
     assert not told(False)
     assert not told(False, chains=True)
 

@@ -127,6 +127,7 @@ class ModelProposer:
         self._noted, self._guides = noted, guides
         self._open: dict[int, _Text] = {}  # by request
         self._times = ForwardTimes()
+        self._delay = 0.0  # seconds that a device idles where the next forward waits for what was drawn
         self._texts = texts
         self._slots = {slot: slot for slot in range(texts)}  # which of the runner's has what is asked for as which
         self._foresight = Foresight()
@@ -143,20 +144,35 @@ class ModelProposer:
             window = StopWindow(policy, len(command.prompt))
         self._open = {number: each for number, each in self._open.items() if each.slot != place}
         shaper = make_shaper(command.sampling.shaping, command.prompt, self._guides)
-        # A chained forward is fed a token that the host does not know, so it cannot be fed what may follow that. And
-        # where the text changes the logits, a row of its own is drawn from each.
+        # Where the text changes the logits, a row of its own is drawn from each.
         has_blocks = rule_in_force(command.rule, command.sampling).unit is Unit.BLOCK
-        is_plain = not self.chains and shaper is None and not has_blocks
+        is_plain = shaper is None and not has_blocks
         index = text_index(command.prompt, self._datastore) if command.lookup and is_plain else None
-        branches, hedges = None, command.branches
-        if hedges and is_plain and (spare := self._spare()):
+        branches, hedges, lookup = None, command.branches, command.lookup
+        if self.chains:  # the rows of one recording, the last token's among them
+            lookup = min(lookup, self.runner.capabilities.tree_nodes - 1)
+        elif hedges and is_plain and (spare := self._spare()):
             branches = Branches(self.runner, spare, self._foresight)
-        extras = index, command.lookup, branches, hedges, shaper, window, has_blocks
+        extras = index, lookup, branches, hedges, shaper, window, has_blocks
         self._open[command.request] = _Text(half, place, *extras)
 
     def chained(self, request: int) -> bool:
         text = self._open[request]
         return self.chains and text.shaper is None and not text.has_blocks
+
+    def awaits(self, command: Draft, delay: float) -> bool:
+        """See `Proposer`."""
+        text, self._delay = self._open[command.request], delay
+        chances = self._guess(text, command)[1] if text.index is not None and self._times.known else []
+        # The first guess is of the token that is waited for; those behind it would be fed with that.
+        return worthwhile(chances[1:], 1, 1.0, self._with_guesses(1)) > 0
+
+    def _with_guesses(self, alone: int) -> Callable[[int], float]:
+        """How long a forward takes, by the tokens that it is fed; with more than `alone` it has guesses, and the next
+        one is launched once the host knows what was drawn.
+        """
+        delay = self._delay if self.chains else 0.0
+        return lambda fed: self._times.at_most(fed) + delay * (fed > alone)
 
     def _spare(self) -> list[int]:
         """Slots that neither a text has nor its branches: an equal share for each text."""
@@ -225,10 +241,13 @@ class ModelProposer:
             assert isinstance(text.rule, JointDraft)
             text.search = search = Search.of(text.search, text.rule, command)
             return plan_level(search, command, self.runner, text.slot, text.shaper, self._fit)
-        unfed = self._unfed(text, command)
-        guesses, hedges = self._chosen(text, command, len(unfed), beside)
-        tokens = [*known(unfed, self.runner), *guesses] if after is None else after.following
-        assert tokens is not None
+        guesses, hedges = list[int](), list[Branch]()
+        if after is not None and after.following is not None:  # nor does the host know what may follow that
+            tokens: Sequence[int] | torch.Tensor = after.following
+        else:
+            unfed = self._unfed(text, command)
+            guesses, hedges = self._chosen(text, command, len(unfed), beside)
+            tokens = [*known(unfed, self.runner), *guesses]
         feeds = [Feed(tokens, (1 + len(guesses)) * (command.budget > 0), text.slot)]
         feeds += [Feed(known([branch.unfed], self.runner), 1, branch.slot) for branch in hedges]
 
@@ -315,7 +334,7 @@ class ModelProposer:
             until = command.start + len(command.tokens) + command.budget
             worth = text.branches.worth(text.hedges, self.runner.length(text.slot), until)
         ranked = sorted([*(reach * chance for chance in chances), *(chance for chance, _ in worth)], reverse=True)
-        count = worthwhile(ranked, beside + fed, reach, self._times.at_most)
+        count = worthwhile(ranked, beside + fed, reach, self._with_guesses(beside + fed))
         least = ranked[count - 1] if count else 2.0
         guesses = guesses[: sum(reach * chance >= least for chance in chances)]
         hedges: list[Branch] = []
@@ -431,7 +450,11 @@ class ModelProposer:
         self._times.observe(launched.fed, seconds + draw)  # each row costs a draw too
         tokens = tuple(map(read_draw, launched.draws))
         rows = tuple(map(Distribution, launched.probs))
-        paused = bool(launched.paused)
+        paused, text = bool(launched.paused), self._open.get(command.request)
+        if launched.following is not None and text is not None and text.index is not None:
+            end = command.start + len(command.tokens)  # the next forward was launched, it may be, and told of no token
+            text.index.cut(end)
+            text.index.extend(tokens)
         if launched.features is not None:
             window = self._open[command.request].window
             assert window is not None

@@ -31,7 +31,10 @@ class Launched(Protocol):
 
     @property
     def following(self) -> torch.Tensor | None:
-        """[1], on the device: the last token proposed, for the next forward to be fed before the host knows it."""
+        """[1], on the device: the last token proposed, for the next forward to be fed before the host knows it.
+
+        None where the host knows it by now.
+        """
         ...
 
 
@@ -63,6 +66,12 @@ class Proposer(Protocol):
 
     def chained(self, request: int) -> bool:
         """Whether this request's forwards may be launched one after the other, before the host knows what to feed."""
+        ...
+
+    def awaits(self, command: Draft, delay: float) -> bool:
+        """Whether to await the token that `command` asks for before the next forward is launched: it is then fed
+        guesses of what follows, which gains more than `delay` costs, the seconds for which the device idles.
+        """
         ...
 
     def rollback(self, length: int, request: int) -> None:

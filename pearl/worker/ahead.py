@@ -5,7 +5,8 @@ nearly always asks for the forward that is running already; where it asks for an
 No forward is started early while a message waits to be read, or beyond the position up to which the draft may draft.
 
 On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
-not know yet, so that the GPU goes on at once.  It is launched late, for what is launched cannot be taken back.
+not know yet, so that the GPU goes on at once.  It is launched late, for what is launched cannot be taken back.  Where
+the draft guesses well what it will say itself, the token is awaited instead, and fed with what may follow it.
 """
 
 from __future__ import annotations
@@ -113,13 +114,16 @@ class Ahead:
                 outcome = self._attempt(command, guess)
             guess = None
             if isinstance(command, Draft):
+                told, following = outcome, None
                 if isinstance(outcome, _Begun):
-                    told, guess, outcome = self._collect(command, outcome.launched)
+                    told, guess, following = self._collect(command, outcome.launched)
+                if guess is None:
+                    guess = self._next(command, told)
                     self._outcomes.put(told)
-                else:
-                    guess = self._next(command, outcome)
-                    self._outcomes.put(outcome)
                     outcome = None if guess is None else self._attempt(guess)
+                else:
+                    self._outcomes.put(told)
+                    outcome = following
             elif isinstance(
                 command, Sequence
             ):  # nothing is started early: which requests come next is the loop's to say
@@ -154,7 +158,8 @@ class Ahead:
         began = time.monotonic()
         launched = self._proposer.launch(command, after)
         now = time.monotonic()
-        self._lead = _LEAST_LEAD + 2 * (now - began)
+        if launched.following is not None:  # else the launch has waited for the device
+            self._lead = _LEAST_LEAD + 2 * (now - began)
         self._due = max(self._due, now) + self._took
         return launched
 
@@ -164,7 +169,7 @@ class Ahead:
         """Return the event of `command`, and the guess that was launched before it was known, with its outcome."""
         guess: Draft | None = None
         following: _Begun | BaseException | None = None
-        if command.budget > 1:
+        if command.budget > 1 and launched.following is not None and not self._proposer.awaits(command, self._lead):
             self._wait_until_late(launched)
             if self._wanted():
                 guess = _after(command, _UNKNOWN)
@@ -177,7 +182,7 @@ class Ahead:
             drafted = self._proposer.collect(launched)
         except BaseException as error:
             return error, guess, following
-        if len(command.tokens) == 1:
+        if len(command.tokens) == 1 and launched.following is not None:
             self._took = drafted.seconds + drafted.draw
         self._due = time.monotonic() + (self._took if guess else 0.0)
         self._computed(drafted)
