@@ -86,13 +86,15 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("mamba", "MambaForCausalLM.*LinearAttentionLayer"),
         ("rwkv", "RwkvForCausalLM.*recurrent state"),
         ("bert", "BertLMHeadModel.*decoder-only"),
+        ("llama-encoder", "LlamaForCausalLM.*decoder-only"),
         ("t5", "not a causal language model"),
     ],
 )
 def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) -> None:
     """Such a model would run, and its text would go wrong at the first rejection."""
-    with pytest.raises(ModelError, match=named):
-        load(kind)
+    for forwards in ("auto", "transformers"):
+        with pytest.raises(ModelError, match=named):
+            load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards=forwards)
 
 
 @pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide"])
