@@ -118,6 +118,16 @@ def test_a_rope_that_changes_with_the_length_caps_the_context(
         load_runner(spec, device=CPU, forwards=forwards, max_context=steady + 1)
 
 
+def test_a_rope_that_was_made_for_no_positions_is_refused(tmp_path: Path) -> None:
+    """Whatever max_context was asked for was once said to be not within 1 and so many positions."""
+    directory = shutil.copytree(tiny_model("phi3-long"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": -4}))
+    for wanted in (None, 32):
+        with pytest.raises(ModelError, match="original maximum of positions is -4"):
+            load_runner(str(directory), device=CPU, max_context=wanted)
+
+
 @pytest.mark.parametrize(("kind", "steady"), [("phi3-long", 32), ("llama-dynamic", 256)])
 def test_up_to_the_cap_a_text_is_the_same_however_it_is_cut(kind: str, steady: int) -> None:
     """And after a rollback: within the cap only one set of factors is ever used. The last row is `generate`'s."""
