@@ -10,8 +10,14 @@ import re
 
 # What Unicode has to show a control character with. The two that a text is made of stay.
 _PICTURES = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {0x7F: 0x2421}
+_HALVES = re.compile("[\ud800-\udfff]")
 # Other controls, and what turns the direction of writing: it could make a line read as what it is not.
 _UNSEEN = re.compile("[\u0080-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair: Python makes such of bytes that are not UTF-8, and of JSON."""
+    return _HALVES.search(text) is None
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from pearl.errors import RequestError
+from pearl.printable import is_unicode
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 
@@ -33,6 +34,13 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+
+
+def check_characters(text: str) -> str:
+    """`text`; raises `RequestError` where no tokenizer could read it."""
+    if not is_unicode(text):
+        raise RequestError("the prompt holds half a surrogate pair, which is no character: it must be UTF-8")
+    return text
 
 
 Tools = Sequence[dict[str, Any]] | None  # what a model is told that it may call, in OpenAI's notation

@@ -93,6 +93,7 @@ def test_core_that_is_not_there_is_refused() -> None:
         (SamplingParams, {"max_tokens": 0}, "max_tokens"),
         (SamplingParams, {"stop": ["a", ""]}, "stop string must not be empty"),
         (SamplingParams, {"stop": ""}, "stop string must not be empty"),
+        (SamplingParams, {"stop": "caf\udce9"}, "stop: a stop string holds half a surrogate pair"),  # of Latin-1
         (EngineConfig, {"max_context": 1}, "max_context"),
         (EngineConfig, {"draft_timeout": 0}, "draft_timeout"),
         (EngineConfig, {"draft_restarts": -1}, "draft_restarts"),

@@ -108,6 +108,11 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
         ("llama", {"rms_norm_eps": ...}),
         ("llama", {"dtype": ...}),
         ("llama", {"tie_word_embeddings": ...}),
+        ("llama", {"is_causal": False}),
+        ("llama", {"tie_word_embeddings": True}),  # and the file has a head that is another
+        # As a model card says how to read longer texts, in a file that transformers 5 has written: it takes this one.
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ("llama-long", {"original_max_position_embeddings": 64}),  # goes before that of the rope
         ("llama", {"rope_parameters": {"rope_type": "default"}}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),

@@ -170,6 +170,7 @@ def test_prompts_come_as_text_tokens_and_lists(toy: Engine) -> None:
         ([1, True], "a prompt is text"),
         ([1.5], "a prompt is text"),
         ([1, 32], "token id 32"),
+        ([1, 2**31], r"a token id of 2\*\*31 or more"),
         ([1] * 512, "the context holds 512"),
         ([1] * 460, "460 tokens . 60 to generate, the context holds 512"),
     ],

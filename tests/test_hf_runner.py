@@ -86,13 +86,15 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("mamba", "MambaForCausalLM.*LinearAttentionLayer"),
         ("rwkv", "RwkvForCausalLM.*recurrent state"),
         ("bert", "BertLMHeadModel.*decoder-only"),
+        ("llama-encoder", "LlamaForCausalLM.*decoder-only"),
         ("t5", "not a causal language model"),
     ],
 )
 def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) -> None:
     """Such a model would run, and its text would go wrong at the first rejection."""
-    with pytest.raises(ModelError, match=named):
-        load(kind)
+    for forwards in ("auto", "transformers"):
+        with pytest.raises(ModelError, match=named):
+            load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards=forwards)
 
 
 @pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide"])
@@ -114,6 +116,16 @@ def test_a_rope_that_changes_with_the_length_caps_the_context(
     assert load_runner(spec, device=CPU, forwards=forwards, max_context=steady).context == steady
     with pytest.raises(ModelError, match=rf"max_context {steady + 1} .*{steady} positions"):
         load_runner(spec, device=CPU, forwards=forwards, max_context=steady + 1)
+
+
+def test_a_rope_that_was_made_for_no_positions_is_refused(tmp_path: Path) -> None:
+    """Whatever max_context was asked for was once said to be not within 1 and so many positions."""
+    directory = shutil.copytree(tiny_model("phi3-long"), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": -4}))
+    for wanted in (None, 32):
+        with pytest.raises(ModelError, match="original maximum of positions is -4"):
+            load_runner(str(directory), device=CPU, max_context=wanted)
 
 
 @pytest.mark.parametrize(("kind", "steady"), [("phi3-long", 32), ("llama-dynamic", 256)])

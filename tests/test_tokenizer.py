@@ -147,6 +147,11 @@ class TestKeptTokenizer:
             assert made.chat_text(chat) == kept.chat_text(chat)
         with pytest.raises(RequestError, match="no system prompt here"):
             kept.apply_chat([{"role": "system", "content": "be brief"}])
+        for tokenizer in (made, kept):  # bytes of Latin-1 on a command line: they once ended it with a traceback
+            with pytest.raises(RequestError, match="half a surrogate pair"):
+                tokenizer.encode("caf\udce9")
+            with pytest.raises(RequestError, match="half a surrogate pair"):
+                tokenizer.apply_chat([{"role": "user", "content": "caf\udce9"}])
 
     @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
     def test_other_files_are_another_tokenizer(self, cache: Path, checkpoint: Path, file: str) -> None:

@@ -1053,6 +1053,28 @@ def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: s
     pair.wait_lost()
 
 
+class Chainwise(Hanging):
+    """A model that takes no trees, and a quarter of a millisecond for each token."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, tree_nodes=0)
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        time.sleep(0.00025 * len(feeds[0].tokens))
+        return super().forward(feeds)
+
+
+def test_draft_that_searches_widely_is_not_taken_for_slow(loops: MakeLoops) -> None:
+    """A token of a block takes it 50 times what a token takes, for each sequence is a forward of its own."""
+    pair = loops()
+    pair.draft(kind=Chainwise)
+    widest = (("tau", 0.0), ("depth", 8), ("width", 16))
+    told = pair.front().ask(replace(submission(24), decoding=Decoding("sd", rule="joint", parameters=widest)))
+    assert told.statistics.num_draft_tokens > 8 * 8, "more blocks than slow tokens would end a draft"
+    assert not told.statistics.draft_lost
+
+
 def test_model_that_gives_no_distribution_fails_its_request_only(loops: MakeLoops) -> None:
     """NaN in the target: a named error to that front; the next request is served, from an empty cache."""
     pair = loops()

@@ -60,6 +60,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": False}),
     "qwen3": ("Qwen3", _SIZES | {"head_dim": 16}),  # heads wider than their share
     "llama-biased": ("Llama", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "llama-encoder": ("Llama", _SIZES | {"is_causal": False}),  # its rows depend on later positions
     "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True}),
     "llama-long": ("Llama", _SIZES | {"rope_parameters": _LLAMA3_ROPE}),
     "llama-dynamic": (

@@ -60,6 +60,8 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
         return _templated(tokenizer.apply_chat(items))
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
         raise RequestError(_PROMPT)
+    if items and max(items) >= 2**31:
+        raise RequestError("the prompt holds a token id of 2**31 or more, which no model has")
     return items
 
 

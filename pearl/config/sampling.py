@@ -16,6 +16,7 @@ from pydantic import (
 from pearl.config.section import Section
 from pearl.document import parse_json
 from pearl.errors import ConfigError
+from pearl.printable import is_unicode
 
 # Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
 LEAST_TEMPERATURE = 1e-4
@@ -152,6 +153,8 @@ def stop_problem(stops: Sequence[str]) -> str | None:
     """Why these stop strings cannot be looked for."""
     if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
         return f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text"
+    if not all(map(is_unicode, stops)):
+        return "a stop string holds half a surrogate pair, which is no character"
     return None
 
 

@@ -119,6 +119,11 @@ def read_decoder(
         found: torch.Tensor = opened[files[name]].get_tensor(name)
         return found.to(device=device, dtype=wanted)
 
+    if config["tie_word_embeddings"] and "lm_head.weight" in files:
+        tied = [opened[files[name]].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
+        if not torch.equal(*tied):
+            return None  # the head was trained by itself, and transformers ties only what is equal
+
     def layer(prefix: str) -> Weight:
         bias = f"{prefix}.bias"
         return Weight(weight(f"{prefix}.weight"), weight(bias) if bias in expected else None)
@@ -172,6 +177,9 @@ def _config(directory: Path) -> dict[str, Any] | None:
     is_mistral = config["architectures"][0] == "MistralForCausalLM"
     if (
         not isinstance(rope, dict)
+        or (config.get("rope_parameters") and config.get("rope_scaling"))  # which goes before it
+        or "original_max_position_embeddings" in config  # which goes before the rope's own
+        or config.get("is_causal", True) is not True
         or "quantization_config" in config
         or config["hidden_act"] not in ("silu", "swish")
         or layers != {"full_attention"}

@@ -157,7 +157,8 @@ class HFRunner:
 def _count_layers(model: PreTrainedModel, context: int) -> int:
     """Number of cache layers, all of the one kind that can be rolled back; `ModelError` for any other."""
     name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder or (getattr(config, "is_decoder", None) is False and not _is_causal(model)):
+    doubtful = getattr(config, "is_decoder", None) is False or not getattr(config, "is_causal", True)
+    if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
     layers = DynamicCache(config=config).layers
     windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.models.kept import converted, find, silent, stamp
-from pearl.text import Tokenizer, Tools
+from pearl.text import Tokenizer, Tools, check_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class KeptTokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As a batch of one: `encode` keeps the interpreter lock, of a long prompt for seconds, and a server has others.
-        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        (encoded,) = self._tokenizer.encode_batch_fast([check_characters(text)], add_special_tokens=special)
         return list(encoded.ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -66,6 +66,7 @@ def is_llama(model: PreTrainedModel) -> bool:
         (name != "MistralForCausalLM" or config.sliding_window is None)
         and not getattr(config, "use_sliding_window", False)
         and layers == {"full_attention"}
+        and getattr(config, "is_causal", True)
         and config.hidden_act in ("silu", "swish")
         and rotation["rope_type"] in _ROTATIONS
         and rotation.get("partial_rotary_factor", 1.0) == 1.0

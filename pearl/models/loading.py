@@ -284,6 +284,8 @@ def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) ->
     config = model.config.get_text_config(decoder=True)
     limit = min((named for name in _POSITIONS if (named := getattr(config, name, None))), default=None)
     steady = _steady_positions(config)
+    if steady is not None and steady < 1:
+        raise ModelError(f"Model {spec!r} cannot be used: its rope's original maximum of positions is {steady}.")
     if steady is not None and (limit is None or steady < limit):
         if wanted is not None and wanted > steady:
             raise ModelError(

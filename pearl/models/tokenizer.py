@@ -20,7 +20,7 @@ from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.models.kept import Progress, silent
 from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
-from pearl.text import REPLACEMENT, Tokenizer, Tools
+from pearl.text import REPLACEMENT, Tokenizer, Tools, check_characters
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class HFTokenizer:
         return self._tokenizer.eos_token_id
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return list(self._tokenizer(check_characters(text), add_special_tokens=special, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing

@@ -261,9 +261,12 @@ class TargetWorker:
         watch = self._watches.get(message.request)
         if watch is not None:
             watch.draft_waited = max(watch.draft_waited, message.waited)
+        working = self._coordinator.running.get(message.request)
+        # A token of a block took a search through as many levels, with forwards of many rows or many forwards.
+        levels = 1 if working is None else working.request.block
         self._handle(message)
         self._limit_resyncs(message.request)
-        self._draft.health.took(message.request, message.seconds, self._coordinator.speeds)
+        self._draft.health.took(message.request, message.seconds / levels, self._coordinator.speeds)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         """The one that says how long a token takes it admits the draft; the first of all makes us ready."""
