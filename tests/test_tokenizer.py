@@ -337,6 +337,11 @@ class TestDefaults:
         assert (found.temperature, found.top_k, found.top_p) == wanted
         assert defaults(checkpoint, do_sample=True, top_k=0, eos_token_id=1).top_k == 0
 
+    @pytest.mark.parametrize(("eos", "known"), [(-1, ()), ([2, -1], (2,)), ([2, None, 2**40], (2,))])
+    def test_an_eos_that_no_token_has_ends_no_text(self, checkpoint: Path, eos: object, known: tuple[int, ...]) -> None:
+        """As with `generate`; and it is no reason to refuse every request."""
+        assert defaults(checkpoint, eos_token_id=eos).eos == known
+
     def test_eos_from_the_model_and_from_the_tokenizer(self, checkpoint: Path) -> None:
         assert load_tokenizer(str(checkpoint))[1].eos == (7,)
         assert defaults(checkpoint, do_sample=False).eos == (7,)

@@ -289,9 +289,9 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    """A checkpoint's ids that end a text, but for what no token has (as -1): such a one never ends any."""
+    given = eos if isinstance(eos, list) else [eos]
+    return tuple(token for token in given if isinstance(token, int) and 0 <= token < 2**31)
 
 
 def _ignored(config: GenerationConfig, samples: bool) -> tuple[str, ...]:
