@@ -302,7 +302,7 @@ class ZmqListener(_Socket):
 
     def _heard(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
         if self._gate.trusts(peer):
-            return [(peer, received(frames))]
+            return [(peer, received(frames, to_target=True))]
         try:
             if not self._gate.admits(peer, sum(map(len, frames))):
                 return []
@@ -310,7 +310,7 @@ class ZmqListener(_Socket):
             return [(peer, error)]
         with _no_collection():
             began = time.thread_time()
-            message = received(frames)
+            message = received(frames, to_target=True)
             took = time.thread_time() - began
         self._gate.decoded(peer, took, isinstance(message, Exception))
         return [(peer, message)]
