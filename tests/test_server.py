@@ -1186,6 +1186,22 @@ def ended(client: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.parametrize(("size", "answers"), [(1, (b"", b"HTTP/1.1 400")), (400, (b"HTTP/1.1 200",))])
+def test_a_body_in_very_many_very_small_chunks_is_refused(
+    served: Served, size: int, answers: tuple[bytes, ...]
+) -> None:
+    """Five clients that sent a byte a chunk, as fast as they could, left the others not a token in a minute."""
+    text = json.dumps(body("completions")).encode() + b" " * 200_000
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    head = raw_post({}).partition(b"content-length")[0] + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    with socket.create_connection(served.address, timeout=BOUND) as client:
+        with suppress(OSError):  # refused while it speaks
+            client.sendall(head + chunks + (b"0\r\n\r\n" if size > 1 else b""))
+        assert received(client)[:12] in answers
+    assert served.is_well()
+
+
 def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "BODY_SECONDS", 0.3)
     came = answer(served, raw_post(body("completions"))[:-5])
