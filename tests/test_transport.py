@@ -469,6 +469,31 @@ class TestZeroMQ:
         connection.close()
         listener.close()
 
+    def test_many_who_connect_do_not_end_the_listener(self, directory: Path) -> None:
+        """ZeroMQ aborts where an accepted connection finds no descriptor; a shell's limit of them is often 1,024."""
+        address = bind_address("ipc", directory)
+        code = (
+            "import resource, sys; from pearl.transport.zeromq import ZmqListener\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+            "listener = ZmqListener(sys.argv[1]); print('there', flush=True); sys.stdin.read()\n"
+            "print(*(message for _, message in listener.receive(5)), flush=True); listener.close()"
+        )
+        command = [sys.executable, "-c", code, address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            clients = [socket.socket(socket.AF_UNIX) for _ in range(120)]
+            for client in clients:
+                client.connect(address.removeprefix("ipc://"))
+            connection = ZmqConnection(address)
+            connection.send(Ping(1))
+            time.sleep(0.5)
+            said, _ = process.communicate(timeout=WAIT)
+            connection.close()
+            for client in clients:
+                client.close()
+        assert said == f"{Ping(1)}\n"
+
     @pytest.mark.parametrize("is_draft", [False, True])
     def test_what_only_a_target_says_is_not_looked_into(self, directory: Path, is_draft: bool) -> None:
         """One message with the log probabilities of four million tokens took eight seconds, and half a gigabyte."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
@@ -270,6 +271,10 @@ class ZmqListener(_Socket):
         check_bind(address, keys=keys is not None)
         admitted = None if keys is None else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
+        # Where it finds no descriptor for one who connects ZeroMQ ends the process (ipc_listener.cpp).
+        with suppress(ValueError, OSError):
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._gate = Gate()
         self._file: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
