@@ -5,6 +5,7 @@ Knows nothing of what stands in them.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ _WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionEr
 
 def parse_json(text: str) -> Any:
     """Raises ValueError, `json.JSONDecodeError` where it is no JSON."""
+    collects = gc.isenabled()
+    gc.disable()  # a million lists would be walked again and again while they come: 0.3 s for 2 MiB, not 0.06 s
     try:
         return json.loads(text)
     except RecursionError:
@@ -30,6 +33,9 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError:
         raise ValueError("a number has too many digits") from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Plain(yaml.SafeLoader):

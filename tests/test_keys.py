@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -360,6 +361,23 @@ def test_who_is_trusted_is_heard_and_only_the_last_is() -> None:
     assert all(limits.admits(b"a", gate.AT_ONCE) for _ in range(10))
     limits.trust(b"b")
     refused(limits, b"a", 2 * gate.AT_ONCE)
+
+
+def test_who_is_new_again_and_again_is_not_heard_without_end() -> None:
+    """A connection for every 16 MiB: five hundred of them made a gigabyte, and others wait for seconds."""
+    clock, heard = Clock(), 0
+    limits = Gate(clock)
+    assert limits.admits(b"here before", gate.AT_ONCE - gate.MESSAGE)
+    clock.now += gate.AT_ONCE / gate.PER_SECOND
+    for number in range(1000):
+        clock.now += 0.01
+        with contextlib.suppress(RemoteProtocolError):
+            heard += limits.admits(b"%d" % number, gate.PER_SECOND)
+    assert heard < 80
+    assert limits.admits(b"one more", gate.NEW_EACH - gate.MESSAGE), "a little is heard of everybody"
+    assert limits.admits(b"here before", gate.AT_ONCE - gate.MESSAGE), "and as ever of who has been there"
+    clock.now += gate.AT_ONCE / gate.PER_SECOND
+    assert limits.admits(b"one more", gate.AT_ONCE - gate.MESSAGE)
 
 
 def test_peers_that_come_and_go_are_forgotten() -> None:

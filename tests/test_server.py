@@ -1083,9 +1083,48 @@ def test_a_body_without_an_announced_size_is_bounded_while_it_comes(served: Serv
 
 def test_all_bodies_together_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "MOST_BODIES", 10)
-    response = served.post()
+    response = served.post(user="x" * app_module.SHORT_BODY)
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     monkeypatch.undo()
+    assert served.is_well()
+
+
+def test_long_bodies_leave_room_for_a_short_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen clients who were slow with 2 MiB each kept everybody else out for as long as they liked."""
+    monkeypatch.setattr(app_module, "MOST_BODIES", 40_000)
+    long = body("completions") | {"user": "x" * 36_000}
+    with socket.create_connection(served.address, timeout=BOUND) as slow:
+        slow.sendall(raw_post(long)[:-5])
+        until(lambda: served.post(user="x" * 30_000).status_code == 429)
+        assert served.is_well()
+
+
+def test_texts_go_on_while_long_bodies_are_parsed(served: Served) -> None:
+    """Parsing takes the event loop: one body after the other, with nothing between them, and every text stood still."""
+    nested = b"[" + (b"[" * 200 + b"]" * 200 + b",") * 5200 + b"1]"
+    took: list[float] = []
+    times: list[float] = []
+    parse = app_module.parse_json
+
+    def parsed(text: str) -> Any:
+        times.append(time.monotonic())
+        began = time.thread_time()
+        try:
+            return parse(text)
+        finally:
+            took.append(time.thread_time() - began)
+            times.append(time.monotonic())
+
+    def post(_: int) -> int:
+        headers = {"content-type": "application/json"}
+        return httpx.post(f"{served.url}/v1/completions", content=nested, headers=headers, timeout=BOUND).status_code
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(app_module, "parse_json", parsed)
+        assert set(pool.map(post, range(8))) == {400}
+    rests = [after - end for end, after in zip(times[1::2], times[2::2], strict=False)]
+    assert len(rests) == 7
+    assert sum(rests) > 2 * sum(took)
     assert served.is_well()
 
 
@@ -1145,6 +1184,22 @@ def ended(client: socket.socket) -> bool:
         return client.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+@pytest.mark.parametrize(("size", "answers"), [(1, (b"", b"HTTP/1.1 400")), (400, (b"HTTP/1.1 200",))])
+def test_a_body_in_very_many_very_small_chunks_is_refused(
+    served: Served, size: int, answers: tuple[bytes, ...]
+) -> None:
+    """Five clients that sent a byte a chunk, as fast as they could, left the others not a token in a minute."""
+    text = json.dumps(body("completions")).encode() + b" " * 200_000
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    head = raw_post({}).partition(b"content-length")[0] + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    with socket.create_connection(served.address, timeout=BOUND) as client:
+        with suppress(OSError):  # refused while it speaks
+            client.sendall(head + chunks + (b"0\r\n\r\n" if size > 1 else b""))
+        assert received(client)[:12] in answers
+    assert served.is_well()
 
 
 def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 import zmq
 
 from pearl.decoding.distribution import Distribution, Form
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
-from pearl.protocol.messages import DraftTokens, Finish, Message, Ping, Pong
+from pearl.protocol.messages import Cancel, DraftTokens, Finish, Message, Ping, Pong
 from pearl.transport import address as addresses
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
@@ -468,6 +469,49 @@ class TestZeroMQ:
         connection.close()
         listener.close()
 
+    def test_many_who_connect_do_not_end_the_listener(self, directory: Path) -> None:
+        """ZeroMQ aborts where an accepted connection finds no descriptor; a shell's limit of them is often 1,024."""
+        address = bind_address("ipc", directory)
+        code = (
+            "import resource, sys; from pearl.transport.zeromq import ZmqListener\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+            "listener = ZmqListener(sys.argv[1]); print('there', flush=True); sys.stdin.read()\n"
+            "print(*(message for _, message in listener.receive(5)), flush=True); listener.close()"
+        )
+        command = [sys.executable, "-c", code, address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
+            clients = [socket.socket(socket.AF_UNIX) for _ in range(120)]
+            for client in clients:
+                client.connect(address.removeprefix("ipc://"))
+            connection = ZmqConnection(address)
+            connection.send(Ping(1))
+            time.sleep(0.5)
+            said, _ = process.communicate(timeout=WAIT)
+            connection.close()
+            for client in clients:
+                client.close()
+        assert said == f"{Ping(1)}\n"
+
+    @pytest.mark.parametrize("is_draft", [False, True])
+    def test_what_only_a_target_says_is_not_looked_into(self, directory: Path, is_draft: bool) -> None:
+        """One message with the log probabilities of four million tokens took eight seconds, and half a gigabyte."""
+        listener = ZmqListener(bind_address("ipc", directory))
+        connection = ZmqConnection(listener.address)
+        connection.send(Ping(1))
+        ((peer, _),) = collect(listener, 1)
+        if is_draft:
+            listener.trust(peer)
+        lines = b"\0\0" + b"\0\0\x80\xbf" * ((MAX_FRAME >> 2) - 2048)
+        connection._send([msgpack.packb([4, 1, 0, bytes(4), b"\0", lines])])
+        began = time.process_time()
+        ((_, error),) = collect(listener, 1)
+        assert "target does not expect Committed" in str(error)
+        assert time.process_time() - began < 3
+        connection.close()
+        listener.close()
+
     def test_only_who_sends_too_many_frames_is_cut_off(self, directory: Path) -> None:
         """The number of a file descriptor may be another's by the time that a message is read."""
         listener = ZmqListener(bind_address("ipc", directory))
@@ -496,7 +540,7 @@ class TestZeroMQ:
         listener = ZmqListener(bind_address("ipc", directory))
         for number in range(20):
             connection = ZmqConnection(listener.address)
-            connection.send(Finish(number))
+            connection.send(Cancel(number))
             connection.close(flush=WAIT)
         assert sorted(message.request for _, message in collect(listener, 20)) == list(range(20))
         listener.close()
@@ -552,13 +596,13 @@ class TestZeroMQ:
         """Of a large process it takes half a second, which as decoding would be more than a peer has."""
         decoding, collections = False, 0
 
-        def decode(frames: Sequence[bytes]) -> Message | RemoteProtocolError:
+        def decode(frames: Sequence[bytes], to_target: bool) -> Message | RemoteProtocolError:
             nonlocal decoding
             decoding = True
             garbage = [[] for _ in range(10 * gc.get_threshold()[0])]  # type: ignore[var-annotated]
             decoding = False
             assert garbage
-            return received(frames)
+            return received(frames, to_target)
 
         def collect_slowly(phase: str, info: dict[str, int]) -> None:
             nonlocal collections

@@ -12,8 +12,26 @@ MOST_HEADER = 32 << 10  # bytes of a request's line and headers
 HEADER_SECONDS = 10.0  # within which they must have come
 TAKE_SECONDS = 60.0  # within which a client must take what was written to it
 MOST_CONNECTIONS = 512
+FEW_CHUNKS = 256  # in which a body may come, however small they are; each is 10 us, and the texts of others wait
+LEAST_CHUNK = 256  # bytes that one of more has on average
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class _Connection(h11.Connection):
+    """Refuses a body in very many very small chunks."""
+
+    _chunks = _size = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._size = 0
+        elif isinstance(event, h11.Data):
+            self._chunks, self._size = self._chunks + event.chunk_start, self._size + len(event.data)
+            if self._chunks > FEW_CHUNKS and self._size < self._chunks * LEAST_CHUNK:
+                raise h11.RemoteProtocolError("a body in too many chunks")
+        return event
 
 
 class BoundedProtocol(H11Protocol):
@@ -25,6 +43,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        self.conn = _Connection(h11.SERVER, MOST_HEADER)
         self._header_timer: asyncio.TimerHandle | None = None
         self._take_timer: asyncio.TimerHandle | None = None
 

@@ -343,6 +343,7 @@ _SHAPES: dict[int, Shape] = {
     17: Shape(Trace, number=_COUNT, on=Kind(flag)),
 }
 TYPE_CODES: dict[type, int] = {shape.cls: code for code, shape in _SHAPES.items()}
+_OF_TARGET = {TYPE_CODES[kind] for kind in (Welcome, Committed, Preview, Finished, Begin, Verdict, Finish)}
 
 
 class _Own(threading.local):
@@ -377,8 +378,12 @@ def encode(message: Message) -> list[bytes]:
     return frames
 
 
-def decode(frames: Sequence[Frame]) -> Message:
-    """The message that `frames` hold. Raises `RemoteProtocolError`, and nothing else, whatever they hold."""
+def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
+    """The message that `frames` hold. Raises `RemoteProtocolError`, and nothing else, whatever they hold.
+
+    Args:
+        to_target: they came to the target, so what only a target says is not looked into: texts may be long.
+    """
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise RemoteProtocolError(f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}")
     for frame in frames:
@@ -388,16 +393,18 @@ def decode(frames: Sequence[Frame]) -> Message:
     shape = _SHAPES.get(values[0])
     if shape is None:
         raise RemoteProtocolError(f"unknown message type {values[0]}; is the peer a newer PEARL?")
+    if to_target and values[0] in _OF_TARGET:
+        raise RemoteProtocolError(f"target does not expect {shape.cls.__name__} from a peer")
     try:
         return _whole(shape.check(values[1:]), frames[1:])
     except ValueError as error:
         raise RemoteProtocolError(f"{error}{_version_hint(shape.cls, values)}") from None
 
 
-def received(frames: Sequence[Frame]) -> Message | RemoteProtocolError:
+def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
     """As `decode`, with the error for a value: one bad message must not hide the good ones behind it."""
     try:
-        return decode(frames)
+        return decode(frames, to_target)
     except RemoteProtocolError as error:
         return error
 

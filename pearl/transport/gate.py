@@ -20,6 +20,9 @@ WORK = 80 << 20  # bytes that a second of decoding counts: a twentieth of a core
 MALFORMED = (
     60 << 10
 )  # bytes that a malformed message counts besides, being logged and answered: 256 at once, 64 a second
+NEW = 8 * AT_ONCE  # bytes from peers that are new, all together, as one may be new again and again
+NEW_PER_SECOND = 4 * PER_SECOND  # bytes from these, after that
+NEW_EACH = 256 << 10  # bytes that a new one has however many there are; the rest of its own comes with time
 _MANY = 1024  # peers that are remembered before those are forgotten that have been silent
 
 
@@ -34,6 +37,8 @@ class Gate:
         self._trusted: Peer | None = None
         self._levels: dict[Peer, tuple[float, float]] = {}  # (bytes left, time of that)
         self._shut: set[Peer] = set()
+        self._new = (float(NEW), clock())  # as of a peer
+        self._looked = clock()
 
     def trust(self, peer: Peer) -> None:
         """Lift the limit for `peer`; only the last one trusted has none."""
@@ -51,12 +56,14 @@ class Gate:
         if peer == self._trusted:
             return True
         now = self._clock()
+        if peer not in self._levels:
+            self._meet(peer, now)
         left = before = self._left(peer, now)
         if peer in self._shut:
-            return left >= AT_ONCE and self._open(peer) and self.admits(peer, size)
+            if left < AT_ONCE:
+                return False
+            self._shut.discard(peer)
         left -= size + MESSAGE
-        if len(self._levels) >= _MANY and peer not in self._levels:
-            self._forget_the_silent(now)
         self._levels[peer] = (max(left, min(before, 0.0)), now)  # a dropped message adds no debt
         if left < 0:
             self._shut.add(peer)
@@ -76,18 +83,23 @@ class Gate:
         self._levels[peer] = (max(left, -AT_ONCE), since)
 
     def _left(self, peer: Peer, now: float) -> float:
-        left, since = self._levels.get(peer, (AT_ONCE, now))
+        left, since = self._levels[peer]
         return min(AT_ONCE, left + (now - since) * PER_SECOND)
 
-    def _open(self, peer: Peer) -> bool:
-        self._forget(peer)
-        return True
+    def _meet(self, peer: Peer, now: float) -> None:
+        if len(self._levels) >= _MANY and now - self._looked > 1:
+            self._forget_the_silent(now)
+        left, since = self._new
+        left = min(NEW, left + (now - since) * NEW_PER_SECOND)
+        self._new = (max(0.0, left - AT_ONCE), now)
+        self._levels[peer] = (max(NEW_EACH, min(AT_ONCE, left)), now)
 
     def _forget(self, peer: Peer) -> None:
         self._levels.pop(peer, None)
         self._shut.discard(peer)
 
     def _forget_the_silent(self, now: float) -> None:
-        """Forget peers whose buckets are full again: a new peer's is full too."""
+        """Forget peers whose buckets are full again: when they come again they are new."""
+        self._looked = now
         for peer in [peer for peer in self._levels if self._left(peer, now) >= AT_ONCE]:
             self._forget(peer)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
@@ -270,6 +271,10 @@ class ZmqListener(_Socket):
         check_bind(address, keys=keys is not None)
         admitted = None if keys is None else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
+        # Where it finds no descriptor for one who connects ZeroMQ ends the process (ipc_listener.cpp).
+        with suppress(ValueError, OSError):
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._gate = Gate()
         self._file: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
@@ -302,7 +307,7 @@ class ZmqListener(_Socket):
 
     def _heard(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
         if self._gate.trusts(peer):
-            return [(peer, received(frames))]
+            return [(peer, received(frames, to_target=True))]
         try:
             if not self._gate.admits(peer, sum(map(len, frames))):
                 return []
@@ -310,7 +315,7 @@ class ZmqListener(_Socket):
             return [(peer, error)]
         with _no_collection():
             began = time.thread_time()
-            message = received(frames)
+            message = received(frames, to_target=True)
             took = time.thread_time() - began
         self._gate.decoded(peer, took, isinstance(message, Exception))
         return [(peer, message)]
