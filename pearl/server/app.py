@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 
 MOST_BODY = 2 << 20  # bytes of one request
 MOST_BODIES = 32 << 20  # bytes of all that are being read
-SHORT_BODY = 16 << 10  # bytes; one so short is read and parsed however many longer ones come
-_RESTS = 4  # times what it took to parse a longer one, in 2 MiB up to 0.1 s, until the next: texts go on meanwhile
+SHORT_BODY = 16 << 10  # bytes; one so short is read however many longer ones come
+_RESTS, _LONGEST_REST = 4, 1.0  # times as long as a longer one was looked into, and seconds, until the next is
 BODY_SECONDS = 30.0  # within which a body must have come
 _LOOK_SECONDS = 1.0  # after which a timeline that shows nothing looks whether the server ends
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -367,7 +367,7 @@ class _Bodies:
 
     def __init__(self) -> None:
         self._held = 0
-        self._parsing = asyncio.Lock()
+        self._looking = asyncio.Lock()
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Any]:
@@ -378,7 +378,8 @@ class _Bodies:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 await self._fill(body, request)
-            yield await self._parse(body)
+            async with self._turn(len(body)):
+                yield _parsed(body)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         finally:
@@ -401,15 +402,18 @@ class _Bodies:
             self._held += len(chunk)
             body += chunk
 
-    async def _parse(self, body: bytearray) -> Any:
-        if len(body) <= SHORT_BODY:
-            return _parsed(body)
-        async with self._parsing:
-            began = time.thread_time()
+    @asynccontextmanager
+    async def _turn(self, size: int) -> AsyncIterator[None]:
+        """For a body of `size` bytes to be looked into: one long one after the other, with pauses."""
+        if size <= SHORT_BODY:
+            yield
+            return
+        async with self._looking:
+            began = time.monotonic()
             try:
-                return _parsed(body)
+                yield
             finally:
-                await asyncio.sleep(_RESTS * (time.thread_time() - began))
+                await asyncio.sleep(min(_LONGEST_REST, _RESTS * (time.monotonic() - began)))
 
 
 def _too_large() -> ApiError:
