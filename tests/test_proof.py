@@ -72,12 +72,12 @@ def test_recordings_that_are_made_amid_a_text_are_noticed(monkeypatch: pytest.Mo
 def test_chained_tokens_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = proof._drafted
 
-    def wrong(runner, prompt, count, chained, rule, sampling):  # type: ignore[no-untyped-def]
-        tokens, *rest = drafted(runner, prompt, count, chained, rule, sampling)
+    def wrong(runner, prompt, count, chained, *how):  # type: ignore[no-untyped-def]
+        tokens, *rest = drafted(runner, prompt, count, chained, *how)
         return [token + chained for token in tokens], *rest
 
     monkeypatch.setattr(proof, "_drafted", wrong)
-    assert len(failures("chains")) == 3
+    assert len(failures("chains")) == 6, "with lookup and without"
 
 
 def test_a_step_that_fails_or_breaks_is_told_and_the_others_run(

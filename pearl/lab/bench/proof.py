@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import AS_PUBLISHED, DRAFT_LOOKUP, DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.model import ModelProposer
 from pearl.engine import Engine
 from pearl.lab.bench.exactness import check_texts, compare_cuts
@@ -228,17 +228,27 @@ def chains(scale: Scale) -> Iterator[Figure]:
         must = "" if scale.rehearses else f"at least {_LEAST_BUSY:.0%}"
         yield Figure(f"{name}: the chain is busy", 100 * busy, "%", must, not must or busy >= _LEAST_BUSY)
         yield Figure(f"{name}: a token, chained", together * 1e3, "ms", "", True, f"one by one {apart * 1e3:.2f} ms")
+        guessed, _, took = _drafted(runner, prompt, scale.chain, True, rule, sampling, DRAFT_LOOKUP)
+        differing = sum(a != b for a, b in zip(one, guessed, strict=True))
+        yield Figure(f"{name}: tokens that differ with lookup", differing, "", "0", differing == 0)
+        yield Figure(f"{name}: a token, chained, with lookup", took * 1e3, "ms")
 
 
 def _drafted(
-    runner: ModelRunner, prompt: Sequence[int], count: int, chained: bool, rule: str, sampling: Sampling
+    runner: ModelRunner,
+    prompt: Sequence[int],
+    count: int,
+    chained: bool,
+    rule: str,
+    sampling: Sampling,
+    lookup: int = 0,
 ) -> tuple[list[int], float, float]:
     """The tokens, the share of the time in which the device computed, and seconds a token."""
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chained))
     runner.rollback(0)
     text, fed, worked, began = [*prompt], 0, 0.0, 0.0
     with Ahead(executor, lambda: True) as ahead:
-        ahead.execute(Open(tuple(prompt), sampling, rule))
+        ahead.execute(Open(tuple(prompt), sampling, rule, lookup=lookup))
         while len(text) < len(prompt) + count:
             event = ahead.execute(Draft(fed, tuple(text[fed:]), len(prompt) + count - len(text)))
             assert isinstance(event, Drafted)
@@ -246,7 +256,7 @@ def _drafted(
                 began = time.perf_counter()
             else:
                 worked += event.seconds + event.draw
-            fed = len(text)
+            fed = len(text) + event.cached
             text.extend(event.tokens)
     took = time.perf_counter() - began
     return text[len(prompt) :], worked / took, took / (count - 1)
