@@ -67,7 +67,8 @@ class Served:
         self.turns = Turns(engine, DecodingConfig(method=method), door.queue, MODEL)
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
-        self.server = Server(App(self.turns, SamplingParams(), MODEL, door.access), self.turns)
+        self.app = App(self.turns, SamplingParams(), MODEL, door.access)
+        self.server = Server(self.app, self.turns)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
 
     def __enter__(self) -> Served:
@@ -1098,6 +1099,24 @@ def test_long_bodies_leave_room_for_a_short_one(served: Served, monkeypatch: pyt
         slow.sendall(raw_post(long)[:-5])
         until(lambda: served.post(user="x" * 30_000).status_code == 429)
         assert served.is_well()
+
+
+def test_only_the_next_long_body_waits_for_the_pause_after_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt alone is answered without it, and a short one has no turn at all."""
+    monkeypatch.setattr(app_module, "_RESTS", 1e9)
+    monkeypatch.setattr(app_module, "_LONGEST_REST", 2.0)
+    padded = json.dumps(body("completions")) + " " * app_module.SHORT_BODY
+
+    def post() -> int:
+        headers = {"content-type": "application/json"}
+        return httpx.post(f"{served.url}/v1/completions", content=padded, headers=headers, timeout=BOUND).status_code
+
+    began = time.monotonic()
+    assert post() == 200
+    assert served.post(max_tokens=1).status_code == 200
+    assert served.app._bodies._looking.locked() or time.monotonic() - began >= 2
+    assert post() == 200
+    assert time.monotonic() - began >= 2
 
 
 def test_texts_go_on_while_long_bodies_are_parsed(served: Served) -> None:

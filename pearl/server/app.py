@@ -404,16 +404,19 @@ class _Bodies:
 
     @asynccontextmanager
     async def _turn(self, size: int) -> AsyncIterator[None]:
-        """For a body of `size` bytes to be looked into: one long one after the other, with pauses."""
+        """For a body of `size` bytes to be looked into: one long one after the other, with pauses, that only the next
+        one waits for.
+        """
         if size <= SHORT_BODY:
             yield
             return
-        async with self._looking:
-            began = time.monotonic()
-            try:
-                yield
-            finally:
-                await asyncio.sleep(min(_LONGEST_REST, _RESTS * (time.monotonic() - began)))
+        await self._looking.acquire()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            rest = min(_LONGEST_REST, _RESTS * (time.monotonic() - began))
+            asyncio.get_running_loop().call_later(rest, self._looking.release)
 
 
 def _too_large() -> ApiError:
