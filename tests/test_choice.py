@@ -88,6 +88,15 @@ def test_that_texts_begin_faster_than_they_go_on_speaks_for_no_way() -> None:
     assert drafted < 0.2 * 20 * 96
 
 
+@pytest.mark.parametrize("tokens", [60, 64, 90])
+def test_a_mistake_of_the_first_comparison_is_found_in_short_texts(tokens: int) -> None:
+    """There is room for one change-over in such a text, and the draft in use was never doubted again."""
+    choice = Choice(gain=0.3, comparisons=1.0, rates={False: 50.0, True: 40.0})
+    rested = [write(choice, 40.0, 50.0, tokens) for _ in range(2400 // tokens)]
+    assert choice.is_alone_better
+    assert sum(rested[-8:]) > 0.9 * 8 * tokens
+
+
 def test_what_the_first_trial_took_is_not_what_each_takes() -> None:
     """It takes longer: much is done then for the first time."""
     choice, at = Choice(), 0.0

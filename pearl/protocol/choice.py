@@ -184,12 +184,12 @@ class Choice:
         """For it is better, or is to be tried again; or this one was only tried."""
         if self._is_other_better or not self.comparisons:
             return left >= _STRETCH_TOKENS
-        if left < _FOR_TRIAL:
-            return False
         if has_slowed:  # things have changed, it seems: what was compared before counts less
             self.comparisons = min(self.comparisons, 2.0)
         is_due = self.since_tried >= (_ONCE_SLOWED if has_slowed else self._patience)
-        return is_due and (left >= _TO_READ or not self.rests)
+        # Behind a text's first stretch one more will do; what a longer one was is known less well.
+        least = _TO_READ if self.rests else _STRETCH_TOKENS if self._stretches == 1 else _FOR_TRIAL
+        return is_due and left >= least
 
     @property
     def _is_other_better(self) -> bool:
