@@ -62,7 +62,7 @@ class Choice:
     _longest: float = 0.0  # seconds, of its steps
     _here: float = 0.0  # tokens a second in this text, as things are; 0: not known yet
     _before: float = 0.0  # in this text before the change-over that is to be compared; 0: none is
-    _way: tuple[float, int] | None = None  # when this text's way began, and tokens since; None: with the next step
+    _way: tuple[float, int] | None = None  # when this text's way began, and tokens since; None: with the first step
     _left: tuple[float, int] = (0.0, 0)  # seconds and tokens of the way that was left by the last change-over
     _skipped: int = 0  # tokens committed while the draft had sent nothing yet
     _stretches: int = 0  # that have ended in this text as things are, if it began so; else more than one
@@ -149,7 +149,7 @@ class Choice:
         if self._stretches == 1:
             self._before *= exp(self.drift)
         self._stretches = 2
-        self._way, self._left = None, (at - began, tokens)
+        self._way, self._left = (at, 0), (at - began, tokens)
         self._begin_stretch()
 
     def _has_slowed(self, rate: float) -> bool:
@@ -173,9 +173,10 @@ class Choice:
         self.gain += (gain - self.gain) * weight / max(weight, self.comparisons)
         if self._is_other_better:  # this stretch is what it cost to try the way that loses
             self.cost = max(0.0, tokens * (self._before / rate - 1))
-        else:
-            seconds, made = self._left
-            self.cost = max(0.0, seconds * rate - made)
+        else:  # there and back: a draft that begins amid a text takes a while until it is of use
+            assert self._way is not None
+            (seconds, made), (began, since) = self._left, self._way
+            self.cost = max(0.0, (seconds + self._last - began) * rate - made - since)
         if self.comparisons <= 2:  # there and back: the first time much is done that is not done again
             self.cost = min(self.cost, _STRETCH_TOKENS)
         self._before = 0.0
