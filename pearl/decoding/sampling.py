@@ -111,8 +111,8 @@ def races_of_logits(
             if len(others):
                 theirs = row.numpy()[others].astype(np.float64) - largest
                 later = their_times / np.exp(theirs / temperature)
-                earliest_of_them = int(np.argmin(later))
-                first = min(first, (float(later[earliest_of_them]), int(others[earliest_of_them])))
+                soonest = int(np.argmin(later))
+                first = min(first, (float(later[soonest]), int(others[soonest])))
             draws.append(_draw(*first))
     return draws, times
 

@@ -14,7 +14,7 @@ from pearl.decoding.distribution import Distribution
 from pearl.decoding.registry import Unit
 from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
 from pearl.decoding.rules.joint import JointDraft
-from pearl.decoding.sampling import SHORTLIST, Shortlist, on_host, read_draw, shortlist, shortlists
+from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.beams import Search, plan_level
 from pearl.drafting.branches import Branch, Branches, Foresight, see
@@ -22,7 +22,8 @@ from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.launch import LaunchedForward, Plan, known, marks_of
 from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
-from pearl.drafting.proposer import TOP, Launched, StopPolicy
+from pearl.drafting.proposer import Launched, StopPolicy
+from pearl.drafting.rows import Row, confidence, draw_together, largest_of, pauses, shape_of
 from pearl.drafting.stops import StopWindow, make_policy
 from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
@@ -60,28 +61,6 @@ class _Text:
     has_blocks: bool
     drawn: tuple[int, int] | None = None
     search: Search | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Logits [vocab] of a forward, and what was drawn from them for a position.
-
-    Attributes:
-        top: their shortlist; None where nobody asks.
-        draw, told: on the logits' device, and on the host.
-        probs: what the target needs to judge the token, see `DraftHalf`.
-    """
-
-    logits: torch.Tensor
-    position: int
-    top: Shortlist | None
-    draw: torch.Tensor
-    told: torch.Tensor
-    probs: torch.Tensor | None
-
-    @property
-    def features(self) -> torch.Tensor:
-        return shape_of(self.logits, self.draw[1:])
 
 
 class ModelProposer:
@@ -271,7 +250,7 @@ class ModelProposer:
             row = text.shaper.shape(row)
         draw, probs = text.rule.draft(row, command.start + len(command.tokens))
         features = shape_of(row, draw[1:]) if text.window is not None else None
-        largest = _largest(row) if self._noted() else None
+        largest = largest_of(row) if self._noted() else None
         following = None
         if self.chains:
             # Of logits that are not finite the draw may be any number, and a wrong id would abort the process.
@@ -300,7 +279,8 @@ class ModelProposer:
         def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
             if branches is not None and unfed and command.bonus:
                 branches.see_bonus(end, text.rule, self._fit(logits[0][0]))
-            self._continue(text, hedges, self._draw(text, *self._ends(hedges, logits[bool(unfed) :])))
+            rows, ends = self._ends(hedges, logits[bool(unfed) :])
+            self._continue(text, hedges, draw_together(text.rule, rows, ends, is_ranked=True))
             marks[-1].record()
             proposals = () if branches is None else branches.proposals
             return LaunchedForward(command, marks, fed=fed, paused=not feeds, branches=proposals)
@@ -358,24 +338,11 @@ class ModelProposer:
         tokens, _, chances, _ = guess_tree(text.index, [Anchor(end, 1.0)], most, end + most, branches=False)
         return tokens, chances
 
-    def _draw(self, text: _Text, rows: Sequence[torch.Tensor], positions: Sequence[int]) -> list[_Row]:
-        """Draws for `positions` from rows [vocab] together: a device is waited for once, and once for shortlists."""
-        if not rows:
-            return []
-        is_ranked = text.branches is not None or self._noted()
-        tops: Sequence[Shortlist | None] = shortlists(rows) if is_ranked else [None] * len(rows)
-        drafted = text.rule.draft_together(rows, positions, tops)
-        told = on_host([draw for draw, _ in drafted])
-        return [
-            _Row(logits, position, top, draw, known, probs)
-            for logits, position, top, (draw, probs), known in zip(rows, positions, tops, drafted, told, strict=True)
-        ]
-
     def _ends(self, branches: Sequence[Branch], logits: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
         """Of each branch the row [vocab], of its logits [1, vocab], and the position that it is for."""
         return [self._fit(row) for (row,) in logits], [branch.end for branch in branches]
 
-    def _continue(self, text: _Text, branches: Sequence[Branch], rows: Sequence[_Row]) -> None:
+    def _continue(self, text: _Text, branches: Sequence[Branch], rows: Sequence[Row]) -> None:
         """Adds the next token of each. One that cannot be drawn ends its branch: only the text's own must be finite."""
         for branch, row in zip(branches, rows, strict=True):
             assert text.branches is not None
@@ -385,7 +352,7 @@ class ModelProposer:
             except NumericalError:
                 text.branches.end(branch)
                 continue
-            sure = None if text.window is None else _confidence(text.window, row.position, row.features)
+            sure = None if text.window is None else confidence(text.window, row.position, row.features)
             branch.seen.append(see(*row.top, row.position, token, text.rule, confidence=sure))
             branch.tokens.append(token)
             branch.rows += [] if row.probs is None else [Distribution(row.probs)]
@@ -408,10 +375,15 @@ class ModelProposer:
         first = command.start + len(command.tokens)
         own, (rows, ends) = list(map(self._fit, logits)), self._ends(hedges, beside)
         count = len(own) if self._at_once else 1
-        together = self._draw(text, [*rows, *own[:count]], [*ends, *range(first, first + count)])
+        is_ranked = text.branches is not None or self._noted()
+        at = [*ends, *range(first, first + count)]
+        together = draw_together(text.rule, [*rows, *own[:count]], at, is_ranked)
         self._continue(text, hedges, together[: len(hedges)])
-        later = (self._draw(text, [row], [at])[0] for at, row in enumerate(own[count:], first + count))
-        drawn: list[_Row] = []
+        later = (
+            draw_together(text.rule, [row], [position], is_ranked)[0]
+            for position, row in enumerate(own[count:], first + count)
+        )
+        drawn: list[Row] = []
         seen: list[tuple[int, Seen]] = [] if text.branches is None else text.branches.taken()
         paused, is_root = False, text.drawn != (first - 1, command.tokens[-1])
         for i, row in enumerate(chain(together[len(hedges) :], later)):
@@ -420,8 +392,8 @@ class ModelProposer:
             sure = None
             if text.window is not None:
                 features = row.features
-                sure = _confidence(text.window, row.position, features)
-                paused = _pauses(text.window, row.position, token, features)
+                sure = confidence(text.window, row.position, features)
+                paused = pauses(text.window, row.position, token, features)
             if row.top is not None:
                 seen.append((row.position, see(*row.top, row.position, token, text.rule, is_root and i == 0, sure)))
             if text.branches is not None:
@@ -458,7 +430,7 @@ class ModelProposer:
         if launched.features is not None:
             window = self._open[command.request].window
             assert window is not None
-            paused = _pauses(window, command.start + len(command.tokens), tokens[0], launched.features)
+            paused = pauses(window, command.start + len(command.tokens), tokens[0], launched.features)
         seen = tuple(launched.seen)
         if launched.largest is not None:
             logits, ids = launched.largest.cpu().numpy()
@@ -473,30 +445,3 @@ class ModelProposer:
         if self._missing < 0:
             return logits[: self._missing]
         return torch.nn.functional.pad(logits, (0, self._missing), value=-torch.inf)
-
-
-def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Of logits [vocab] what stop policies see: the `TOP` largest probabilities, the entropy, and `token`'s [1]."""
-    probs = torch.softmax(row.float(), -1)
-    top = probs.topk(min(TOP, len(probs))).values
-    known = token.long().clamp(0, len(probs) - 1)  # of a row that is not finite it may be anything
-    return torch.cat((top, torch.special.entr(probs).sum()[None], probs[known]))
-
-
-def _largest(row: torch.Tensor) -> torch.Tensor:
-    """[2, SHORTLIST] float64: the largest of logits [vocab], and their ids; nothing waits for a device."""
-    if row.is_cpu:
-        ids, logits = shortlist(row, SHORTLIST)
-        return torch.from_numpy(np.stack((logits, ids)))
-    values, indices = row.double().topk(min(SHORTLIST, len(row)))
-    return torch.stack((values, indices.double()))
-
-
-def _confidence(window: StopWindow, position: int, features: torch.Tensor) -> float | None:
-    *top, entropy, chosen = features.tolist()
-    return window.confidence(position, top, entropy, chosen)
-
-
-def _pauses(window: StopWindow, position: int, token: int, features: torch.Tensor) -> bool:
-    *top, entropy, chosen = features.tolist()
-    return window.stops(position, token, top, entropy, chosen)
