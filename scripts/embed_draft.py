@@ -2,8 +2,8 @@
 
     python scripts/embed_draft.py my-draft/draft
 
-Writes its layers and last norm into pearl/models/embedded_draft/layers.safetensors, and prints what has to stand in
-pearl/models/embedded.py. The embeddings must be the target's own: they are not repeated in the repository.
+Writes its layers, in int8, and its last norm into pearl/models/embedded_draft/layers.safetensors, and prints what has
+to stand in pearl/models/embedded.py. The embeddings must be the target's own: they are not repeated in the repository.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from pearl.models.embedded import DRAFT_LAYERS, embedded_target
+from pearl.models.embedded import DRAFT_LAYERS, embedded_target, pack_layers
 
 MOST_BYTES = 20_000_000
 TABLE = "model.embed_tokens.weight"
@@ -29,6 +29,7 @@ def main(draft: Path) -> None:
     table = load_file(embedded_target() / "model.safetensors")[TABLE]
     if not torch.equal(tensors.pop(TABLE), table):
         raise click.ClickException("the draft has embeddings of its own")
+    tensors = pack_layers(tensors)
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > MOST_BYTES:
         raise click.ClickException(f"{size:,} bytes are more than the {MOST_BYTES:,} that the repository is to carry")

@@ -140,17 +140,39 @@ def test_the_engine_drafts_with_it(whole: Path) -> None:
     assert drafted.statistics.num_judged_draft_tokens > 0
 
 
-def test_learning_makes_it_agree_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"
     start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
-    run(settings(out, init_from=start, rounds=2, held_out=32, answers_per_round=64, passes=8, learning_rate=1e-2))
+    size = {"rounds": 2, "held_out": 32, "answers_per_round": 64, "passes": 8, "learning_rate": 1e-2}
+    run(settings(out, init_from=start, optimizer=optimizer, **size))
     found = agreements(out)
     assert len(found) == 3
     assert found[-1] > found[0] + 0.1
     copied = tmp_path / "copied"
     run(settings(copied, layers=(0, 1, 2), rounds=1, learning_rate=1e-9))
     assert agreements(copied)[0] == 1.0
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "gpt-neox", "gpt2"])
+def test_layers_that_are_added_change_nothing_at_first(family: str, tmp_path: Path) -> None:
+    """A grown draft begins as good as the smaller one; then the added layers learn like the others."""
+    model = str(tiny_model(family, layers=3, chat=True))
+    run(settings(tmp_path / "small", target=model, layers=(0, 1)))
+    small = str(tmp_path / "small" / "draft")
+    run(settings(tmp_path / "grown", target=model, init_from=small, grow=(2,), optimizer="muon"))
+    same = settings(tmp_path / "same", target=model, init_from=small, learning_rate=1e-9)
+    run(same)
+    assert agreements(tmp_path / "grown")[0] == agreements(tmp_path / "same")[0]
+    described = json.loads((tmp_path / "grown" / "draft" / "config.json").read_text())
+    assert described.get("num_hidden_layers", described.get("n_layer")) == 3
+
+
+def test_a_draft_of_another_width_does_not_grow(tmp_path: Path) -> None:
+    run(settings(tmp_path / "narrow", width=16, layers=(0,)))
+    with pytest.raises(ModelError, match="class and width"):
+        run(settings(tmp_path / "grown", init_from=str(tmp_path / "narrow" / "draft"), grow=(2,)))
 
 
 def test_shared_embeddings_stay_as_they_are(whole: Path) -> None:
@@ -203,6 +225,19 @@ def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path,
     run(settings(tmp_path), resume=True)
     assert weights(tmp_path) == weights(whole)
     assert agreements(tmp_path)[-1] == agreements(whole)[-1]
+
+
+def test_a_run_with_muon_is_resumed_to_the_same_draft(tmp_path: Path) -> None:
+    """Two optimizers, each with a state of its own kind."""
+    size = {"optimizer": "muon", "answers_per_round": 24, "checkpoint_steps": 1}
+    counting = Silent()
+    Distillation(settings(tmp_path / "whole", **size), counting).run()
+    killed = settings(tmp_path / "killed", **size)
+    with pytest.raises(KeyboardInterrupt):
+        Distillation(killed, Silent(counting.calls - 3)).run()
+    assert len(checkpoints_of(tmp_path / "killed")) == 2
+    run(killed, resume=True)
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -432,6 +467,8 @@ def test_given_prompts_are_asked(tmp_path: Path) -> None:
         ({"rounds": 0}, "rounds"),
         ({"warmup": 0.7, "decay": 0.7}, "together at most 1"),
         ({"init_from": "x", "width": 64}, "brings its own shape"),
+        ({"grow": [2]}, "give init_from"),
+        ({"init_from": "x", "grow": [-1]}, "from 0"),
         ({"temperatures": [-1.0]}, "none of them negative"),
     ],
 )

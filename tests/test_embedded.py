@@ -50,6 +50,22 @@ def test_the_packaged_draft_is_the_one_named() -> None:
     embedded.check_sha256(embedded.DRAFT_LAYERS, embedded.DRAFT_SHA256)
 
 
+def test_layers_survive_being_packed() -> None:
+    """Within half of a row's step in int8 and the rounding to bfloat16; vectors exactly; a row of zeros too."""
+    matrix = (
+        torch.randn(6, 40, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1, 9, 1e3, 0, 1])[:, None]
+    )
+    given = {"layer.weight": matrix.bfloat16(), "norm.weight": torch.rand(40).bfloat16()}
+    packed = embedded.pack_layers(given)
+    assert packed["layer.weight"].dtype == torch.int8
+    found = embedded.unpack_layers(packed)
+    assert set(found) == set(given)
+    assert torch.equal(found["norm.weight"], given["norm.weight"])
+    most = given["layer.weight"].float().abs().amax(1, keepdim=True)
+    error = (found["layer.weight"].float() - given["layer.weight"].float()).abs()
+    assert (error <= most * (0.5 / 127 + 2.0**-8)).all()
+
+
 def test_a_corrupted_file_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wheel's content decides every figure that is published for the pair."""
     wrong = tmp_path / "wrong.gguf"

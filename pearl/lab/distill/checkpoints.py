@@ -1,4 +1,4 @@
-"""Checkpoints of a run: trainable weights, the optimizer's state, and the position in the run.
+"""Checkpoints of a run: trainable weights, the optimizers' states, and the position in the run.
 
 They hold no generator state: every random number is keyed by seed and position.  The newest two checkpoints are kept.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from pearl.errors import DistillError
@@ -41,9 +43,9 @@ def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def save(directory: Path, place: Place, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+def save(directory: Path, place: Place, model: PreTrainedModel, optimizers: Sequence[Optimizer]) -> None:
     """Write a checkpoint and delete old ones. Raises `DistillError`, and then leaves earlier checkpoints unchanged."""
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(model, optimizers)
     about = {"place": json.dumps(asdict(place)), "digest": _digest(tensors)}
     with written_whole(directory / f"step-{place.step:08d}.safetensors") as building:
         save_file(tensors, building, metadata=about)
@@ -51,8 +53,8 @@ def save(directory: Path, place: Place, model: PreTrainedModel, optimizer: torch
         old.unlink(missing_ok=True)
 
 
-def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> Place:
-    """Load the newest checkpoint into model and optimizer; return its position, or the start if there is none.
+def restore(directory: Path, model: PreTrainedModel, optimizers: Sequence[Optimizer]) -> Place:
+    """Load the newest checkpoint into model and optimizers; return its position, or the start if there is none.
 
     Raises `DistillError` if it is damaged, or belongs to another draft.
     """
@@ -66,28 +68,29 @@ def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Opti
     with torch.no_grad():
         for name, weight in parameters.items():
             weight.copy_(tensors[f"weight/{name}"])
-    if f"exp_avg/{next(iter(parameters))}" in tensors:
+    for optimizer in optimizers:
         _restore_optimizer(tensors, parameters, optimizer)
     return place
 
 
-def _tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _tensors(model: PreTrainedModel, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, weight in trainable_parameters(model).items():
         tensors[f"weight/{name}"] = weight.detach()
-        tensors |= {f"{kind}/{name}": value for kind, value in optimizer.state.get(weight, {}).items()}
+        for optimizer in optimizers:
+            tensors |= {f"{kind}/{name}": value for kind, value in optimizer.state.get(weight, {}).items()}
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _restore_optimizer(
-    tensors: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+    tensors: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter], optimizer: Optimizer
 ) -> None:
-    for name, weight in parameters.items():
-        kinds = ("step", "exp_avg", "exp_avg_sq")
-        state = {kind: tensors[f"{kind}/{name}"] for kind in kinds}
-        optimizer.state[weight] = {
-            kind: value if kind == "step" else value.to(weight.device) for kind, value in state.items()
-        }
+    own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        weight = parameters[name]
+        if kind != "weight" and id(weight) in own:
+            optimizer.state[weight][kind] = value if kind == "step" else value.to(weight.device)
 
 
 def _checkpoints(directory: Path) -> list[Path]:

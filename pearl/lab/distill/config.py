@@ -35,6 +35,9 @@ class DistillConfig(Section):
     out: str = Field(description="Directory of the run: answers, checkpoints, log, and the draft itself.")
     init_from: str | None = Field(None, description="Draft to train further; default: made of the target's own layers.")
     layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
+    grow: tuple[int, ...] = Field(
+        (), description="The target's layers to put behind those of init_from; they change nothing at first."
+    )
     width: int | None = Field(None, ge=8, description="Hidden size of a narrower, tied draft; default: the target's.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
@@ -62,14 +65,17 @@ class DistillConfig(Section):
     negatives: int = Field(
         0, ge=0, description="Other tokens that the loss looks at, drawn anew for each batch; 0: the whole vocabulary."
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for the layers' matrices, AdamW for all else; learns more of as many tokens."
+    )
     learning_rate: float = Field(1e-3, gt=0, description="Highest learning rate.")
     warmup: Share = Field(0.02, description="Share of the run, at its start, in which the learning rate rises.")
     decay: Share = Field(0.4, description="Share of the run, at its end, in which the rate falls to a hundredth.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW and Muon.")
     clip: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
     checkpoint_steps: Count = Field(200, description="Steps between two checkpoints; the end of a round has its own.")
 
-    @field_validator("prompts", "openings", "layers", "temperatures", mode="before")
+    @field_validator("prompts", "openings", "layers", "grow", "temperatures", mode="before")
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         return (value,) if isinstance(value, (str, int, float)) else value
@@ -87,6 +93,10 @@ class DistillConfig(Section):
             raise ConfigError("warmup and decay are shares of one run: together at most 1")
         if self.init_from is not None and (self.width or "layers" in self.model_fields_set):
             raise ConfigError("init_from brings its own shape: leave out layers and width")
+        if self.grow and self.init_from is None:
+            raise ConfigError("grow adds to the draft that init_from names: give init_from, or more layers")
+        if self.grow and min(self.grow) < 0:
+            raise ConfigError("grow: layers of the target, from 0")
         return self
 
 

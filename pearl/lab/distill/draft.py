@@ -25,22 +25,27 @@ from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.loading import load_model
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
 
+# The matrices (and their biases) whose products a layer adds to the states, by the names in transformers' models.
+_WRITES = r"(self_attn|attention|self_attention|attn|mlp)\.(o_proj|down_proj|dense|out_proj|c_proj|dense_4h_to_h)\."
+
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
     """The draft before training, in float32 on the target's device. Raises `ModelError`."""
     torch.manual_seed(config.seed)
     if config.init_from is not None:
         draft = _existing(config, teacher)
+        if config.grow:
+            draft = _grown(draft, teacher.model, config.grow)
     elif config.width is not None:
         draft = _narrow(teacher.model, len(config.layers), config.width)
     else:
         draft = _from_layers(teacher.model, config.layers)
+    draft.eval()  # no dropout, in learning neither: it would blur what is measured, and few passes overfit little
     if head(draft).shape == head(teacher.model).shape:  # the target's own table, or one as wide: not trained
         for table in (embeddings(draft), head(draft)):
             table.requires_grad_(False)
     check_head(teacher.model)
     check_head(draft)
-    draft.train()
     return draft
 
 
@@ -56,6 +61,37 @@ def _existing(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
             "a draft must be able to read whatever the target writes"
         )
     return draft
+
+
+def _grown(draft: PreTrainedModel, target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
+    """The draft with these layers of the target behind its own.
+
+    What they add to the states is zero at first (as in Chen, Goodfellow and Shlens 2016, "Net2Net"): the larger draft
+    begins as good as the smaller one.
+    """
+    if draft.config.hidden_size != target.config.hidden_size or type(draft) is not type(target):
+        raise ModelError("grow: the draft must be of the target's class and width to take the target's layers")
+    before = draft.config.num_hidden_layers
+    larger = _from_layers(target, (0,) * before + layers)
+    weights = larger.state_dict() | draft.state_dict()
+    prefix, _ = _layer_list(larger)
+    added = re.compile(rf"{re.escape(prefix)}\.(\d+)\.{_WRITES}")
+    for name, weight in weights.items():
+        found = added.match(name)
+        if found and int(found[1]) >= before:
+            weight.zero_()
+    larger.load_state_dict(weights)
+    larger.eval()
+    _check_same_states(draft, larger)
+    return larger
+
+
+@torch.no_grad()
+def _check_same_states(draft: PreTrainedModel, larger: PreTrainedModel) -> None:
+    ids = torch.arange(4, device=draft.device)[None]
+    ours, theirs = hidden_states(draft, ids), hidden_states(larger, ids)
+    if not torch.allclose(ours, theirs, atol=1e-4 * float(ours.abs().max())):
+        raise ModelError(f"{type(draft).__name__} cannot grow: its layers write to the states in a way not known here")
 
 
 def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:

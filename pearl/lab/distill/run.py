@@ -24,6 +24,7 @@ from pearl.lab.distill.checkpoints import Place
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import export, head, hidden_states, new_draft
 from pearl.lab.distill.loss import head_loss
+from pearl.lab.distill.optimizers import optimizers_of
 from pearl.lab.distill.plan import generator, plan, rate
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
 from pearl.lab.distill.shards import Shards, read_json, write_json, written_whole
@@ -83,11 +84,8 @@ class Distillation:
         self._draft = new_draft(self._config, self._teacher)
         self._check_space()
         write_json(self._directory / "run.json", settings)
-        weights = checkpoints.trainable_parameters(self._draft).values()
-        self._optimizer = torch.optim.AdamW(
-            weights, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
-        )
-        self._place = checkpoints.restore(self._directory / "checkpoints", self._draft, self._optimizer)
+        self._optimizers = optimizers_of(self._draft, config)
+        self._place = checkpoints.restore(self._directory / "checkpoints", self._draft, self._optimizers)
         self._head = None if head(self._draft).requires_grad else head(self._draft).to(self._dtype)
         self._pool: list[Answer] = []
         self._held_out: list[Answer] = []
@@ -266,9 +264,10 @@ class Distillation:
 
     def _step(self, batch: Batch, progress: float) -> float:
         """Make one optimizer step; return the loss. Raises `DistillError` if loss or gradient is not finite."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * rate(self._config, progress)
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * rate(self._config, progress)
+            optimizer.zero_grad(set_to_none=True)
         loss = head_loss(
             self._states(batch),
             head(self._draft) if self._head is None else self._head,
@@ -285,7 +284,8 @@ class Distillation:
                 f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {self._place.step}. The last "
                 "good checkpoint is kept; begin anew in another directory with a lower learning_rate"
             )
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         return loss.item()
 
     def _states(self, batch: Batch) -> torch.Tensor:
@@ -310,7 +310,7 @@ class Distillation:
     # Keeping
 
     def _save(self) -> None:
-        checkpoints.save(self._directory / "checkpoints", self._place, self._draft, self._optimizer)
+        checkpoints.save(self._directory / "checkpoints", self._place, self._draft, self._optimizers)
 
     def _log(self, entry: dict[str, Any]) -> None:
         """Report an entry to the watcher and append it to the log. Raises `DistillError`."""
