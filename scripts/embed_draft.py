@@ -2,7 +2,7 @@
 
     python scripts/embed_draft.py my-draft/draft
 
-Writes its layers, in int8, and its last norm into pearl/models/embedded_draft/layers.safetensors, and prints what has
+Writes its layers, in 4 bits, and its last norm into pearl/models/embedded_draft/layers.safetensors, and prints what has
 to stand in pearl/models/embedded.py. The embeddings must be the target's own: they are not repeated in the repository.
 """
 

@@ -17,7 +17,7 @@ from pearl.errors import ConfigError, ModelError
 from pearl.models import embedded, kept
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
-from pearl.models.matrices import multiplies_bf16
+from pearl.models.matrices import is_in_4_bits, multiplies_bf16
 from pearl.models.runner import feed_chain
 
 CPU = torch.device("cpu")
@@ -51,19 +51,23 @@ def test_the_packaged_draft_is_the_one_named() -> None:
 
 
 def test_layers_survive_being_packed() -> None:
-    """Within half of a row's step in int8 and the rounding to bfloat16; vectors exactly; a row of zeros too."""
-    matrix = (
-        torch.randn(6, 40, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1, 9, 1e3, 0, 1])[:, None]
-    )
+    """Within half of a group's step and the rounding to bfloat16; vectors exactly; groups of one number too."""
+    matrix = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    matrix *= torch.tensor([1e-3, 1, 9, 1e3, 0, 1])[:, None]
+    matrix[5, :32] = 0.75
     given = {"layer.weight": matrix.bfloat16(), "norm.weight": torch.rand(40).bfloat16()}
     packed = embedded.pack_layers(given)
-    assert packed["layer.weight"].dtype == torch.int8
+    assert sum(tensor.nbytes for tensor in packed.values()) == 6 * 64 // 2 + 2 * 2 * 12 + 80
     found = embedded.unpack_layers(packed)
     assert set(found) == set(given)
     assert torch.equal(found["norm.weight"], given["norm.weight"])
-    most = given["layer.weight"].float().abs().amax(1, keepdim=True)
-    error = (found["layer.weight"].float() - given["layer.weight"].float()).abs()
-    assert (error <= most * (0.5 / 127 + 2.0**-8)).all()
+    groups = given["layer.weight"].float().view(6, 2, 32)
+    step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+    error = (found["layer.weight"].float().view_as(groups) - groups).abs()
+    assert (error <= 0.51 * step + groups.abs().amax(-1, keepdim=True) * 2.0**-6).all()
+    assert is_in_4_bits(found["layer.weight"])
+    again = embedded.unpack_layers(embedded.pack_layers(found))
+    assert all(torch.equal(again[name], found[name]) for name in found)
 
 
 def test_a_corrupted_file_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,28 +100,44 @@ def check_sha256(path: Path, expected: str) -> None:
         )
 
 
-_SCALE = ".scale"
+_GROUP, _STEPS, _LOW, _WIDTH = 32, ".steps", ".low", ".width"
 
 
 def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as they are shipped: a matrix [rows, columns] in int8, with a float32 scale [rows, 1] beside it."""
+    """The tensors as they are shipped: matrices in 4 bits, which the forward then runs in, and the rest in bfloat16.
+
+    Each 32 weights of a row are 16 steps from the least of them to the largest, as in a Q4_1 file. A matrix NAME
+    [rows, columns] becomes NAME.steps [rows, columns / 2] (two to a byte, the first in the lower half), and NAME.low
+    and NAME.width [rows, columns / 32] in bfloat16.
+    """
+    import torch
+
     packed = {}
     for name, tensor in tensors.items():
-        packed[name] = tensor
-        if tensor.ndim == 2:
-            scale = (tensor.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
-            packed[name] = (tensor.float() / scale).round().char()
-            packed[name + _SCALE] = scale
+        if tensor.ndim != 2:
+            packed[name] = tensor.bfloat16()
+            continue
+        groups = tensor.float().view(len(tensor), -1, _GROUP)
+        low, high = groups.aminmax(dim=-1)
+        low = low.bfloat16()
+        width = ((high - low.float()) / 15).bfloat16().clamp_min(torch.finfo(torch.bfloat16).tiny)
+        steps = (
+            ((groups - low.float()[..., None]) / width.float()[..., None]).round().clamp(0, 15).byte().view_as(tensor)
+        )
+        packed[name + _STEPS] = (steps[:, 0::2] | steps[:, 1::2] << 4).contiguous()
+        packed |= {name + _LOW: low, name + _WIDTH: width}
     return packed
 
 
 def unpack_layers(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `pack_layers` was given, in bfloat16, up to half a scale."""
-    tensors = {name: tensor.bfloat16() for name, tensor in packed.items() if not name.endswith(_SCALE)}
-    for name in packed:
-        if name.endswith(_SCALE):
-            matrix = name.removesuffix(_SCALE)
-            tensors[matrix] = (packed[matrix].float() * packed[name]).bfloat16()
+    """What `pack_layers` was given, in bfloat16, up to half a step."""
+    import torch
+
+    tensors = {name: packed[name] for name in packed if not name.endswith((_STEPS, _LOW, _WIDTH))}
+    for name in [name.removesuffix(_STEPS) for name in packed if name.endswith(_STEPS)]:
+        pairs, low, width = packed[name + _STEPS], packed[name + _LOW].float(), packed[name + _WIDTH].float()
+        steps = torch.stack((pairs & 15, pairs >> 4), -1).view(*low.shape, _GROUP)
+        tensors[name] = (low[..., None] + steps * width[..., None]).flatten(1).bfloat16()
     return tensors
 
 
