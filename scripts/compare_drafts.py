@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from pearl.lab.distill.draft import head, hidden_states
 from pearl.lab.distill.shards import Shards
 from pearl.lab.simulate import CoinDraft, CoinTarget, Timing, simulate
+from pearl.models.embedded import pack_layers, unpack_layers
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner, feed_chain
@@ -40,9 +41,12 @@ ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
 CONTEXT, TOKENS = 512, 2000
 SHAPES: dict[str, dict[str, int]] = {
     "1 layer": {"num_hidden_layers": 1},
-    "2 layers (the bundled draft)": {"num_hidden_layers": 2},
-    "3 layers": {"num_hidden_layers": 3},
+    "2 layers": {"num_hidden_layers": 2},
     "4 layers": {"num_hidden_layers": 4},
+    "2 layers in 4 bits": {"num_hidden_layers": 2, "bits": 4},
+    "4 layers in 4 bits (the bundled draft)": {"num_hidden_layers": 4, "bits": 4},
+    "6 layers in 4 bits": {"num_hidden_layers": 6, "bits": 4},
+    "8 layers in 4 bits": {"num_hidden_layers": 8, "bits": 4},
     "2 layers, width 384, tied": {"num_hidden_layers": 2, "width": 384},
     "2 layers, width 192, tied": {"num_hidden_layers": 2, "width": 192},
     "4 layers, width 192, tied": {"num_hidden_layers": 4, "width": 192},
@@ -57,13 +61,18 @@ def runner_of(config: Any, shape: dict[str, int]) -> LlamaRunner:
 
     config, width = copy.deepcopy(config), shape.get("width", config.hidden_size)
     for name, value in shape.items():
-        if name != "width":
+        if name not in ("width", "bits"):
             setattr(config, name, value)
     config.intermediate_size = config.intermediate_size * width // config.hidden_size
     config.num_attention_heads = width // config.head_dim
     config.num_key_value_heads = max(n for n in (1, 2, 3) if config.num_attention_heads % n == 0)
     config.hidden_size = width
-    return LlamaRunner(LlamaForCausalLM(config).bfloat16().eval(), CONTEXT)
+    model = LlamaForCausalLM(config).bfloat16().eval()
+    if "bits" not in shape:
+        return LlamaRunner(model, CONTEXT)
+    layers = model.model.layers
+    layers.load_state_dict(unpack_layers(pack_layers(layers.state_dict())))
+    return LlamaRunner(model, CONTEXT, rounding="stored")
 
 
 def forward_times(runners: dict[str, ModelRunner], fed: dict[str, int], repeats: int) -> dict[str, float]:
