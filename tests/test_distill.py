@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from pearl.cli import cli
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ConfigError, DistillError, ModelError
+from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.plan import plan, rate
 from pearl.lab.distill.prompts import read_prompts, training_prompts
 from pearl.lab.distill.run import Distillation
-from pearl.lab.distill.shards import Shards, written_whole
+from pearl.lab.distill.shards import Shards, locked, written_whole
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizer import load_tokenizer
@@ -238,6 +240,31 @@ def test_a_run_with_muon_is_resumed_to_the_same_draft(tmp_path: Path) -> None:
     assert len(checkpoints_of(tmp_path / "killed")) == 2
     run(killed, resume=True)
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+def test_one_answers_while_another_learns(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard is made once, by either, and the draft is that of one process that does all."""
+    made: list[str] = []
+    answers = Distillation._answers
+
+    def counting(self: Distillation, shard: str, prompts: Sequence[str]) -> list[Answer]:
+        made.append(shard)
+        return answers(self, shard, prompts)
+
+    monkeypatch.setattr(Distillation, "_answers", counting)
+    learner = Distillation(settings(tmp_path), Silent())
+    helper = Distillation(settings(tmp_path), Silent(), resume=True)
+    with ThreadPoolExecutor() as pool:
+        listed = pool.submit(helper.answer)
+        learner.run()
+        assert len(listed.result(BOUND).read_text().splitlines()) == 16
+    assert sorted(made) == ["held-out-000", *(f"round-{r:03d}-{i:03d}" for r in range(2) for i in range(2))]
+    assert weights(tmp_path) == weights(whole)
+
+
+def test_two_do_not_learn_in_one_run(whole: Path) -> None:
+    with locked(whole / "draft"), pytest.raises(DistillError, match="another process learns"):
+        run(settings(whole), resume=True)
 
 
 @pytest.mark.slow

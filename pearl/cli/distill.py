@@ -79,8 +79,8 @@ def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
     """Make a draft for a target, out of the target's own answers.
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
-    on them. --resume continues a killed run from its last checkpoint, or goes on to learn after --answers-only. The
-    draft is OUT/draft, an ordinary checkpoint.
+    on them. --resume continues a killed run from its last checkpoint, goes on to learn after --answers-only, or works
+    at a run beside another process. The draft is OUT/draft, an ordinary checkpoint.
     """
     from pearl.lab.distill.run import Distillation
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from pearl.lab.distill.loss import head_loss
 from pearl.lab.distill.optimizers import optimizers_of
 from pearl.lab.distill.plan import generator, plan, rate
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
-from pearl.lab.distill.shards import Shards, read_json, write_json, written_whole
+from pearl.lab.distill.shards import Shards, locked, read_json, write_json, written_whole
 from pearl.lab.distill.teacher import choose_device, load_teacher
 
 DRAFT, HELD_OUT, ANSWERS = "draft", "held-out", "answers.jsonl"  # names within a run's directory
@@ -136,6 +137,12 @@ class Distillation:
 
     def run(self) -> Path:
         """Run all rounds, or those that are left; return the draft's directory."""
+        with locked(self._directory / DRAFT, wait=False) as held:
+            if not held:
+                raise DistillError(f"another process learns in {self._directory}: one can, others with --answers-only")
+            return self._run()
+
+    def _run(self) -> Path:
         self._held_out = self._load_or_generate(HELD_OUT, self._config.held_out)
         if not self._log_path.exists():
             self._measure()
@@ -152,8 +159,10 @@ class Distillation:
     def answer(self) -> Path:
         """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
         path, lines = self._directory / ANSWERS, []
-        for round in range(self._config.rounds):
-            name = f"round-{round:03d}"
+        names = [f"round-{round:03d}" for round in range(self._config.rounds)]
+        for name in names:  # first all that no other process is at
+            self._generate(name, self._config.answers_per_round, wait=False)
+        for name in names:
             answers = self._load_or_generate(name, self._config.answers_per_round)
             for prompt, one in zip(self._prompts(name, len(answers)), answers, strict=True):
                 lines.append(json.dumps({"prompt": prompt, "text": self._teacher.tokenizer.decode(one.tokens)}) + "\n")
@@ -167,6 +176,16 @@ class Distillation:
         Args:
             name: of the prompts' file and the shards: `HELD_OUT` or round-NNN.
         """
+        self._generate(name, count, wait=False)
+        shards = self._generate(name, count, wait=True)
+        return [one for shard in shards for one in self._shards.read(shard)]
+
+    def _generate(self, name: str, count: int, wait: bool) -> list[str]:
+        """Write the missing shards of `name` and return the names of all.
+
+        Args:
+            wait: for those that other processes make; else they may still be missing.
+        """
         config = self._config
         assert config.answer_batch is not None
         prompts = self._prompts(name, count)
@@ -175,8 +194,8 @@ class Distillation:
         if missing:
             self._watcher.begin(f"{name}: answering", len(missing) * config.max_answer_tokens)
         for shard in missing:
-            self._shards.write(shard, self._answers(shard, shards[shard]))
-        return [one for shard in shards for one in self._shards.read(shard)]
+            self._shards.make(shard, partial(self._answers, shard, shards[shard]), wait)
+        return list(shards)
 
     def _answers(self, shard: str, prompts: Sequence[str]) -> list[Answer]:
         config, held_out = self._config, shard.startswith(HELD_OUT)
@@ -196,8 +215,12 @@ class Distillation:
     def _prompts(self, name: str, count: int) -> list[str]:
         """`count` prompts: a share of the given ones, and invented ones for the rest; kept in a file."""
         path = self._directory / "prompts" / f"{name}.json"
-        if (before := read_json(path)) is not None:
-            return list(before)
+        with locked(path):
+            if (before := read_json(path)) is not None:
+                return list(before)
+            return self._new_prompts(path, name, count)
+
+    def _new_prompts(self, path: Path, name: str, count: int) -> list[str]:
         own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
         if len(own) < count:
             own = own + self._invent(name, count - len(own))

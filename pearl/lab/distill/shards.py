@@ -1,17 +1,21 @@
-"""Answers on disk: one safetensors file per batch, written atomically, and a manifest of their digests."""
+"""Answers on disk: one safetensors file per batch, written atomically, and a manifest of their digests.
+
+Several processes may work at one run: each file is made by one of them, under a lock that ends with its process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -65,12 +69,40 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file that is made here; yield False, holding nothing, if another process has it.
+
+    Args:
+        wait: for that process, and then yield True.
+
+    Raises `DistillError` where there may be no lock.
+    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=wait)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        raise DistillError(f"cannot write in {path.parent}: {error}") from error
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
 class Shards:
     """The answers of a run, in shards with names."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._manifest: dict[str, dict[str, Any]] = read_json(directory / _MANIFEST) or {}
+
+    @property
+    def _manifest(self) -> dict[str, dict[str, Any]]:
+        """As it is now: other processes may write shards too."""
+        return read_json(self._directory / _MANIFEST) or {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._manifest
@@ -85,8 +117,15 @@ class Shards:
         with written_whole(path) as building:
             save_file(_pack(answers), building)
         about = {"sha256": file_digest(path), "answers": len(answers), "tokens": sum(len(a.tokens) for a in answers)}
-        self._manifest[name] = about
-        write_json(self._directory / _MANIFEST, self._manifest)
+        manifest = self._directory / _MANIFEST
+        with locked(manifest):
+            write_json(manifest, self._manifest | {name: about})
+
+    def make(self, name: str, answers: Callable[[], list[Answer]], wait: bool) -> None:
+        """Write a shard if it is missing. Where another process makes it: `wait` for that, or do nothing."""
+        with locked(self._path(name), wait) as held:
+            if held and name not in self:
+                self.write(name, answers())
 
     def read(self, name: str) -> list[Answer]:
         """Raises `DistillError` if the file is missing or its digest is wrong."""
