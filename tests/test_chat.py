@@ -163,7 +163,8 @@ def test_a_wait_for_another_client_is_said(home: dict[str, str], paced: list[str
     """Nothing showed whether a chat hung, read a long conversation, or was not its turn."""
     with attach(Path(paced[1])) as other, chatting(home, *paced, "--temperature", "0") as person:
         person.sees(">>>")
-        with other.stream("9", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)) as first:
+        params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+        with other.stream("9", params, method="ar") as first:  # 24 s: it is still there when the message comes
             next(first)
             person.send("123")
             person.sees("another client is being served")
