@@ -87,9 +87,12 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     import transformers
 
     place, name = str(file.parent), file.name
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        place, gguf_file=name, dtype=getattr(torch, dtype), **_dequantised()
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        place, gguf_file=name, dtype=getattr(torch, dtype), output_loading_info=True, **_dequantised()
     )
+    model, found = loaded
+    if missing := missing_weights(model, found):
+        sys.exit(missing)
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain from here on
     _scale_rope(model.config, file)
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
@@ -106,6 +109,16 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     generation.save_pretrained(directory)
+
+
+def missing_weights(model: Any, found: dict[str, Any]) -> str:
+    """What is to be said where weights are in no file: transformers fills them with random numbers. Else nothing.
+
+    Args:
+        found: what `from_pretrained` tells of its loading.
+    """
+    missing = sorted(found["missing_keys"] & {name for name, _ in model.named_parameters()})
+    return f"{len(missing)} of its weights are in no file, {missing[0]} for one" if missing else ""
 
 
 def _scale_rope(config: Any, file: Path) -> None:
