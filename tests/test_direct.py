@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pearl.errors import ModelError
 from pearl.models.direct import read_decoder
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
@@ -128,6 +129,18 @@ def test_a_directory_without_weights_is_left_to_transformers(checkpoint: Callabl
     directory = checkpoint()
     (directory / "model.safetensors").unlink()
     assert read_decoder(directory, None, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llama", "lm_head.weight"), ("bloom", "transformer.h.1.mlp.dense_h_to_4h.bias")]
+)
+def test_a_weight_that_is_in_no_file_is_not_made_up(checkpoint: Callable[..., Path], kind: str, name: str) -> None:
+    """transformers takes random numbers: texts were others from start to start."""
+    directory = checkpoint(kind)
+    weights = load_file(file := directory / "model.safetensors")
+    save_file({each: weight for each, weight in weights.items() if each != name}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"in no file, {name}"):
+        load_runner(str(directory), device=CPU)
 
 
 def test_a_worker_imports_no_compiler(tmp_path: Path) -> None:

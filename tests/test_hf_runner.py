@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import gguf
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 from pearl.errors import ForwardError, ModelError, RequestError
 from pearl.models import loading
 from pearl.models.checkpoint import resolve_checkpoint
+from pearl.models.direct import llama3_frequencies
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
@@ -405,6 +407,43 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     assert messages == [f"loading {file}"]
 
 
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says, and what a config.json would
+    "linear": ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "yarn": (
+        {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+    ),
+    "llama3": ({"freqs": True}, {"rope_type": "llama3", **LLAMA3}),
+    "none": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_the_rope_of_a_gguf_file_is_scaled_as_it_says(tmp_path: Path, cache: Path, kind: str) -> None:
+    """It was not, for transformers drops it: of Llama 3.1 and 3.2, of what was made for longer texts by yarn."""
+    said, rope = SCALED[kind]
+    config = json.loads((tiny_model() / "config.json").read_text())
+    config["rope_parameters"] = rope | {"rope_theta": 5e5}
+    shutil.copytree(tiny_model(), plain := tmp_path / "plain")
+    (plain / "config.json").write_text(json.dumps(config))
+    _write_gguf(file := tmp_path / "tiny.gguf", plain, **said)
+    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
+    assert type(runner) is type(wanted)
+    tokens = some_tokens(runner, 60)
+    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
+
+
+UNKEPT = [{"type": "longrope"}, {"type": "yarn", "attn_factor": 0.5}, {"freqs": 3}, {"without": "up_proj"}]
+
+
+@pytest.mark.parametrize("said", UNKEPT)
+def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(tmp_path: Path, cache: Path, said: dict[str, Any]) -> None:
+    _write_gguf(file := tmp_path / "tiny.gguf", **said)
+    with pytest.raises(ModelError, match=r"its rope|in no file"):
+        load_runner(str(file), device=CPU)
+
+
 def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
@@ -414,9 +453,13 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def _write_gguf(file: Path) -> None:
-    """The tiny Llama in llama.cpp's naming, float32; q and k rows interleaved as its rotation wants."""
-    config = json.loads((tiny_model() / "config.json").read_text())
+def _write_gguf(file: Path, model: Path | None = None, without: str = " ", **scaling: Any) -> None:
+    """The tiny Llama in llama.cpp's naming, float32; q and k rows interleaved as its rotation wants.
+
+    `scaling`: of the rope; `freqs`: by a tensor, that of Llama 3.2 or one with these numbers.
+    """
+    model, freqs = model or tiny_model(), scaling.pop("freqs", None)
+    config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -426,14 +469,23 @@ def _write_gguf(file: Path) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    for name, value in scaling.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"llama.rope.scaling.{name}", value)
+    if freqs is not None:
+        plain = 5e5 ** -(torch.arange(4) / 4)
+        scaled = llama3_frequencies(plain, LLAMA3) if freqs is True else plain / freqs
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"])
     writer.add_token_merges(["Ă Ă"])
     writer.add_eos_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, weight in AutoModelForCausalLM.from_pretrained(tiny_model()).state_dict().items():
+    for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        if without in name:
+            continue
         count = heads.get(name.split(".")[-2])
         if count is not None:
             rows, columns = weight.shape

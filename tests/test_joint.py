@@ -125,6 +125,17 @@ def test_the_longest_part_that_passes_is_accepted(
     assert accepted([0, 1, 2], likely, drafted, tau) == expected
 
 
+def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> None:
+    """A draft that gives its tokens next to nothing makes the joint ratio infinite; that times 0 passed for 1."""
+    half = make_target_half("joint", replace(WARM, top_k=1), parameters(depth=8))
+    logits = torch.zeros(8, 4)
+    logits[:, 2] = 1.0
+    tokens = [2] * 7 + [3]
+    rows = [torch.zeros(4).index_fill_(0, torch.tensor([token]), 1e-45) for token in tokens]
+    judged = half.judge(logits, tokens, rows, 1)
+    assert (judged.accepted, judged.token) == (7, 2)
+
+
 def test_the_token_behind_it_is_the_targets_own() -> None:
     """Not of a residual; chi-square over positions."""
     rule, counts = make_target_half("joint", WARM, parameters(1.0, 1)), torch.zeros(4)

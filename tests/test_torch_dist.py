@@ -151,6 +151,15 @@ sys.stdin.readline()
         pairs[0].go_on()
         pairs[0].said()
 
+    def test_of_a_row_that_is_too_short_the_rest_is_no_number(self, pairs: list[Pair], store_path: Path) -> None:
+        """It was whatever stood in this process's memory, and was judged with where that looked like probabilities."""
+        script = "channel._group._group.send([torch.ones(3)], 0, 0)\nsys.stdin.readline()"
+        for name in ("one", "two", "three"):
+            pairs.append(Pair(store_path, script, name=name))
+            row = pairs[-1].channel.receive(1)[0]
+            assert row[:3].tolist() == [1.0] * 3
+            assert row[3:].isnan().all()
+
     def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, pairs: list[Pair], store_path: Path) -> None:
         """Rows that come after all must not be taken for later ones: they would judge other tokens."""
         script = """

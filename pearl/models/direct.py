@@ -194,10 +194,7 @@ def _config(directory: Path) -> dict[str, Any] | None:
 
 
 def _frequencies(config: dict[str, Any]) -> torch.Tensor | None:
-    """The angle by which each pair of dimensions turns from one position to the next; None: of an unknown rope.
-
-    "llama3": Llama 3.1, as in transformers' `_compute_llama3_parameters`.
-    """
+    """The angle by which each pair of dimensions turns from one position to the next; None: of an unknown rope."""
     rope, dim = config["rope_parameters"], config["head_dim"]
     kind = rope.get("rope_type")
     needed = {"default": (), "linear": ("factor",), "llama3": (*_LLAMA3, "original_max_position_embeddings")}.get(kind)
@@ -208,6 +205,11 @@ def _frequencies(config: dict[str, Any]) -> torch.Tensor | None:
         return plain
     if kind == "linear":
         return plain / rope["factor"]
+    return llama3_frequencies(plain, rope)
+
+
+def llama3_frequencies(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Those of Llama 3.1, as in transformers' `_compute_llama3_parameters`; `plain`: without any scaling."""
     factor, low, high = (rope[name] for name in _LLAMA3)
     length = rope["original_max_position_embeddings"]
     wavelength = 2 * math.pi / plain

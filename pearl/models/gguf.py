@@ -12,11 +12,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from pearl.errors import ModelError
 from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, stamp
 
 _GENERATION = "generation_config.json"
+# The rope of Llama 3.1 and all since, but for its factor. A file has the frequencies that follow from it, not these.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What llama.cpp takes where a file does not say: of these nothing else can be said in a config.json.
+_USUAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "alpha": 0.0}
 
 
 def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
@@ -82,10 +87,14 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     import transformers
 
     place, name = str(file.parent), file.name
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        place, gguf_file=name, dtype=getattr(torch, dtype), **_dequantised()
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        place, gguf_file=name, dtype=getattr(torch, dtype), output_loading_info=True, **_dequantised()
     )
+    model, found = loaded
+    if missing := missing_weights(model, found):
+        sys.exit(missing)
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain from here on
+    _scale_rope(model.config, file)
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = shutil.disk_usage(directory.parent).free
     if needed > free:
@@ -100,6 +109,70 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
     generation.save_pretrained(directory)
+
+
+def missing_weights(model: Any, found: dict[str, Any]) -> str:
+    """What is to be said where weights are in no file: transformers fills them with random numbers. Else nothing.
+
+    Args:
+        found: what `from_pretrained` tells of its loading.
+    """
+    missing = sorted(found["missing_keys"] & {name for name, _ in model.named_parameters()})
+    return f"{len(missing)} of its weights are in no file, {missing[0]} for one" if missing else ""
+
+
+def _scale_rope(config: Any, file: Path) -> None:
+    """Gives the configuration the file's scaling of the rope, which transformers reads of gpt-oss only.
+
+    Without it a text is another from its first token on.  Exits where it cannot be said in a configuration.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    known = {name: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture == "gpt-oss":
+        return
+    said = {name.removeprefix(f"{architecture}.rope.scaling."): value for name, value in known.items()}
+    factor = float(said.get("factor") or said.get(f"{architecture}.rope.scale_linear") or 1.0)
+    kind = said.get("type", "linear")  # as llama.cpp
+    divisors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    if any(said.get(name, usual) != usual for name, usual in _USUAL.items()):
+        sys.exit(f"its rope is scaled in a way that transformers has not: {said}")
+    scaling: dict[str, Any] = {}
+    if kind == "linear" and factor != 1:
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        length = said.get("original_context_length") or config.max_position_embeddings
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(length)}
+        scaling |= {name: float(said[f"yarn_{name}"]) for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in said}
+    elif kind not in ("linear", "none"):
+        sys.exit(f"its rope is scaled by {kind!r}, which is not read from such files")
+    if not scaling and not divisors:
+        return
+    ropes = config.rope_parameters
+    rope = ropes.get("full_attention", ropes)  # the other layers' is not scaled
+    if divisors:
+        if scaling or list(divisors) != ["rope_freqs.weight"] or ropes is not rope:
+            sys.exit(f"its rope is scaled by tensors that are not read from such files: {', '.join(divisors)}")
+        scaling = _llama3(rope, divisors["rope_freqs.weight"])
+    rope.update(scaling)
+
+
+def _llama3(rope: dict[str, Any], divisors: Any) -> dict[str, Any]:
+    """The rope whose frequencies are the plain ones over `divisors` [head_dim / 2]."""
+    import torch
+
+    from pearl.models.direct import llama3_frequencies
+
+    found = {"rope_type": "llama3", "factor": round(float(divisors.max()), 3), **_LLAMA3}
+    count = len(divisors)
+    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(count, dtype=torch.float) / count))
+    if not torch.allclose(
+        plain / torch.from_numpy(divisors.copy()), llama3_frequencies(plain, found), rtol=1e-3, atol=0
+    ):
+        sys.exit("its rope has frequencies that are not those of Llama 3.1, and others are not read from such files")
+    return found
 
 
 def _dequantised() -> dict[str, object]:

@@ -17,6 +17,7 @@ from pearl.errors import ModelError
 from pearl.models.attention import plan_no_shapes, whole_blocks
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
+from pearl.models.gguf import missing_weights
 from pearl.models.hub import in_cache
 from pearl.models.kept import Progress, silent
 from pearl.models.kept_matrices import findings_of
@@ -195,7 +196,11 @@ def _load(spec: str, path: str, arguments: dict[str, Any], device: torch.device)
     from transformers import AutoModelForCausalLM
 
     with _explained(spec), _no_progress_bars():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **arguments)
+        model: PreTrainedModel
+        model, found = loaded
+        if missing := missing_weights(model, found):
+            raise ValueError(missing)
     _refuse_offloaded(spec, model, device)
     return model
 

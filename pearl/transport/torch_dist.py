@@ -95,7 +95,8 @@ class ProcessGroupChannel:
 
     def receive(self, count: int) -> torch.Tensor:
         self._check_alive()
-        rows = torch.empty(count, self._vocab_size, device=self._group.device)
+        # A row that is too short leaves its end as it is: what was in memory before must not pass for a distribution.
+        rows = torch.full((count, self._vocab_size), torch.nan, device=self._group.device)
         try:
             self._group.receive(rows, time.monotonic() + self._timeout)
         except (RuntimeError, TimeoutError) as error:

@@ -79,7 +79,8 @@ class JointTarget:
         drafted = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
         accepted, ratio = 0, 1.0
         for count, (own, other) in enumerate(zip(likely, drafted, strict=True), start=1):
-            ratio = ratio * own / other if other else 0.0  # of no finite ratio: a broken draft
+            # A broken draft's numbers make a ratio that is not finite, and that times 0 is no number, which would pass.
+            ratio = ratio * own / other if own and other else 0.0
             if min(1.0, ratio) > self._tau:
                 accepted = count
         is_whole, bias = accepted == len(tokens), sum(max(0.0, 1 - own) for own in likely[:accepted])
