@@ -42,8 +42,8 @@ _QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than
 _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
 _MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
-_DROPPED_AT_ONCE = 256  # frames of a message that is refused; each is 2 us, and the interpreter lock twice
-_PAUSE_SECONDS = 5e-3  # after these, for others to compute and to send
+_DROPPED_AT_ONCE = 4096  # frames of a message that is refused; each is 1 us, and the interpreter lock twice
+_PAUSE_SECONDS = 1e-3  # after these, for others to send: until the last of them nothing else is read, of nobody
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -168,11 +168,11 @@ class _Socket:
 
     def _drop(self) -> None:
         """Read of a message that is refused what is left, or some of it: nothing else can be read before its end."""
+        self._dropping = bool(self._socket.getsockopt(_RCVMORE))
         for _ in range(_DROPPED_AT_ONCE):
-            self._dropping = bool(self._socket.getsockopt(_RCVMORE))
             if not self._dropping:
                 return
-            self._socket.recv(_NOBLOCK)
+            self._dropping = self._socket.recv(_NOBLOCK, copy=False).more
 
     def _disconnect(self, descriptor: int) -> None:
         """End the connection that a message came by: ZeroMQ has limits of its own for bytes, none for frames.
