@@ -28,6 +28,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pearl.cli import cli
 from pearl.cli.serve import serve
@@ -747,7 +748,31 @@ def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
 
 
 def page(figures: Figures) -> str:
-    return figures.page().decode()
+    return asyncio.run(figures.page()).decode()
+
+
+def test_who_asks_for_figures_at_once_gets_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made anew for each, pages polled by fifty clients held up a text for a second."""
+    made = 0
+
+    def counted(registry: CollectorRegistry) -> bytes:
+        nonlocal made
+        made += 1
+        return generate_latest(registry)
+
+    async def ask(figures: Figures) -> list[bytes]:
+        first = await asyncio.gather(*(figures.page() for _ in range(50)))
+        figures.refused(429)
+        second = asyncio.gather(*(figures.page() for _ in range(50)))
+        await asyncio.sleep(0)
+        figures.refused(429)  # while they wait: this is in it too
+        return [*first, *await second]
+
+    monkeypatch.setattr("pearl.server.figures.generate_latest", counted)
+    pages = asyncio.run(ask(Figures("m", lambda: 0, lambda: 0, lambda: 0)))
+    assert made == 2
+    assert len(set(pages)) == 2
+    assert b'pearl:http_refused_total{model_name="m",status="429"} 2.0' in pages[-1]
 
 
 def test_the_page_asks_nobody_else(served: Served) -> None:

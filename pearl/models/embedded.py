@@ -130,7 +130,7 @@ def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _in_steps(groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(steps [..., 32], lowest of the 16 [..., 1], their width [..., 1]) of groups [..., 32], over a share of a range."""
+    """(steps [..., 32], the lowest [..., 1], their width [..., 1]) of groups [..., 32], over a share of their range."""
     import torch
 
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)

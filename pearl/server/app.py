@@ -117,7 +117,7 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._turns.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await self._turns.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -5,7 +5,9 @@ Series that mean what vLLM's mean have vLLM's names, so that its dashboards show
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -16,6 +18,7 @@ from pearl.server.answers import finish_reason, sources
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds of a step
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _POSITIONS = 32  # of a run that have a series of their own
+_REST, _RESTS = 0.1, 20  # seconds from a page to the next, and as a multiple of what it took to make
 _FORGETS = 0.2  # weight of the latest text in the mean of how long one takes
 
 
@@ -33,6 +36,8 @@ class Figures:
         self._registry = CollectorRegistry()
         self._model = model
         self._mean = 1.0
+        self._coming: asyncio.Future[bytes] | None = None  # the page that is made next, if anybody waits for it
+        self._free = 0.0  # when it may be made
         self._gauge("vllm:num_requests_running", "Requests whose text is being written.", running)
         self._gauge("vllm:num_requests_waiting", "Requests that wait for their turn.", waiting)
         self._gauge("pearl:draft_restarts", "Drafts that were lost and started again.", restarts)
@@ -102,8 +107,24 @@ class Figures:
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, ["model_name"], registry=self._registry, buckets=buckets).labels(self._model)
 
-    def page(self) -> bytes:
-        return generate_latest(self._registry)
+    async def page(self) -> bytes:
+        """All series, as they are after this was called.
+
+        One page is made for all who wait for it, and none for a while after it: it takes milliseconds in which no
+        text goes on, and anybody may ask.
+        """
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(self._next_page())
+        return await asyncio.shield(self._coming)
+
+    async def _next_page(self) -> bytes:
+        await asyncio.sleep(max(0.0, self._free - time.monotonic()))
+        self._coming = None  # who asks from here on may have seen what this page has not
+        began = time.monotonic()
+        page = generate_latest(self._registry)
+        ended = time.monotonic()
+        self._free = ended + max(_REST, _RESTS * (ended - began))
+        return page
 
     def refused(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()
