@@ -17,7 +17,7 @@ from pearl.errors import ConfigError, ModelError
 from pearl.models import embedded, kept
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
-from pearl.models.matrices import is_in_4_bits, multiplies_bf16
+from pearl.models.matrices import is_in_4_bits
 from pearl.models.runner import feed_chain
 
 CPU = torch.device("cpu")
@@ -258,18 +258,17 @@ def test_greedy_text_of_the_target_equals_generate(target: Path) -> None:
 
 @pytest.mark.slow
 def test_the_draft_belongs_to_the_target(target: Path) -> None:
-    """Same table and tokenizer, two layers of its own, and a guess that is often the target's."""
+    """Same table and tokenizer, four layers of its own in 4 bits, and a guess that is often the target's."""
     draft = embedded.embedded_draft()
     assert hashlib.sha256((draft / "tokenizer.json").read_bytes()).digest() == (
         hashlib.sha256((target / "tokenizer.json").read_bytes()).digest()
     )
-    automatic = torch.bfloat16 if multiplies_bf16() else torch.float32
     runners = [load_runner(name, device=CPU, max_context=128) for name in ("embedded", "embedded-draft")]
-    assert [isinstance(runner, LlamaRunner) and runner.dtype for runner in runners] == [torch.bfloat16, automatic]
-    rounded = load_runner("embedded-draft", device=CPU, max_context=128, may_round=True)
-    assert isinstance(rounded, LlamaRunner)
-    assert rounded.dtype == torch.bfloat16
-    assert len(runners[1]._layers) == 2
+    runners.append(load_runner("embedded-draft", device=CPU, max_context=128, may_round=True))
+    for runner in runners:
+        assert isinstance(runner, LlamaRunner)
+        assert (runner.dtype, runner.weights) == (torch.bfloat16, "4 bits")
+    assert len(runners[1]._layers) == 4
     tokenizer = AutoTokenizer.from_pretrained(target)
     chat = [{"role": "user", "content": "Give me three tips for staying healthy."}]
     text = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids)

@@ -153,7 +153,7 @@ sys.stdin.readline()
 
     def test_of_a_row_that_is_too_short_the_rest_is_no_number(self, pairs: list[Pair], store_path: Path) -> None:
         """It was whatever stood in this process's memory, and was judged with where that looked like probabilities."""
-        script = "channel._group._group.send([torch.ones(3)], 0, 0)\nsys.stdin.readline()"
+        script = "channel._group._group.send([torch.ones(3)], 0, 0).wait()\nsys.stdin.readline()"
         for name in ("one", "two", "three"):
             pairs.append(Pair(store_path, script, name=name))
             row = pairs[-1].channel.receive(1)[0]
