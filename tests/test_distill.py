@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from pearl.cli import cli
 from pearl.config import SamplingParams
@@ -26,6 +28,7 @@ from pearl.engine import Engine
 from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig, load_config
+from pearl.lab.distill.draft import _WRITES
 from pearl.lab.distill.plan import plan, rate
 from pearl.lab.distill.prompts import read_prompts, training_prompts
 from pearl.lab.distill.run import Distillation
@@ -167,8 +170,20 @@ def test_layers_that_are_added_change_nothing_at_first(family: str, tmp_path: Pa
     same = settings(tmp_path / "same", target=model, init_from=small, learning_rate=1e-9)
     run(same)
     assert agreements(tmp_path / "grown")[0] == agreements(tmp_path / "same")[0]
+    added = load_file(tmp_path / "grown" / "draft" / "model.safetensors")
+    assert [bool(weight.any()) for name, weight in added.items() if re.search(rf"\.2\.{_WRITES}weight", name)] == [
+        True
+    ] * 2
     described = json.loads((tmp_path / "grown" / "draft" / "config.json").read_text())
     assert described.get("num_hidden_layers", described.get("n_layer")) == 3
+
+
+def test_a_draft_grows_only_where_it_is_known_how(tmp_path: Path) -> None:
+    """Else its new layers would disturb it at once, and nothing would say why it got worse."""
+    model = str(tiny_model("opt", layers=3, chat=True))
+    run(settings(tmp_path / "small", target=model, layers=(0, 1)))
+    with pytest.raises(ModelError, match="cannot grow"):
+        run(settings(tmp_path / "grown", target=model, init_from=str(tmp_path / "small" / "draft"), grow=(2,)))
 
 
 def test_a_draft_of_another_width_does_not_grow(tmp_path: Path) -> None:

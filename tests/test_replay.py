@@ -336,7 +336,7 @@ def test_each_part_stands_beside_all_of_them_simulated_and_in_two_processes(file
         "--texts",
         str(file),
         "--pair",
-        "CodeLlama 7B & 34B",
+        "Llama 2 7B & 70B",
         "--tokens",
         "50",
         "--limit",

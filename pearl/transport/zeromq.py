@@ -43,7 +43,7 @@ _LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
 _MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
 _DROPPED_AT_ONCE = 4096  # frames of a message that is refused; each is 1 us, and the interpreter lock twice
-_PAUSE_SECONDS = 1e-3  # after these, for others to send: until the last of them nothing else is read, of nobody
+_PAUSE_SECONDS = 1e-3  # after these, for others to send: until the last of them is read, nobody else is heard
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)

@@ -36,7 +36,8 @@ class DistillConfig(Section):
     init_from: str | None = Field(None, description="Draft to train further; default: made of the target's own layers.")
     layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
     grow: tuple[int, ...] = Field(
-        (), description="The target's layers to put behind those of init_from; they change nothing at first."
+        (),
+        description="Target's layers to put behind init_from's; they change nothing at first (may be given again).",
     )
     width: int | None = Field(None, ge=8, description="Hidden size of a narrower, tied draft; default: the target's.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
