@@ -329,7 +329,7 @@ def test_recorded_by_one_command_and_simulated_by_another(tmp_path: Path) -> Non
 
 
 def test_each_part_stands_beside_all_of_them_simulated_and_in_two_processes(file: Path, tmp_path: Path) -> None:
-    """At the speeds of a pair: what was asked for is what ran, and nothing is faster than its simulation."""
+    """At the speeds of a pair: what was asked for is what ran, and nothing is faster than its forwards."""
     arguments = [
         "bench",
         "paper",
@@ -351,7 +351,7 @@ def test_each_part_stands_beside_all_of_them_simulated_and_in_two_processes(file
     kinds = [*names[:9], *(name.partition(",")[0] for name in names[9:])]
     of_two = ["+ lookup + branches", "+ look-ahead + branches", "+ look-ahead + lookup"]
     assert kinds == ["pearl", "+ branches", "+ lookup", "+ look-ahead", *of_two, "pearl, ahead", "ngram", "sd", "ssd"]
-    assert all(0 < one["of_simulated"][0] <= 1.01 for one in made["pairs"])
+    assert all(0 < one["target_busy"] <= 1 and one["of_simulated"][0] > 0 for one in made["pairs"])
     assert all(name in done.output for name in names)
     with pytest.raises(ConfigError, match="--parts is for recorded texts"):
         CliRunner().invoke(cli, ["bench", "paper", "--parts"], catch_exceptions=False)

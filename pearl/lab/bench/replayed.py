@@ -34,7 +34,10 @@ class Replayed:
         simulated, runtime: times as fast as `ar`.
         simulated_gain, runtime_gain: times as fast as `pearl` as published.
         tokens_per_step, foreseen: simulated.
-        of_simulated: the runtime's speed over the simulator's on the same text: median, least and most.
+        of_simulated: the runtime's speed over the simulator's on the same text: median, least and most. By the luck of
+            a message that comes a moment earlier, a short text may be faster than the simulator's.
+        target_busy: share of the runtime's time that the target's forwards after the prefill take at the pair's speed;
+            never more than 1.
     """
 
     pair: str
@@ -46,6 +49,7 @@ class Replayed:
     runtime: float | None = None
     runtime_gain: float | None = None
     of_simulated: tuple[float, float, float] | None = None
+    target_busy: float | None = None
 
 
 def replayed(
@@ -69,7 +73,9 @@ def replayed(
     rates = {(s.row, s.task): s.rate for s in measured.samples}
     found = []
     for name, totals in done.items():
-        shares = sorted(s.of_simulated for s in measured.samples if s.row == name and s.of_simulated is not None)
+        samples = [s for s in measured.samples if s.row == name]
+        busy = [s.steps * pair.t_target / s.seconds for s in samples]
+        shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
         found.append(
             Replayed(
                 pair.name,
@@ -81,6 +87,7 @@ def replayed(
                 _ratio(rates, name, AR),
                 _ratio(rates, name, PEARL),
                 (median(shares), shares[0], shares[-1]) if shares else None,
+                median(busy) if busy else None,
             )
         )
     return found
