@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import click
 import pytest
@@ -69,8 +69,10 @@ def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, Nex
     return lambda seen: target[seen[-1]], lambda seen: draft[seen[-1]]
 
 
-def text(rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0) -> list[int]:
-    executors = paired_executors(*(ToyRunner(32, pair) for pair in overlapping(32, 0.3, draft)))
+def text(
+    rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0, alpha: float = 0.3
+) -> list[int]:
+    executors = paired_executors(*(ToyRunner(32, pair) for pair in overlapping(32, alpha, draft)))
     submit = Submit(1, (0,), 101, sampling, Decoding("pearl", rule=rule, parameters=parameters))
     return simulate(submit, *executors, Timing(1.0, lambda _: 4.0)).tokens
 
@@ -126,6 +128,17 @@ def test_branches_draw_together_what_they_would_draw_one_by_one(rule: str, vocab
         assert together.likeliest(*top, position, 5) == alone.likeliest(*top, position, 5)
         assert (probs is None) == (wanted_probs is None)
         assert probs is None or torch.equal(probs, wanted_probs)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_filter_rules_out_is_no_text_under_any_rule(rule: str) -> None:
+    """The draft's two likeliest tokens are hardly ever among the target's; `opt` and `uno` forgave that too."""
+    names = [parameter.name for parameter in find(rule).parameters]
+    sampling = Sampling(1.0, top_k=2, seed=3)
+    written = text(rule, (("epsilon", 0.5),) if "epsilon" in names else (), sampling, alpha=0.0)
+    likeliest = table(32, 1).topk(2).indices.tolist()
+    assert len(written) == 100
+    assert [token for before, token in pairwise([0, *written]) if token not in likeliest[before]] == []
 
 
 # ---- the draft's death ----

@@ -106,7 +106,7 @@ def test_bias_and_rejections_are_as_told(
     epsilon = 0 if rule is RatioTarget else epsilon
     judge = rule(Sampling(1.0), epsilon / 64)
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
-    accepted = [min(b, a + Fraction(epsilon, 64)) for a, b in zip(p, q, strict=True)]
+    accepted = [min(b, a + Fraction(epsilon, 64)) if a else Fraction(0) for a, b in zip(p, q, strict=True)]
     law = committed(target, draft, monkeypatch, judge)
     told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
     assert told is not None

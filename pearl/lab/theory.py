@@ -180,6 +180,8 @@ def expected_relaxed_rejections(
 ) -> tuple[float, float]:
     """The same by a rule that accepts with probability min(1, (target + epsilon) / draft), and its bias.
 
+    Nothing is accepted where the target's probability is 0.
+
     Args:
         corrects: whether a rejected token is replaced from the residual, as by rule opt; else from the target: uno.
 
@@ -192,7 +194,7 @@ def expected_relaxed_rejections(
     for p_rows, q_rows in zip(target, draft, strict=True):
         laws: list[Distribution] = []
         for share, p, q in zip(states, p_rows, q_rows, strict=True):
-            accepted = [min(y, x + epsilon) for x, y in zip(p, q, strict=True)]
+            accepted = [min(y, x + epsilon) if x else 0.0 for x, y in zip(p, q, strict=True)]
             rejected, rest = max(0.0, 1 - sum(accepted)), _excess(p, q) if corrects else list(p)
             part = rejected / total if (total := sum(rest)) else 0.0
             laws.append([one + part * other for one, other in zip(accepted, rest, strict=True)])

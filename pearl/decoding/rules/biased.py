@@ -1,9 +1,10 @@
 """Three rules that accept more than exactness allows, by a stated amount: opt, uno and bild.
 
-Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft); they differ in what replaces a
-rejected one.  Opt draws from max(target - draft, 0), as the ratio rule does: of all replacements that with the least
-total variation distance from the target.  What is gained is paid for one by one: bias and rejection probability add up
-to the distance between draft and target.  Uno draws from the target itself, and is biased with epsilon 0 too.
+Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft), and none that has no probability
+with the target: what a grammar or top-p rules out never becomes text.  They differ in what replaces a rejected one.
+Opt draws from max(target - draft, 0), as the ratio rule does: of all replacements that with the least total variation
+distance from the target.  What is gained is paid for one by one: bias and rejection probability add up to the distance
+between draft and target.  Uno draws from the target itself, and is biased with epsilon 0 too.
 
 Source: Yin et al. 2024, section 4.2.  Their printed code has the draft's distribution in the target's place for uno,
 against their text, which is followed here.

@@ -66,7 +66,8 @@ class RatioTarget:
     """Judges by `accepts`, corrects from `residual`.
 
     Args:
-        epsilon: is added to the target's probability of a draft token; above 0 the rule is not exact (see `biased`).
+        epsilon: is added to the target's probability of a draft token that is possible at all; above 0 the rule is not
+            exact (see `biased`).
     """
 
     def __init__(self, sampling: Sampling, epsilon: float = 0.0) -> None:
@@ -119,7 +120,8 @@ class RatioTarget:
         return Judgement(len(tokens), None, odds_of(each))
 
     def _accepts(self, position: int, target_prob: float, draft_prob: float) -> bool:
-        return accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob + self._epsilon, draft_prob)
+        forgiven = self._epsilon if target_prob > 0 else 0.0
+        return accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob + forgiven, draft_prob)
 
     def _correct(self, position: int, target: torch.Tensor, draft: torch.Tensor) -> int:
         """The token in place of a rejected one, by the distributions [vocab] at its position."""
@@ -132,7 +134,8 @@ class RatioTarget:
 
     def _sums(self, target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How likely what is drafted from each row is accepted, and the bias: [...]. target, draft: [..., vocab]."""
-        accepted = torch.minimum(draft, target + self._epsilon if self._epsilon else target)
+        forgiving = target + self._epsilon * (target > 0) if self._epsilon else target
+        accepted = torch.minimum(draft, forgiving)
         mass = accepted.sum(-1)
         return mass, self._bias(target, accepted, mass)
 

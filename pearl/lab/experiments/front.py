@@ -143,7 +143,7 @@ def relaxed(p: torch.Tensor, q: torch.Tensor, epsilon: float, corrects: bool) ->
 
     The same as `theory.expected_relaxed_rejections` has for one position of a chain. `corrects`: see there.
     """
-    accepted = torch.minimum(q, p + epsilon)
+    accepted = torch.minimum(q, p + epsilon * (p > 0))
     rejected = (1 - accepted.sum(-1)).clamp_min(0)
     rest = (p - q).clamp_min(0) if corrects else p
     total = rest.sum(-1, keepdim=True)
