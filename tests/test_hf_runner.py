@@ -6,10 +6,8 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
-import gguf
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -18,13 +16,11 @@ from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 from pearl.errors import ForwardError, ModelError, RequestError
 from pearl.models import loading
 from pearl.models.checkpoint import resolve_checkpoint
-from pearl.models.direct import llama3_frequencies
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizer import load_tokenizer
 from tests.runner_contract import RunnerContract, close, some_tokens
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -68,7 +64,7 @@ class TestContractCuda(RunnerContract):
         return runner
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4"])
 def test_greedy_text_equals_generate(kind: str) -> None:
     runner, prompt = load(kind), [20, 30, 40, 50]
     text = list(prompt)
@@ -99,7 +95,7 @@ def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) ->
             load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards=forwards)
 
 
-@pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide"])
+@pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide", "gemma4"])
 def test_a_window_shorter_than_the_context_is_refused_with_what_would_do(kind: str) -> None:
     """By one token it would slide, and forget what a rollback may need."""
     with pytest.raises(ModelError, match="max_context 64"):
@@ -380,118 +376,3 @@ def test_a_forward_that_fails_is_its_requests_affair(tmp_path: Path, monkeypatch
 def test_unknown_dtype() -> None:
     with pytest.raises(ModelError, match="float8"):
         load(dtype="float8")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "converted"
-
-
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
-    """It is converted, for each dtype once; an unnamed dtype is bfloat16."""
-    file = tmp_path / "tiny.gguf"
-    _write_gguf(file)
-    runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
-    tokens = some_tokens(runner, 9)
-    close(feed_chain(runner, tokens, 9), feed_chain(load(), tokens, 9))
-    automatic = load_runner(str(file), device=CPU, max_context=64)
-    assert isinstance(automatic, LlamaRunner)
-    assert automatic.dtype == AUTOMATIC
-    made = sorted(path.name for path in cache.iterdir() if path.is_dir())
-    assert [name.rpartition("-")[2] for name in made] == ["bfloat16", "float32"]
-    tokenizer, defaults = load_tokenizer(str(file))
-    assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
-    messages: list[str] = []
-    load_runner(str(file), device=CPU, dtype="float32", max_context=64, progress=messages.append)
-    assert messages == [f"loading {file}"]
-
-
-LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says, and what a config.json would
-    "linear": ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
-    "yarn": (
-        {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
-    ),
-    "llama3": ({"freqs": True}, {"rope_type": "llama3", **LLAMA3}),
-    "none": ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
-}
-
-
-@pytest.mark.parametrize("kind", SCALED)
-def test_the_rope_of_a_gguf_file_is_scaled_as_it_says(tmp_path: Path, cache: Path, kind: str) -> None:
-    """It was not, for transformers drops it: of Llama 3.1 and 3.2, of what was made for longer texts by yarn."""
-    said, rope = SCALED[kind]
-    config = json.loads((tiny_model() / "config.json").read_text())
-    config["rope_parameters"] = rope | {"rope_theta": 5e5}
-    shutil.copytree(tiny_model(), plain := tmp_path / "plain")
-    (plain / "config.json").write_text(json.dumps(config))
-    _write_gguf(file := tmp_path / "tiny.gguf", plain, **said)
-    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
-    assert type(runner) is type(wanted)
-    tokens = some_tokens(runner, 60)
-    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
-
-
-UNKEPT = [{"type": "longrope"}, {"type": "yarn", "attn_factor": 0.5}, {"freqs": 3}, {"without": "up_proj"}]
-
-
-@pytest.mark.parametrize("said", UNKEPT)
-def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(tmp_path: Path, cache: Path, said: dict[str, Any]) -> None:
-    _write_gguf(file := tmp_path / "tiny.gguf", **said)
-    with pytest.raises(ModelError, match=r"its rope|in no file"):
-        load_runner(str(file), device=CPU)
-
-
-def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
-    file = tmp_path / "tiny.gguf"
-    _write_gguf(file)
-    file.write_bytes(file.read_bytes()[:3000])
-    with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
-        load_runner(str(file), device=CPU)
-    assert not [path for path in cache.iterdir() if path.is_dir()]
-
-
-def _write_gguf(file: Path, model: Path | None = None, without: str = " ", **scaling: Any) -> None:
-    """The tiny Llama in llama.cpp's naming, float32; q and k rows interleaved as its rotation wants.
-
-    `scaling`: of the rope; `freqs`: by a tensor, that of Llama 3.2 or one with these numbers.
-    """
-    model, freqs = model or tiny_model(), scaling.pop("freqs", None)
-    config = json.loads((model / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    for name, value in scaling.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(f"llama.rope.scaling.{name}", value)
-    if freqs is not None:
-        plain = 5e5 ** -(torch.arange(4) / 4)
-        scaled = llama3_frequencies(plain, LLAMA3) if freqs is True else plain / freqs
-        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"])
-    writer.add_token_merges(["Ă Ă"])
-    writer.add_eos_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        if without in name:
-            continue
-        count = heads.get(name.split(".")[-2])
-        if count is not None:
-            rows, columns = weight.shape
-            weight = weight.view(count, 2, rows // count // 2, columns).transpose(1, 2).reshape(rows, columns)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

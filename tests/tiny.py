@@ -51,6 +51,18 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [4.0, 9.0, 20.0, 40.0],
 }
+_BASE = {"rope_type": "default", "rope_theta": 5e5}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_GEMMA = _SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4096}
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 0,
+}
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
@@ -60,6 +72,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": False}),
     "qwen3": ("Qwen3", _SIZES | {"head_dim": 16}),  # heads wider than their share
     "llama-biased": ("Llama", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("Llama", _SIZES | {"num_key_value_heads": 4}),
     "llama-encoder": ("Llama", _SIZES | {"is_causal": False}),  # its rows depend on later positions
     "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True}),
     "llama-long": ("Llama", _SIZES | {"rope_parameters": _LLAMA3_ROPE}),
@@ -75,13 +88,25 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "mistral-sliding": ("Mistral", _SIZES | {"sliding_window": 8}),
     "mistral-wide": ("Mistral", _SIZES | {"sliding_window": 64}),
     "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer
+    "gemma2-caps": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
+    "gemma3-linear": ("Gemma3Text", _GEMMA | {"rope_parameters": _GEMMA3_ROPE}),
+    "gemma4": ("Gemma4Text", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}),
+    "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
+    "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
+    "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),
     "gpt-neox": ("GPTNeoX", _NEOX),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
     "bert": ("Bert", _SIZES),
     "t5": ("T5", _T5),
 }
-_HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel", "T5": "T5ForConditionalGeneration"}
+_HEADS = {
+    "GPT2": "GPT2LMHeadModel",
+    "Bert": "BertLMHeadModel",
+    "T5": "T5ForConditionalGeneration",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
+}
 
 
 @functools.cache

@@ -85,6 +85,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
     import torch
     import transformers
+    from gguf import GGUFReader
 
     place, name = str(file.parent), file.name
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -94,7 +95,10 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if missing := missing_weights(model, found):
         sys.exit(missing)
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain from here on
-    _scale_rope(model.config, file)
+    reader = GGUFReader(file)
+    _check_all_read(model, reader)
+    _complete(model.config, reader)
+    _scale_rope(model.config, reader)
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = shutil.disk_usage(directory.parent).free
     if needed > free:
@@ -121,14 +125,60 @@ def missing_weights(model: Any, found: dict[str, Any]) -> str:
     return f"{len(missing)} of its weights are in no file, {missing[0]} for one" if missing else ""
 
 
-def _scale_rope(config: Any, file: Path) -> None:
+def _check_all_read(model: Any, reader: Any) -> None:
+    """Exits where transformers has left out weights of the file: biases that a family does not have there, for one."""
+    read = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
+    again = {"output.weight"} if model.config.tie_word_embeddings else set()  # Falcon's and Bloom's, a second time
+    held = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_f")}
+    left = sum(held.values()) - sum(held.get(name, 0) for name in again) - read
+    if left > 0:
+        sys.exit(f"{left} of its weights have no place in a {type(model).__name__} as it is read from such files")
+
+
+def _complete(config: Any, reader: Any) -> None:
+    """Gives the configuration what else the file says of the model and transformers does not read, of some families.
+
+    Exits where it cannot be said in a configuration.
+    """
+    architecture = reader.fields["general.architecture"].contents()
+    start = f"{architecture}."
+    said = {name.removeprefix(start): field.contents() for name, field in reader.fields.items()}
+    if architecture == "llama" and "attention.head_count_kv" not in said:
+        sys.exit("it does not say how many heads keys have, without which its queries are not put in order")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if name in said and hasattr(config, name):
+            setattr(config, name, float(said[name]))
+    if (layers := {"gemma2": 46, "gemma3": 62}.get(architecture)) is not None:
+        # As llama.cpp, for no file says it: the models of 27 billion weights have another than all the others.
+        is_27b = config.num_hidden_layers == layers
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+    window = said.get("attention.sliding_window") or None  # 0 where there is none
+    if hasattr(config, "sliding_window") and "attention.sliding_window" in said:
+        config.sliding_window = window
+    elif window is not None and window < config.max_position_embeddings:
+        sys.exit(f"its attention has a window of {window} tokens, which {architecture!r} files are not read with")
+    ropes = getattr(config, "rope_parameters", None)
+    if not ropes:
+        return
+    rope = ropes.get("full_attention", ropes)
+    for each, name in ((rope, "rope.freq_base"), (ropes.get("sliding_attention"), "rope.freq_base_swa")):
+        if each and name in said:
+            each["rope_theta"] = float(said[name])
+    turned = said.get("rope.dimension_count")
+    if turned is None or rope is not ropes or hasattr(config, "rotary_dim"):  # which is read
+        return
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = turned / width
+    elif turned != width:
+        sys.exit(f"its rope turns {turned} of {width} dimensions, which {architecture!r} files are not read with")
+
+
+def _scale_rope(config: Any, reader: Any) -> None:
     """Gives the configuration the file's scaling of the rope, which transformers reads of gpt-oss only.
 
     Without it a text is another from its first token on.  Exits where it cannot be said in a configuration.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
     known = {name: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
     architecture = reader.fields["general.architecture"].contents()
     if architecture == "gpt-oss":

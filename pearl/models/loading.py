@@ -264,6 +264,8 @@ def _check_cache_fits(spec: str, model: PreTrainedModel | Decoder, context: int,
     """
     named = model.config.get_text_config(decoder=True)  # which finds what other families call otherwise
     names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
+    if getattr(named, "is_heterogeneous", False):
+        return 0  # layers have heads of several sizes, and the buffers are made as they fill
     config = {name: getattr(named, name, None) for name in names}
     if not config["num_attention_heads"]:
         return 0  # no such attention: the runner refuses it by name
