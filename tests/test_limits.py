@@ -28,6 +28,8 @@ from pearl.protocol.messages import (
     DraftTokens,
     Error,
     Hello,
+    Ping,
+    Pong,
     Role,
     Sampling,
     Submit,
@@ -92,6 +94,21 @@ def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, in
         take(limits, owners, b"b", asked)
     del owners[first]
     take(limits, owners, b"b", asked)
+
+
+def test_who_fills_the_room_leaves_others_their_share(owners: dict[int, tuple[bytes, int]]) -> None:
+    """One front's two long prompts had every other refused until the first of them was written."""
+    limits = Admission(owners, 32, CONTEXT)
+    share = submit(tokens=admission.MAX_SHARE // 2 - admission.REQUEST)
+    take(limits, owners, b"a", submit(tokens=1 << 20))
+    take(limits, owners, b"a", submit(tokens=admission.MAX_HELD - (1 << 20) - 2 * admission.REQUEST))
+    with pytest.raises(RequestError, match="would hold"):
+        take(limits, owners, b"a", share)
+    for _ in range(2):
+        take(limits, owners, b"b", share)
+    with pytest.raises(RequestError, match="would hold"):
+        take(limits, owners, b"b", share)
+    take(limits, owners, b"c", share)
 
 
 def test_what_each_token_is_looked_at_for_is_bounded(owners: dict[int, tuple[bytes, int]]) -> None:
@@ -164,6 +181,13 @@ def test_wishes_to_record_do_not_pile_up(front: MemoryEndpoint) -> None:
         front.send(Trace(number, True))
     said = until(front, lambda message: isinstance(message, Error))
     assert "too many recordings" in said.message
+
+
+def test_a_front_that_is_gone_is_not_told_of_its_last_cancels(front: MemoryEndpoint) -> None:
+    """Who closes amid a text cancels it, and may be found to be gone before that is read."""
+    front.send(Cancel(1))
+    front.send(Ping(7))
+    assert isinstance(until(front, lambda message: isinstance(message, (Error, Pong))), Pong)
 
 
 def until(front: MemoryEndpoint, wanted: object) -> Error:

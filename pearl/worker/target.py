@@ -196,8 +196,8 @@ class TargetWorker:
                 self._go_on_without_draft(request, text)
             case Error(_, kind, text) if is_draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
-            case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong():
-                pass  # from a draft that has been replaced
+            case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong() | Cancel():
+                pass  # from a draft that has been replaced, or a front that is known to be gone already
             case _:
                 raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
 
