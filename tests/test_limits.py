@@ -28,8 +28,6 @@ from pearl.protocol.messages import (
     DraftTokens,
     Error,
     Hello,
-    Ping,
-    Pong,
     Role,
     Sampling,
     Submit,
@@ -44,6 +42,7 @@ from pearl.worker import admission
 from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
 from pearl.worker.draft_link import TargetSettings
+from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
@@ -134,6 +133,29 @@ def test_a_wide_window_is_for_an_engine_of_one_slot(owners: dict[int, tuple[byte
     assert MAX_WINDOW == pearl.protocol.window.MAX_WINDOW
 
 
+# ---- whose turn it is ----
+
+
+def test_fronts_take_turns() -> None:
+    """And are told how many texts of others come before theirs."""
+    fronts = Fronts(lambda message, peer: None, 32, CONTEXT)
+    for peer in (b"a", b"b", b"c"):
+        fronts.meet(peer, Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+    first, *waiting = [fronts.submit(b"a", submit(request=number)) for number in range(4)]
+    begun = fronts.next()
+    assert begun is not None
+    assert begun.request == first
+    others = [fronts.submit(peer, submit()) for peer in (b"b", b"c")]
+    assert [fronts.ahead(peer, {first}) for peer in (b"a", b"b", b"c")] == [0, 2, 3]
+    assert fronts.withdraw(first) is None
+    end = fronts.withdraw(waiting.pop(1))
+    assert end is not None
+    assert fronts.withdraw(end.request) is None
+    order = [asked.request for asked in iter(fronts.next, None)]
+    assert order == [waiting[0], *others, waiting[1]]
+    assert fronts.ahead(b"c", {others[1]}) == 0
+
+
 # ---- what is logged of it ----
 
 
@@ -181,13 +203,6 @@ def test_wishes_to_record_do_not_pile_up(front: MemoryEndpoint) -> None:
         front.send(Trace(number, True))
     said = until(front, lambda message: isinstance(message, Error))
     assert "too many recordings" in said.message
-
-
-def test_a_front_that_is_gone_is_not_told_of_its_last_cancels(front: MemoryEndpoint) -> None:
-    """Who closes amid a text cancels it, and may be found to be gone before that is read."""
-    front.send(Cancel(1))
-    front.send(Ping(7))
-    assert isinstance(until(front, lambda message: isinstance(message, (Error, Pong))), Pong)
 
 
 def until(front: MemoryEndpoint, wanted: object) -> Error:
