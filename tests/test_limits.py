@@ -42,6 +42,7 @@ from pearl.worker import admission
 from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
 from pearl.worker.draft_link import TargetSettings
+from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
@@ -94,6 +95,21 @@ def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, in
     take(limits, owners, b"b", asked)
 
 
+def test_who_fills_the_room_leaves_others_their_share(owners: dict[int, tuple[bytes, int]]) -> None:
+    """One front's two long prompts had every other refused until the first of them was written."""
+    limits = Admission(owners, 32, CONTEXT)
+    share = submit(tokens=admission.MAX_SHARE // 2 - admission.REQUEST)
+    take(limits, owners, b"a", submit(tokens=1 << 20))
+    take(limits, owners, b"a", submit(tokens=admission.MAX_HELD - (1 << 20) - 2 * admission.REQUEST))
+    with pytest.raises(RequestError, match="would hold"):
+        take(limits, owners, b"a", share)
+    for _ in range(2):
+        take(limits, owners, b"b", share)
+    with pytest.raises(RequestError, match="would hold"):
+        take(limits, owners, b"b", share)
+    take(limits, owners, b"c", share)
+
+
 def test_what_each_token_is_looked_at_for_is_bounded(owners: dict[int, tuple[bytes, int]]) -> None:
     """Two thousand stops of a thousand characters took a second, again and again, in the loop that all share."""
     limits = Admission(owners, 32, CONTEXT)
@@ -115,6 +131,29 @@ def test_a_wide_window_is_for_an_engine_of_one_slot(owners: dict[int, tuple[byte
     with pytest.raises(ConfigError, match="gamma 65 is more than 64"):
         EngineConfig(slots=2).check_decoding(decoding)
     assert MAX_WINDOW == pearl.protocol.window.MAX_WINDOW
+
+
+# ---- whose turn it is ----
+
+
+def test_fronts_take_turns() -> None:
+    """And are told how many texts of others come before theirs."""
+    fronts = Fronts(lambda message, peer: None, 32, CONTEXT)
+    for peer in (b"a", b"b", b"c"):
+        fronts.meet(peer, Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+    first, *waiting = [fronts.submit(b"a", submit(request=number)) for number in range(4)]
+    begun = fronts.next()
+    assert begun is not None
+    assert begun.request == first
+    others = [fronts.submit(peer, submit()) for peer in (b"b", b"c")]
+    assert [fronts.ahead(peer, {first}) for peer in (b"a", b"b", b"c")] == [0, 2, 3]
+    assert fronts.withdraw(first) is None
+    end = fronts.withdraw(waiting.pop(1))
+    assert end is not None
+    assert fronts.withdraw(end.request) is None
+    order = [asked.request for asked in iter(fronts.next, None)]
+    assert order == [waiting[0], *others, waiting[1]]
+    assert fronts.ahead(b"c", {others[1]}) == 0
 
 
 # ---- what is logged of it ----

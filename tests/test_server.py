@@ -381,6 +381,7 @@ def test_text_parts_are_joined(served: Served) -> None:
         ("completions", {"prompt": "1 " * 900_000}),
         ("chat/completions", {"messages": [message("1" * 900)] * 2000}),
         ("chat/completions", {"messages": [message([{"type": "text", "text": "1" * 1_900_000}])]}),
+        ("chat/completions", {"messages": [called(json.dumps({"x": "1" * 1_900_000}))]}),
     ],
 )
 def test_of_far_too_long_a_prompt_only_a_part_is_made_into_tokens(

@@ -124,6 +124,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return path / "converted"
 
 
+def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """A tool or message whose JSON can be parsed, and is too deep for who writes it amid other calls."""
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    function = {"name": "f", "parameters": deep, "arguments": deep}
+    return [{**one, "function": function} if "function" in one else {**one, "tool_calls": [{"function": function}]}]
+
+
 class TestKeptTokenizer:
     """The first process keeps what transformers makes of the files; those that follow do not import it."""
 
@@ -237,6 +246,10 @@ class TestKeptTokenizer:
         assert '{"x": "é"}' in told
         assert encode(kept, Chat(chat, tools)) == kept.apply_chat(chat, tools) != kept.apply_chat(chat)
         assert encode(kept, Chat(chat, ())) == kept.apply_chat(chat)
+        for deep in (Chat(chat, nested(tools[0])), Chat([chat[0], *nested(chat[1])], ())):
+            for tokenizer in (made, kept):
+                with pytest.raises(RequestError, match="nested too deep for the model's chat template"):
+                    encode(tokenizer, deep)
         (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         silent = load_tokenizer(str(checkpoint))[0]
         with pytest.raises(RequestError, match="does not tell it of tools"):

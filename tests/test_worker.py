@@ -440,6 +440,27 @@ def test_requests_of_two_fronts_are_served_in_turn(loops: MakeLoops) -> None:
     assert told[0].tokens[:40] == told[1].tokens[:40] == simulated(submission(40))
 
 
+def test_fronts_take_turns_however_much_one_has_asked_for(loops: MakeLoops) -> None:
+    """Another front's text waited for all of one's 64, which could take hours."""
+    pair = loops(expects_draft=False)
+    greedy, modest = pair.front(), pair.front()
+    for number in range(1, 9):
+        greedy.endpoint.send(submission(CONTEXT - 10, "ar", request=number))
+    greedy.until(Committed)
+    modest.endpoint.send(submission(20, "ar"))
+    modest.until(Heartbeat)  # it waits
+    greedy.endpoint.send(Cancel(5))
+    greedy.endpoint.send(Cancel(1))
+    while greedy.until(Committed).request != 2:  # type: ignore[attr-defined]
+        pass
+    greedy.endpoint.send(Cancel(2))
+    told = Told()
+    modest.until(Finished, told)
+    assert told.reason is FinishReason.LENGTH
+    while greedy.until(Committed).request != 3:  # type: ignore[attr-defined]
+        pass
+
+
 class _Cramped(WrappedRunner):
     """Has memory for one sequence at a time; and for none of the prompt 9 4."""
 
@@ -569,7 +590,6 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
             assert first(endpoint, Error).kind == "RemoteProtocolError"
     for message in (
         submission(5),
-        Cancel(1),
         Welcome(1, 1, 1, 1, 0.0, (), 1),
         Verdict(1, 0, 0, (1,), 5, 0),
         Committed(1, 0, (), ()),
@@ -578,6 +598,7 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
         assert first(stranger, Error).kind == "RemoteProtocolError"
     stranger.send(DraftTokens(1, 0, 3, (1,)))  # as from a draft that was replaced: ignored
     stranger.send(Resync(1, 0))
+    stranger.send(Cancel(1))  # as from a front that closed amid a text, and was found gone before this was read
     stranger.send(Ping(5))
     assert first(stranger, Pong).sent == 5
     assert front.ask(submission(50)).tokens == simulated(submission(50))

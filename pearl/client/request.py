@@ -82,8 +82,13 @@ def _text(prompt: Any) -> str:
     if isinstance(prompt, Chat):
         return _text(prompt.messages) + json.dumps([*prompt.tools])
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-        return "\n".join(str(one.get("content")) for one in prompt if isinstance(one, Mapping))
+        return "\n".join(_said(one) for one in prompt if isinstance(one, Mapping))
     return prompt if isinstance(prompt, str) else ""
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return str(message.get("content")) + (str(calls) if calls else "")
 
 
 def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:

@@ -119,6 +119,8 @@ def refusals_explained() -> Iterator[None]:
             f"The model's chat template does not take these messages: {error}. "
             "Change their roles or order, or send a raw prompt."
         ) from error
+    except RecursionError:  # it writes them as JSON, amid calls of its own
+        raise RequestError("tools or their calls are nested too deep for the model's chat template") from None
 
 
 def read(directory: Path) -> KeptTokenizer | None:

@@ -18,6 +18,7 @@ from pearl.transport.base import Peer
 MAX_FRONTS = 256
 MAX_REQUESTS = 64  # of one front, the one in work included
 MAX_HELD = 1 << 21  # tokens, and characters of stop strings, in the requests of all fronts
+MAX_SHARE = MAX_HELD // MAX_FRONTS  # so much of it a front may have however much the others hold
 REQUEST = 1 << 10  # what a request counts beside its tokens
 MAX_RECORDINGS = 16  # wishes to begin or end one
 _LATER = "try again later"
@@ -51,7 +52,8 @@ class Admission:
         grammar = shaping.grammar if shaping is not None else ""
         holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.stops)) + len(grammar)
         self._held = {waiting: held for waiting, held in self._held.items() if waiting in self._owners}
-        if sum(self._held.values()) + holds > MAX_HELD:
+        own = sum(held for waiting, held in self._held.items() if self._owners[waiting][0] == front)
+        if own + holds > MAX_SHARE and sum(self._held.values()) + holds > MAX_HELD:
             raise RequestError(f"the requests that wait would hold over {MAX_HELD:,} tokens and characters: {_LATER}")
         self._held[number] = holds
 

@@ -177,12 +177,10 @@ class TargetWorker:
             case Pong() if is_draft:
                 self._tracer.pong(message)
             case Submit() if peer in self._fronts:
-                submit = self._fronts.submit(peer, message)
-                self._submitted[submit.request] = time.monotonic()
-                self._handle(submit)
+                self._submitted[self._fronts.submit(peer, message)] = time.monotonic()
+                self._begin()
             case Cancel(request) if peer in self._fronts:
-                for number in self._fronts.numbers(peer, request):
-                    self._handle(Cancel(number))
+                self._todo.extend(map(Cancel, self._fronts.numbers(peer, request)))
             case Trace() if peer in self._fronts:
                 self._recordings.wish(peer, message)
             case Trace() if is_draft:
@@ -196,8 +194,8 @@ class TargetWorker:
                 self._go_on_without_draft(request, text)
             case Error(_, kind, text) if is_draft:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
-            case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong():
-                pass  # from a draft that has been replaced
+            case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong() | Cancel():
+                pass  # from a draft that has been replaced, or a front that is known to be gone already
             case _:
                 raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
 
@@ -370,6 +368,11 @@ class TargetWorker:
     def _handle(self, event: object) -> None:
         self._todo.extend(self._decide(event))
 
+    def _begin(self) -> None:
+        """Gives slots that are free to requests that wait."""
+        while len(self._coordinator.running) < self._slots and (submit := self._fronts.next()) is not None:
+            self._handle(submit)
+
     def _carry_out(self, command: object) -> None:
         now = time.monotonic()
         match command:
@@ -385,7 +388,8 @@ class TargetWorker:
             case End():
                 self._end(command)
             case Cancel():
-                self._handle(command)
+                end = self._fronts.withdraw(command.request)
+                self._todo.extend(self._decide(command) if end is None else [end])
             case Forward():
                 self._forwards.append(command)
             case _:
@@ -491,3 +495,4 @@ class TargetWorker:
             self._failures.pop(end.request, None),
             lambda: fold(end.counts, watch, speeds, end.prompt_tokens, end.window),
         )
+        self._begin()
