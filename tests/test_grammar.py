@@ -91,15 +91,6 @@ def test_a_model_may_have_more_ids_than_its_tokenizer_and_fewer() -> None:
     assert shaper.shape(torch.zeros(VOCAB)).isfinite().tolist() == [True, True, False, False, False, False]
 
 
-def test_where_no_token_of_the_model_may_follow_the_grammar_is_to_blame() -> None:
-    """Not a checkpoint whose logits are not finite: no draw from such a row is one."""
-    shaper = Shaper(shaping(), PROMPT, toy_guides(2))
-    shaper.hold(len(PROMPT))
-    shaper.extend((1,))
-    with pytest.raises(GrammarError, match="no token that this model has"):
-        shaper.shape(torch.zeros(VOCAB))
-
-
 def test_rows_behind_a_guess_that_breaks_the_grammar_are_as_they_were() -> None:
     """They are never drawn from: the guess has no probability."""
     shaper = Shaper(shaping(), PROMPT, toy_guides())

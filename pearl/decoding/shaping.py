@@ -104,7 +104,7 @@ class Shaper:
         grammar does not allow get minus infinity; where the model has no probability for any that it does allow, these
         are equally likely.  In a text that has left the grammar nothing is refused.
 
-        Raises `GrammarError` where there is no telling what it allows, or that is nothing.
+        Raises `GrammarError` where there is no telling what it allows.
         """
         shaping, row = self._shaping, logits.to(torch.float32, copy=True)
         if shaping.logit_bias:
@@ -121,8 +121,6 @@ class Shaper:
         if self._guide is not None and (allowed := self._guide.allowed()) is not None:
             refused = np.ones(len(row), np.bool_)
             refused[: len(allowed)] = ~allowed[: len(row)]
-            if refused.all():
-                raise GrammarError("the text's grammar goes on with no token that this model has")
             none = torch.from_numpy(refused).to(row.device)
             row.masked_fill_(none, -torch.inf)
             row = torch.where(row.max() == -torch.inf, torch.zeros_like(row).masked_fill_(none, -torch.inf), row)
