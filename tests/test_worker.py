@@ -448,7 +448,8 @@ def test_fronts_take_turns_however_much_one_has_asked_for(loops: MakeLoops) -> N
         greedy.endpoint.send(submission(CONTEXT - 10, "ar", request=number))
     greedy.until(Committed)
     modest.endpoint.send(submission(20, "ar"))
-    modest.until(Heartbeat)  # it waits
+    modest.endpoint.send(Ping(1))
+    modest.until(Pong)  # it waits
     greedy.endpoint.send(Cancel(5))
     greedy.endpoint.send(Cancel(1))
     while greedy.until(Committed).request != 2:  # type: ignore[attr-defined]

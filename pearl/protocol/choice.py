@@ -137,7 +137,9 @@ class Choice:
             self._compare(rate, tokens, weight)
         elif self._stretches == 1:
             more = (log(rate / self._here) - self.drift) / (self._texts + _DOUBT)
-            self.drift, self.gain = self.drift + more, self.gain + more * self._drifted
+            self.drift += more
+            if self._texts < _FEW:  # later ones are no longer texts as those that were compared
+                self.gain += more * self._drifted
             self._texts = min(self._texts + 1, _MOST_TEXTS)
         self._easy *= 1 - _OF_NEW if self._here else 1.0
         self._here, self._stretches = _blend(self._here, rate), self._stretches + 1
