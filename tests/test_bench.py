@@ -722,8 +722,8 @@ def test_a_row_of_a_study_adds_its_texts_up() -> None:
 
 @pytest.mark.slow
 def test_a_study_of_another_paper(tmp_path: Path) -> None:
-    """On a pair of toys in place of the embedded one."""
-    config = EngineConfig(target=TOY, draft=TOY)
+    """On a pair of toys in place of the embedded one, of which no token is impossible."""
+    config = EngineConfig(target=TOY + ",coin=1", draft=TOY + ",coin=1")
     with Bars(Console(file=(tmp_path / "log").open("w"))) as bars:
         found = others.study("theory", [Task("x", 1, ("hello",))], 60, bars, config)
     assert [one["label"] for one in found] == [row.label for row in others.STUDIES["theory"].rows]

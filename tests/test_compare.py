@@ -106,7 +106,21 @@ def test_what_is_not_exact_is_told_with_its_bias(tmp_path: Path) -> None:
     path, png, prompts = tmp_path / "it.json", tmp_path / "it.png", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "123"}\n{"prompt": "4567"}\n')
     ways = ["published", "published,rule=opt,epsilon=0.3", "pearl,rule=coupled"]
-    result = invoke(*ways, *SLOW_TOY, "--prompts", str(prompts), "--json", str(path), "--png", str(png))
+    pair = TOY + ",coin=1"  # of which no token is impossible: of these nothing is forgiven
+    result = invoke(
+        *ways,
+        *SLOW_TOY,
+        "--target",
+        pair,
+        "--draft",
+        pair,
+        "--prompts",
+        str(prompts),
+        "--json",
+        str(path),
+        "--png",
+        str(png),
+    )
     assert result.exception is None, result.output
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
     assert "exact" in lines["ar"]

@@ -74,9 +74,7 @@ class Choice:
     _stretches: int = 0  # that have ended in this text as things are, if it began so; else more than one
     _texts: int = 0  # of which the drift is the mean
     _easy: float = 1.0  # how much of that rate is of the text's first stretch
-    _drifts: float = (
-        0.0  # how much of the drift is in the comparison that is to be made: with the draft first, negative: without
-    )
+    _drifts: float = 0.0  # how much of the drift is in the comparison to be made; negative where the draft rested first
     _drifted: float = 0.0  # mean of that over the comparisons: the gain is corrected as the drift is known better
     _slow: int = 0  # stretches in a row that were much slower than usual
 
@@ -219,9 +217,8 @@ class Choice:
         """Tokens between two trials of the way that loses."""
         error = _SPREAD / sqrt(self.comparisons)
         far = abs(self.gain) / error
-        if (
-            self.comparisons < _FEW and far < _SURE and self.comparisons < self._texts + 2
-        ):  # the drift has to be found too
+        is_drift_known = self._texts > self.comparisons - 2  # texts without a change-over tell it
+        if self.comparisons < _FEW and far < _SURE and is_drift_known:
             return _PATIENCE_AT_FIRST
         # What is lost in the mean, as a share of the time, for the other way may be the better: with a normal error.
         lost = error * (exp(-(far**2) / 2) / sqrt(2 * pi) - far * erfc(far / sqrt(2)) / 2)
