@@ -206,10 +206,14 @@ def test_nobody_is_let_in_once_the_authenticator_is_gone(keys: Keys) -> None:
     assert listener._authenticator is not None
     listener._authenticator.stop()
     connection = ZmqConnection(listener.address, keys)
-    assert "did not let us in" in told(connection)
-    assert listener.receive(0) == []
-    connection.close()
-    listener.close()
+    try:
+        # Where the authenticator has taken the question and not answered, only when the handshake is overdue.
+        faults = collect(connection, 1) or collect(connection, 1) or collect(connection, 1)
+        assert ["did not let us in" in str(fault) for _, fault in faults] == [True]
+        assert listener.receive(0) == []
+    finally:
+        connection.close()
+        listener.close()
 
 
 def told(connection: ZmqConnection) -> str:
