@@ -221,8 +221,8 @@ register(
 register(
     RuleSpec(
         "opt",
-        "accept with probability min(1, (target + epsilon)/draft), else correct from the residual, "
-        "which is the least bias",
+        "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the "
+        "residual, which is the least bias",
         draft="pearl.decoding.rules.biased:BiasedDraft",
         target="pearl.decoding.rules.biased:OptTarget",
         needs=Needs.DISTRIBUTIONS,
@@ -235,7 +235,7 @@ register(
 register(
     RuleSpec(
         "uno",
-        "accept with probability min(1, (target + epsilon)/draft), else correct from the target",
+        "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the target",
         draft="pearl.decoding.rules.biased:BiasedDraft",
         target="pearl.decoding.rules.biased:UnoTarget",
         needs=Needs.DISTRIBUTIONS,

@@ -157,6 +157,11 @@ def _complete(config: Any, reader: Any) -> None:
         config.sliding_window = window
     elif window is not None and window < config.max_position_embeddings:
         sys.exit(f"its attention has a window of {window} tokens, which {architecture!r} files are not read with")
+    _complete_rope(config, said, architecture)
+
+
+def _complete_rope(config: Any, said: dict[str, Any], architecture: str) -> None:
+    """Its base, and how much of a head it turns, of what is `said` in the file."""
     ropes = getattr(config, "rope_parameters", None)
     if not ropes:
         return

@@ -7,7 +7,7 @@ text has one.  Later the way that loses is tried again so often that this costs 
 A draft that rests is tried where a text begins: there it reads the prompt while the target does.
 Only for texts that do not depend on who proposed what.
 
-The numbers below are those that lost least on recorded texts of the embedded pair, at 20 ratios of the ways' speeds.
+The numbers below lost least of those tried on recorded texts of the embedded pair, at 20 ratios of the ways' speeds.
 """
 
 from __future__ import annotations

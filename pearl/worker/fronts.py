@@ -32,7 +32,8 @@ Post = Callable[[Message, Peer], None]
 
 
 class Fronts:
-    """Gives each request a number of the worker's own, and sends what concerns it to the front that asked.
+    """Gives each request a number of the worker's own, keeps it until it can begin, and sends what concerns it to the
+    front that asked.
 
     Args:
         post: sends a message to a front.
