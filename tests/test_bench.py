@@ -34,6 +34,7 @@ from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
 from pearl.lab.bench.run import (
     AHEAD,
     AR,
+    AR_ON_ALL,
     AUTO,
     FIXED,
     NGRAM,
@@ -48,7 +49,7 @@ from pearl.lab.bench.run import (
     measure,
     rows_for,
 )
-from pearl.lab.bench.summary import document, figures
+from pearl.lab.bench.summary import document, figures, over_alone
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.metrics import Statistics
@@ -403,6 +404,25 @@ def test_speedups_are_ratios_over_the_same_text() -> None:
     assert (fast.acceptance, fast.tokens_per_run) == (0.6, 4.0)
     assert fast.tokens_per_step == fast.tokens / 150
     assert plain.acceptance is None
+
+
+def test_auto_is_set_against_the_target_alone_at_its_fastest() -> None:
+    """Where that is, its rate says; the ratio is of the same text, as medians over all and over each set."""
+    rows = [Row(AR, "pair", ONE), Row(AUTO, "pair", TWO), Row(AR_ON_ALL, "all devices", TWO)]
+    plain = [sample(AR, i, 10.0, of) for i in (1, 2) for of in "xy"]
+    wide = [sample(AR_ON_ALL, i, 20.0 * i, of) for i in (1, 2) for of in "xy"]
+    auto = [sample(AUTO, i, 20.0 * i * times, of) for i in (1, 2) for of, times in (("x", 2.0), ("y", 1.0))]
+    plan = plan_of(rows, [])
+    over = over_alone(plan, Measured([*plain, *auto, *wide]))
+    assert over is not None
+    assert (over.base, over.devices, over.base_rate, over.rate) == (AR_ON_ALL, "2 cores", 30.0, 40.0)
+    assert (over.speedup.value, over.by_set["x"].value, over.by_set["y"].value) == (1.5, 2.0, 1.0)
+    assert "(on 2 cores) 30.0: 1.50 times" in str(over)
+    narrow = over_alone(plan, Measured([*plain, *auto]))
+    assert narrow is not None
+    assert (narrow.base, narrow.by_set["y"].value) == (AR, 3.0)
+    assert over_alone(plan, Measured([*plain, *wide])) is None
+    assert over_alone(plan, Measured(auto)) is None
 
 
 def test_latencies_are_medians_over_texts() -> None:
@@ -873,3 +893,17 @@ def test_rows_for_a_pair_that_shares_its_device_have_no_second_ar() -> None:
     shared = rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:0"), baselines=True)
     assert "ar, all devices" not in [row.name for row in shared]
     assert "generate, assisted" in [row.name for row in shared]
+
+
+@pytest.mark.slow
+def test_a_row_on_all_devices_can_be_asked_for_where_the_target_has_them(
+    tiny_pair: EngineConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n')
+    where = ("--target-device", "cpu:0", "--draft-device", "cpu:0", "--prompts", tmp_path / "some.jsonl")
+    asked = ("--rows", "auto", "--rows", AR_ON_ALL, "--max-tokens", 8, "--json", tmp_path / "it.json")
+    done = pearl("bench", "--target", tiny_pair.target, "--draft", tiny_pair.draft, *where, *asked)
+    assert done.exit_code == 0, done.output
+    made = json.loads((tmp_path / "it.json").read_text())
+    assert [row["name"] for row in made["rows"]] == [AR, AUTO]
+    assert made["over_alone"]["base"] == AR

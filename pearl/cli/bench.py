@@ -21,9 +21,20 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import Measured, Plan, check_comparable, devices_of, emulated, measure, rows_for
+from pearl.lab.bench.run import (
+    AR,
+    AR_ON_ALL,
+    NGRAM_ON_ALL,
+    Measured,
+    Plan,
+    check_comparable,
+    devices_of,
+    emulated,
+    measure,
+    rows_for,
+)
 from pearl.lab.bench.slots import measure_slots
-from pearl.lab.bench.summary import Figures, document, figures
+from pearl.lab.bench.summary import Figures, document, figures, over_alone
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 from pearl.models.checkpoint import is_toy
 from pearl.printable import log_to_stderr
@@ -41,7 +52,7 @@ _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
     "--prompts",
     multiple=True,
     metavar="[NAME=]FILE",
-    help="humaneval, summaries or edits (20 of ours each), or a .jsonl file of prompts, questions or turns. "
+    help="humaneval; questions, summaries or edits, 20 of ours each; or a .jsonl file of prompts, questions or turns. "
     "Repeatable.  [default: humaneval]",
 )
 @click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 10]")
@@ -114,7 +125,9 @@ def _plan(
     toys = emulated(config)
     defaults = _EMULATED if toys else _QUICK if quick else _DEFAULT
     known = rows_for(config, baselines and not is_toy(config.target), settings.decoding.rule)
-    wanted = {*rows, "ar"} if rows else {row.name for row in known}
+    wanted = {*rows, AR} if rows else {row.name for row in known}
+    if devices_of(config)[0] == devices_of(config)[0] | devices_of(config)[1]:
+        wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # ar and ngram have all devices as it is
     if unknown := wanted - {row.name for row in known}:
         raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
     return Plan(
@@ -183,6 +196,8 @@ def _print(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> None
     if measured.gammas:
         tried = ", ".join(f"{g}: {rate:.1f}" for g, rate in sorted(measured.gammas.items()))
         lines.insert(1, f"sd's gamma, tried (tokens/s): {tried}")
+    if (over := over_alone(plan, measured)) is not None:
+        lines.append(str(over))
     if measured.skipped:
         lines.insert(1, f"left out, for the context is too small: {', '.join(measured.skipped)}")
     console.print("\n" + "\n".join(lines), soft_wrap=True)

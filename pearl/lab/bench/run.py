@@ -28,6 +28,7 @@ AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
 NGRAM, AHEAD, AUTO = "ngram", "pearl, ahead", "auto"
 PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
 _PAIR, _ALL = "pair", "all devices"
+AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {_ALL}", f"{NGRAM}, {_ALL}"
 _WARM_UP = 16  # tokens
 _GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
@@ -194,7 +195,8 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
         for name, settings in methods.items()
     ]
     if both != target and not emulated(config):
-        rows += [Row(f"{name}, all devices", _ALL, both, DecodingConfig(method=name)) for name in ("ar", "ngram")]
+        rows += [Row(AR_ON_ALL, _ALL, both, DecodingConfig(method=AR))]
+        rows += [Row(NGRAM_ON_ALL, _ALL, both, DecodingConfig(method=NGRAM))]
     if baselines:
         rows.append(Row("generate", "generate", target))
         if both != target:

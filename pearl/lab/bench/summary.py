@@ -9,7 +9,7 @@ from typing import Any
 
 from pearl.lab.bench.interval import Interval, median_of
 from pearl.lab.bench.machine import Taken, hardware
-from pearl.lab.bench.run import AR, Measured, Plan, Sample
+from pearl.lab.bench.run import AR, AR_ON_ALL, AUTO, Measured, Plan, Sample
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,42 @@ def figures(plan: Plan, measured: Measured, base: str = AR) -> list[Figures]:
     rows = ((row, [s for s in measured.samples if s.row == row.name]) for row in plan.rows)
     ar_rates = {_text_key(s): s.rate for s in measured.samples if s.row == base and s.rate}
     return [_figures(row.name, row.devices.in_words(), samples, ar_rates) for row, samples in rows if samples]
+
+
+@dataclass(frozen=True)
+class OverAlone:
+    """`auto` over the target alone on the devices on which that is faster: what who has these devices gets of PEARL.
+
+    Attributes:
+        base: the row of `ar`, one of `AR` and `AR_ON_ALL`; `devices`: where it ran.
+        base_rate, rate: tokens per second of either, medians over texts.
+        speedup: ratio on the same text, median over texts; `by_set`: likewise of each set.
+    """
+
+    base: str
+    devices: str
+    base_rate: float
+    rate: float
+    speedup: Interval
+    by_set: dict[str, Interval]
+
+    def __str__(self) -> str:
+        by_set = ", ".join(f"{name} {one.value:.2f}" for name, one in self.by_set.items())
+        return (
+            f"auto makes {self.rate:.1f} tokens/s and the target alone at its fastest (on {self.devices}) "
+            f"{self.base_rate:.1f}: {self.speedup.value:.2f} times on the same text "
+            f"({self.speedup.low:.2f} to {self.speedup.high:.2f}{f'; {by_set}' if len(self.by_set) > 1 else ''})"
+        )
+
+
+def over_alone(plan: Plan, measured: Measured) -> OverAlone | None:
+    """None unless `auto` and the target alone were measured on one text or more."""
+    alone = [row for row in figures(plan, measured) if row.name in (AR, AR_ON_ALL) and row.rate]
+    base = max(alone, key=lambda row: row.rate.value if row.rate else 0.0, default=None)
+    auto = next((row for row in figures(plan, measured, base.name) if row.name == AUTO), None) if base else None
+    if base is None or base.rate is None or auto is None or auto.rate is None or auto.speedup is None:
+        return None
+    return OverAlone(base.name, base.devices, base.rate.value, auto.rate.value, auto.speedup, auto.by_set)
 
 
 def _text_key(sample: Sample) -> tuple[str, int, int]:
@@ -98,6 +134,7 @@ def _interval(values: Iterable[float | None]) -> Interval | None:
 
 def document(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> dict[str, Any]:
     """For JSON: settings, hardware, figures, and every sample."""
+    over = over_alone(plan, measured)
     return {
         "kind": "bench",
         "settings": {
@@ -114,5 +151,6 @@ def document(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> di
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
         "rows": [asdict(row) for row in figures(plan, measured)],
+        "over_alone": asdict(over) if over else None,
         "texts": [asdict(sample) for sample in measured.samples],
     }

@@ -12,7 +12,7 @@ from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"
-OURS = ("summaries", "edits")  # sets of this package: what a text repeats much of its prompt in
+OURS = ("questions", "summaries", "edits")  # sets of this package; texts of the last two repeat much of their prompts
 
 
 @dataclass(frozen=True)
