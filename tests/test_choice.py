@@ -235,6 +235,27 @@ def test_times_of_other_cores_are_kept_apart() -> None:
     assert speeds.t_target(1) == pytest.approx(1.0, rel=0.01)
 
 
+def test_a_size_that_was_measured_on_other_cores_alone_is_expected_to_gain_what_others_gain() -> None:
+    """It was expected to take as long as there: too long to be tried, and so for ever."""
+    speeds = Speeds(target=ForwardTimes({1: 2.0, 4: 4.0, 8: 8.0}))
+    speeds.spread(True)
+    assert speeds.target.at_most(8) == 8.0, "nothing is known yet"
+    for _ in range(100):
+        speeds.observe_target(1, 1.0)
+        speeds.observe_target(4, 2.0)
+    assert speeds.t_target(8) == pytest.approx(4.0, rel=0.01)
+    assert speeds.target.at_most(8) == pytest.approx(4.0, rel=0.01)
+    assert [fed for fed, _ in speeds.measured] == [1, 4], "and what is told is what was measured"
+    speeds.spread(False)
+    for _ in range(100):
+        speeds.observe_target(8, 10.0)
+    speeds.spread(True)
+    assert speeds.target.at_most(8) == pytest.approx(5.0, rel=0.01), "what is learnt there later counts too"
+    again = Speeds.of(Profile(t_target=((1, 2.0), (8, 8.0)), t_elsewhere=((1, 1.0),)))
+    again.spread(True)
+    assert again.t_target(8) == pytest.approx(4.0)
+
+
 # ---- texts ----
 
 

@@ -42,10 +42,17 @@ def expected_rate(window: int, acceptance: float, t_draft: float, t_target_1: fl
 
 @dataclass
 class ForwardTimes:
-    """Running estimates of a model's forward times, seconds by number of tokens fed."""
+    """Running estimates of a model's forward times, seconds by number of tokens fed.
+
+    Attributes:
+        known: what was measured.
+        like: of the same model on other cores. A size that was measured there alone is expected to take as much less or
+            more time here as the sizes that were measured on both do together.
+    """
 
     known: dict[int, float] = field(default_factory=dict)
-    _least: tuple[tuple[int, float], ...] | None = None  # `known` in order, none above one for more tokens
+    like: ForwardTimes | None = None
+    _least: tuple[tuple[int, float], ...] | None = None  # `_all` in order, none above one for more tokens
 
     def observe(self, fed: int, seconds: float) -> None:
         """Take in a forward of `fed` tokens.
@@ -58,13 +65,26 @@ class ForwardTimes:
             self.known[fed] = _blend(expected, seconds)
             self._least = None
 
+    def reconsider(self) -> None:
+        """What is known of other cores may have changed."""
+        self._least = None
+
     def _expected(self, fed: int) -> float:
         """The most that a forward of a size not yet seen should take; infinite where nothing is known.
 
         Between measured sizes: interpolated. Beyond the largest: each token as long as there.
         """
-        largest = max(self.known, default=0)
+        largest = max(self._all, default=0)
         return self.seconds(fed) * max(1.0, fed / largest) if largest else inf
+
+    @property
+    def _all(self) -> dict[int, float]:
+        """What was measured, and what is expected of sizes that were measured on other cores alone."""
+        if self.like is None or not self.like.known:
+            return self.known
+        here, there = sum(self.known.values()), sum(map(self.like.at_most, self.known))
+        times = here / there if here and there else 1.0
+        return {size: self.like.at_most(size) * times for size in self.like.known} | self.known
 
     @property
     def measured(self) -> tuple[tuple[int, float], ...]:
@@ -76,13 +96,14 @@ class ForwardTimes:
 
         Beyond the measured range the nearest value stands: extrapolating a noisy slope would be worse than flat.
         """
-        return _interpolated(self.measured, fed)
+        return _interpolated(tuple(sorted(self._all.items())), fed)
 
     def at_most(self, fed: int) -> float:
         """As `seconds`, but never longer than a larger forward took: what is measured seldom may have been a hiccup."""
         if self._least is None:
-            sizes = sorted(self.known, reverse=True)
-            least = accumulate((self.known[size] for size in sizes), min)
+            every = self._all
+            sizes = sorted(every, reverse=True)
+            least = accumulate((every[size] for size in sizes), min)
             self._least = tuple(zip(sizes, least, strict=True))[::-1]
         return _interpolated(self._least, fed)
 
@@ -141,8 +162,9 @@ class Speeds:
             profile.since_tried,
             profile.cost,
         )
-        elsewhere = ForwardTimes(dict(profile.t_elsewhere)) if profile.t_elsewhere else None
-        return Speeds(profile.t_draft, profile.acceptance, ForwardTimes(dict(profile.t_target)), elsewhere, choice)
+        here = ForwardTimes(dict(profile.t_target))
+        elsewhere = ForwardTimes(dict(profile.t_elsewhere), here) if profile.t_elsewhere else None
+        return Speeds(profile.t_draft, profile.acceptance, here, elsewhere, choice)
 
     @property
     def profile(self) -> Profile:
@@ -154,8 +176,9 @@ class Speeds:
 
     def spread(self, everywhere: bool) -> None:
         """The target computes on other cores from now on: its times are those that were measured there."""
-        here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(dict(self.target.known))
+        here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(like=self.target)
         self.target, self.elsewhere = self.elsewhere, here
+        self.target.reconsider()
 
     def observe_draft(self, seconds: float) -> None:
         if seconds > 0:
