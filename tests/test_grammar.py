@@ -104,6 +104,45 @@ def test_rows_behind_a_guess_that_breaks_the_grammar_are_as_they_were() -> None:
     ]
 
 
+class _Spacious(ToyTokenizer):
+    """Puts something first in a text, as many tokenizers put a space."""
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [31, *super().encode(text, special)]
+
+
+def test_what_a_grammar_leaves_no_choice_about_is_written_by_tokens_that_write_it() -> None:
+    """Not by what the tokenizer takes for it, as its first token is then all that may follow."""
+    guide = Guides(lambda: _Spacious(32), 32)(grammar_of(None, "12ab(3|4)"), (3,))
+    for token in (1, 2, 10, 11):
+        mask = guide.allowed()
+        assert mask is not None
+        assert list(mask.nonzero()[0]) == [token]
+        guide.extend(token)
+
+
+@pytest.mark.parametrize("unwritten", ["x", "(x|y)"])
+def test_behind_a_guess_there_may_be_no_way_on_and_the_text_goes_on_without_it(unwritten: str) -> None:
+    """The alphabet of this model ends before x. A parser that may choose what it cannot write gives up for good."""
+    make, language = Guides(lambda: ToyTokenizer(32), 32), grammar_of(None, f"(1{unwritten}|2){{2}}")
+    guide = make(language, (3,))
+    for _ in range(3):
+        guide.extend(1)
+        with contextlib.suppress(GrammarError):
+            assert (mask := guide.allowed()) is not None
+            assert not mask.any()
+        guide.cut(0)
+        assert (mask := guide.allowed()) is not None
+        assert list(mask.nonzero()[0]) == [1, 2]
+    shaper = Shaper(Shaping(len(PROMPT), grammar=language, ends=(3,)), PROMPT, make)
+    shaper.hold(len(PROMPT))
+    rows = shaper.tree(torch.zeros(4, 32), [2, 1, 2, 5], [-1, 0, 0, 1])
+    assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in rows] == [{1, 2}, set(), {3}, {*range(32)}]
+    assert isinstance(shaper.stuck, GrammarError)
+    shaper.chain(torch.zeros(1, 32), [2])
+    assert shaper.stuck is None
+
+
 # ---- texts ----
 
 
@@ -357,6 +396,26 @@ def test_a_model_without_an_end_is_held_to_none() -> None:
         pytest.raises(RequestError, match="no token that ends a text"),
     ):
         engine.generate([1], SamplingParams(max_tokens=4, regex="1+"), decoding=DecodingConfig(method="ar"))
+
+
+@pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
+def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(toy: Engine, method: str) -> None:
+    """Not a checkpoint whose logits are not finite. Rows behind guesses that end so are none to draw from: no harm."""
+    decoding = DecodingConfig(method=method, rule="coupled")
+    with pytest.raises(ForwardError, match="goes on with no token that this model has"):
+        toy.generate([7, 8], SamplingParams(regex="(0|12){2}x", max_tokens=20), decoding=decoding)
+    ended = set()
+    for seed in range(20):
+        asked = SamplingParams(temperature=1, seed=seed, regex="(0|12|4x){3}4", max_tokens=20)
+        said = []
+        for way in (decoding, DecodingConfig(method="ar")):
+            try:
+                said.append(toy.generate([7, 8], asked, decoding=way)[0].text)
+            except ForwardError as error:
+                said.append(str(error))
+        assert said[0] == said[1], "guesses change nothing of it"
+        ended.add("no token" in said[0])
+    assert ended == {True, False}
 
 
 @pytest.fixture

@@ -1173,6 +1173,32 @@ def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
     assert said[2].reason is FinishReason.CANCELLED
 
 
+class _Crammed(Hanging):
+    """A draft with memory for one sequence at a time; and for none of the text that begins with 9."""
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        if len(feeds) > 1 or [*self._tokens[feeds[0].slot], *feeds[0].tokens][0] == 9:
+            raise torch.OutOfMemoryError("no memory is left")
+        return super().forward(feeds)
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chains: bool) -> None:
+    """And goes on: a text for which it has none alone is the target's."""
+    pair = loops(slots=3, alpha=0.9)
+    pair.draft(kind=_Crammed, chains=chains)
+    fronts = [pair.front() for _ in range(3)]
+    for front, first in zip(fronts, (1, 9, 2), strict=True):
+        front.endpoint.send(Submit(1, (first, 4), 62, Sampling(0.0), Decoding("pearl")))
+    drafted = []
+    for front in fronts:
+        front.until(Finished, told := Told())
+        assert len(told.tokens) == 60
+        drafted.append(told.statistics.num_draft_tokens)
+    assert min(drafted[0], drafted[2]) > 0 == drafted[1]
+    assert fronts[0].ask(submission(20, request=2)).statistics.num_draft_tokens, "the draft was lost"
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -45,6 +45,10 @@ class Shaper:
     Args:
         prompt: what the text begins with.
         guides: for a text that is held to a grammar.
+
+    Attributes:
+        stuck: why there is nothing to be drawn from some row of the last `chain` or `tree`; None where there is no such
+            row. All of it is minus infinity.
     """
 
     def __init__(self, shaping: Shaping, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
@@ -53,6 +57,7 @@ class Shaper:
         self._text: list[int] = []
         self._seen: dict[int, int] = {}  # token -> how often it is in the text
         self._written: dict[int, int] = {}  # token -> how often it is in what was generated
+        self.stuck: GrammarError | None = None
 
     def hold(self, length: int) -> None:
         """Hold the first `length` tokens of the text: forget others, or take from the prompt what a cache has kept."""
@@ -77,23 +82,31 @@ class Shaper:
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Shape the rows [n, vocab] after the last n of `tokens`, which go on the text; hold these too."""
-        rows = len(logits)
+        self.stuck, rows = None, len(logits)
         self.extend(tokens[: len(tokens) - rows])
         shaped = []
         for row, token in zip(logits, tokens[len(tokens) - rows :], strict=True):
             self.extend((token,))
-            shaped.append(self.shape(row))
+            shaped.append(self._shaped(row))
         return torch.stack(shaped) if shaped else logits
 
     def tree(self, logits: torch.Tensor, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         """Shape the rows [n, vocab] after the last n nodes of a tree that is no part of the text yet."""
-        length, first = len(self._text), len(tokens) - len(logits)
+        self.stuck, length, first = None, len(self._text), len(tokens) - len(logits)
         shaped = []
         for node, row in enumerate(logits, start=first):
             self.extend(tokens[each] for each in _path(parents, node))
-            shaped.append(self.shape(row))
+            shaped.append(self._shaped(row))
             self.hold(length)
         return torch.stack(shaped) if shaped else logits
+
+    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """As `shape`. A row behind guesses that the text never takes says nothing of the text: it is told who draws."""
+        try:
+            return self.shape(logits)
+        except GrammarError as error:
+            self.stuck = error
+            return torch.full_like(logits, -torch.inf, dtype=torch.float32)
 
     def shape(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy of logits [vocab], float32, changed as the text that is held asks for.
@@ -104,7 +117,7 @@ class Shaper:
         grammar does not allow get minus infinity; where the model has no probability for any that it does allow, these
         are equally likely.  In a text that has left the grammar nothing is refused.
 
-        Raises `GrammarError` where there is no telling what it allows.
+        Raises `GrammarError` where there is no telling what it allows, or that is no token of the model.
         """
         shaping, row = self._shaping, logits.to(torch.float32, copy=True)
         if shaping.logit_bias:
@@ -121,6 +134,8 @@ class Shaper:
         if self._guide is not None and (allowed := self._guide.allowed()) is not None:
             refused = np.ones(len(row), np.bool_)
             refused[: len(allowed)] = ~allowed[: len(row)]
+            if refused.all():
+                raise GrammarError("the text's grammar goes on with no token that this model has")
             none = torch.from_numpy(refused).to(row.device)
             row.masked_fill_(none, -torch.inf)
             row = torch.where(row.max() == -torch.inf, torch.zeros_like(row).masked_fill_(none, -torch.inf), row)

@@ -7,7 +7,7 @@ holds with one: every rule keeps its promise, and one seed gives one text whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pearl.document import parse_json
@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner with
     from llguidance import LLMatcher, LLTokenizer
 
 _MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
+_NO_TOKEN = "NoExtensionBias"  # begins what llguidance says where the vocabulary cannot write how a grammar goes on
+_BESIDE = 2  # ids beyond the model's own: see `_Vocabulary`
+_MOST_REVIVED = 100  # times that one text's parser is begun anew: it reads the whole text again
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
@@ -86,27 +89,37 @@ class Guide:
     """Says which tokens may follow a text that is held to a grammar.
 
     A text may break it, for it may be made of guesses: nothing may follow such a text, and nothing has to, for what
-    breaks the grammar has no probability.
+    breaks the grammar has no probability.  For the same reason the parser may give up behind some text that is never
+    written (where the grammar goes on with no token that there is, or asks for too much): what was before is not lost.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, list(ends)
-        self._kept, self._beyond = 0, 0  # tokens within the grammar, and tokens after these
+        self._begin = matcher.deep_copy()  # where no text is yet
+        self._kept: list[int] = []  # tokens within the grammar
+        self._beyond = 0  # tokens after these
+        self._gave_up = ""  # why the parser took the first of them neither for right nor for wrong
+        self._revived = 0
 
     def extend(self, token: int) -> None:
         """The next token of the text."""
-        if not self._beyond and self._matcher.try_consume_tokens([token]):
-            self._kept += 1
-        else:
+        if self._beyond:
             self._beyond += 1
+        elif self._matcher.try_consume_tokens([token]):
+            self._kept.append(token)
+        else:
+            self._beyond = 1
+            if self._matcher.is_error():
+                self._gave_up = self._revive()
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        if length >= self._kept:
-            self._beyond = min(self._beyond, length - self._kept)
-            return
-        self._matcher.rollback(self._kept - length)
-        self._kept, self._beyond = length, 0
+        self._beyond = max(0, min(self._beyond, length - len(self._kept)))
+        if not self._beyond:
+            self._gave_up = ""
+        if length < len(self._kept):
+            self._matcher.rollback(len(self._kept) - length)
+            del self._kept[length:]
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """[vocab], of the tokens that may follow; None where the text has left the grammar, or ended.
@@ -115,13 +128,25 @@ class Guide:
         """
         import numpy as np
 
+        if self._gave_up:
+            raise GrammarError(self._gave_up)
         if self._beyond:
             return None
         mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
         if self._matcher.is_error():
-            raise GrammarError(f"the text's grammar: {_short(self._matcher.get_error())}")
-        mask[self._ends] = mask[-1]
-        return mask[:-1]
+            raise GrammarError(self._revive())
+        mask[self._ends] = mask[-_BESIDE]
+        return mask[:-_BESIDE]
+
+    def _revive(self) -> str:
+        """Say why the parser has given up, for which there is no way back: another one reads the text anew."""
+        said = self._matcher.get_error()
+        if self._revived < _MOST_REVIVED:
+            self._revived += 1
+            self._matcher = self._begin.deep_copy()
+            self._matcher.consume_tokens(self._kept)
+        why = "goes on with no token that this model has" if said.startswith(_NO_TOKEN) else _short(said)
+        return f"the text's grammar {why}"
 
 
 class Guides:
@@ -155,25 +180,52 @@ class Guides:
 def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + 1, eos_token=size)
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + _BESIDE, eos_token=size)
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for it, with one id more, which stands for all tokens that end a text.
+    """A tokenizer as llguidance asks for it, with two ids more.
 
-    Each text has its own of these. Tokens without a text are no part of any.
+    The first stands for all tokens that end a text: each text has its own of these. The second is what no token of the
+    model writes. Tokens without a text are no part of any.
     """
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         known = range(min(size, tokenizer.vocab_size))
-        beyond = range(len(known), size + 1)
+        beyond = range(len(known), size + _BESIDE)
         self._tokenizer = tokenizer
-        self.eos_token_id = size
+        self.eos_token_id, self._unwritten = size, size + 1
         self.tokens = [token_bytes(tokenizer, id) for id in known] + [b"<%d>" % id for id in beyond]
         # Decoded twice over, for a decoder may strip one leading space.
         self.special_token_ids = [id for id in known if not tokenizer.decode([id, id])] + [*beyond]
 
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = {*self.special_token_ids}
+        return {text: id for id, text in enumerate(self.tokens) if text and id not in special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
+        """Tokens that write `text`, or its beginning and that what follows has none.
+
+        It is what a grammar leaves no choice about, and its first token is the only one that may follow then. So tokens
+        that write something else will not do: an unknown token, or one with the space that many tokenizers put first.
+        """
+        tokens = self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
+        if b"".join(self.tokens[each] for each in tokens) == text:
+            return tokens
+        tokens, start = [], 0
+        while start < len(text) and self._unwritten not in tokens:
+            tokens.append(self._fitting(text, start))
+            start += len(self.tokens[tokens[-1]])
+        return tokens
+
+    def _fitting(self, text: bytes, start: int) -> int:
+        """The longest token with which `text` goes on at `start`."""
+        ends = range(min(len(text), start + self._longest), start, -1)
+        return next((self._ids[text[start:end]] for end in ends if text[start:end] in self._ids), self._unwritten)

@@ -32,7 +32,7 @@ from pearl.silence import SLACK
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
 from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor
+from pearl.worker.execute import DraftExecutor, memory_told
 from pearl.worker.rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
@@ -201,12 +201,21 @@ class DraftWorker:
             self._todo.extend(self._decide(event))
 
     def _drafted(self, drafts: Sequence[Draft]) -> Sequence[object]:
+        """What answers them. Where they cannot be computed together each is by itself: only what fails alone fails."""
         if len(drafts) > 1:
-            return self._draft_together(drafts)
+            try:
+                with memory_told():
+                    return self._draft_together(drafts)
+            except ForwardError as error:
+                log.info("%s; drafting for %d requests one by one", error, len(drafts))
+        return [self._drafted_alone(command) for command in drafts]
+
+    def _drafted_alone(self, command: Draft) -> object:
         try:
-            return [self._execute(drafts[0])]
+            with memory_told():
+                return self._execute(command)
         except ForwardError as error:
-            return [Drafted(failure=str(error), request=drafts[0].request)]
+            return Drafted(failure=str(error), request=command.request)
 
     def _carry_out(self, command: object) -> None:
         assert self._executor is not None

@@ -23,7 +23,7 @@ from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
 from pearl.drafting.proposer import Launched, Proposer
-from pearl.errors import GrammarError, NumericalError, OutOfMemory
+from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.feeds import depths
 from pearl.models.memory import is_of_memory
 from pearl.models.runner import Feed, ModelRunner
@@ -59,7 +59,7 @@ def _of_memory(error: Exception) -> OutOfMemory | None:
 
 
 @contextmanager
-def _memory_told() -> Iterator[None]:
+def memory_told() -> Iterator[None]:
     """Raises `OutOfMemory` for an error that is one of memory."""
     try:
         yield
@@ -83,7 +83,6 @@ class _Request:
         fed: that forward.
         logprobs: see `Submit`. raw: as `logits`, before the shaper.
         said: of the tokens decided on, by position, until somebody asks.
-        failure: why the rows of its last forward are none to draw from.
     """
 
     slot: int
@@ -100,7 +99,16 @@ class _Request:
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     said: dict[int, Logprobs] = field(default_factory=dict)
-    failure: GrammarError | None = None
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """While rows are drawn from. Raises `GrammarError` where it is a grammar that has left nothing to draw."""
+        try:
+            yield
+        except NumericalError as error:
+            if self.shaper is None or self.shaper.stuck is None:
+                raise
+            raise self.shaper.stuck from error
 
     def positions(self) -> list[int]:
         """Of the tokens that the rows are for."""
@@ -179,12 +187,12 @@ class TargetExecutor:
 
         Raises `ForwardError` where it gives nothing that can be used.
         """
-        with _memory_told():
+        with memory_told():
             return self._execute(command)
 
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of the model for several requests; what answers each. Raises as `execute`."""
-        with _memory_told():
+        with memory_told():
             return self._forward(commands)
 
     def _execute(self, command: object) -> Event | None:
@@ -251,11 +259,8 @@ class TargetExecutor:
         ]
         logits = self.runner.forward(feeds)
         for command, request, rows in zip(commands, requests, logits, strict=True):
-            request.raw, request.fed, request.launched, request.failure = rows, command, None, None
-            try:
-                request.logits = _shaped(request.shaper, command, rows)
-            except GrammarError as error:  # told where its rows are looked at: the other requests go on
-                request.logits, request.failure = rows, error
+            request.raw, request.fed, request.launched = rows, command, None
+            request.logits = _shaped(request.shaper, command, rows)
             if self._launches and command.rows:
                 request.launched = request.rule.launch(request.logits, request.positions())
         self.runner.synchronize()
@@ -275,8 +280,10 @@ class TargetExecutor:
 
     def _judge(self, command: Judge) -> Judged:
         request = self._requests[command.request]
-        if request.failure is not None:
-            raise request.failure
+        with request.blamed():
+            return self._judged(request, command)
+
+    def _judged(self, request: _Request, command: Judge) -> Judged:
         rows = [self._tensor(row) for row in command.rows if row is not None]
         if self._uploads is not None:
             torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
@@ -303,8 +310,10 @@ class TargetExecutor:
 
     def _sample(self, command: Sample) -> Sampled:
         request = self._requests[command.request]
-        if request.failure is not None:
-            raise request.failure
+        with request.blamed():
+            return self._sampled(request, command)
+
+    def _sampled(self, request: _Request, command: Sample) -> Sampled:
         children = request.children() if command.follow else {}
         draws = self._draws(request, command, children)
         tokens: list[int] = []
