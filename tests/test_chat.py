@@ -798,6 +798,38 @@ def test_a_program_is_not_stopped_for_an_engine_that_is_gone(
         find_card(str(os.getpid()))
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "[" * 100_000,
+        "{}",
+        *(
+            {what: value}
+            for what, value in [
+                ("pid", float("inf")),
+                ("config", {}),
+                ("config", []),
+                ("taken", {"target": 3}),
+                ("program", "\ud800"),
+                ("address", None),
+            ]
+        ),
+    ],
+    ids=lambda damaged: str(damaged)[:30],
+)
+def test_a_damaged_card_hides_no_other(
+    toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | dict[str, object]
+) -> None:
+    card, text = json.loads((toy.directory / "engine.json").read_text()), damaged
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    for name, said in (("pearl-12345678", card), ("pearl-23456789", text if isinstance(text, str) else card | text)):
+        (tmp_path / name).mkdir(mode=0o700)
+        (tmp_path / name / "engine.json").write_text(said if isinstance(said, str) else json.dumps(said))
+    assert [each.directory.name for each in running_engines()] == ["pearl-12345678"]
+    assert f"{tmp_path}/pearl-12345678" in table(running_engines())
+
+
 def test_an_engine_of_another_program_is_not_stopped_with_all(
     tmp_path: Path, toy: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models import grammar
 from pearl.models.embedded import embedded_draft, embedded_target
 from pearl.models.grammar import Guides, grammar_of
+from pearl.models.schema_cost import check_regex
 from pearl.models.tokenizer import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
@@ -336,6 +337,54 @@ def test_an_expression_of_too_many_parts_is_refused_at_once(expression: str) -> 
     with contextlib.suppress(GrammarError):
         toy_guides()(hostile, ()).allowed()
     assert time.thread_time() - began < 1
+
+
+COUNTED = ["a{99999}", "((((a{99}){99}){99}){99})", "😀{9999}", "|".join(f"(({c}{{99}}){{9}}){{9}}" for c in "abc")]
+
+
+@pytest.mark.parametrize("expression", COUNTED)
+def test_an_expression_whose_counts_come_to_too_much_is_refused(expression: str) -> None:
+    """Its parser was at it for half a second, in the target's loop, for each text that asked for it."""
+    for asked in [(None, expression), (json.dumps({"pattern": expression}), None)]:
+        with pytest.raises(RequestError, match="counts come to more than 20,000 bytes"):
+            grammar_of(*asked)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["(?:[0-9a-f]{8}-?){2000}", r"\{99999\}", r"\p{Greek}{9}", "[a{99999}]{9}", "[[a-z]&&[^x]]{400}", "a{2,}|b{,3}c"],
+)
+def test_counts_that_are_few_or_none_are_taken(expression: str) -> None:
+    check_regex(expression)
+
+
+@settings(max_examples=300)
+@given(st.text("ab(){}[]\\,*?|^19p😀", max_size=40))
+def test_what_is_no_expression_is_counted_too(expression: str) -> None:
+    with contextlib.suppress(ValueError):
+        check_regex(expression)
+
+
+@pytest.mark.parametrize("unlike", "nos")
+def test_a_parser_that_gave_up_behind_a_guess_takes_nothing_of_the_text(
+    unlike: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refused what may follow, and said nothing: the text was held to nothing from there on."""
+    monkeypatch.setattr(grammar, "check_regex", lambda expression: None)
+    letters = "".join(c for c in "abcdefghijklmnopqrstuvwxyz" if c != unlike)
+    make = Guides(lambda: ToyTokenizer(40), 40)
+    guide = make(grammar_of(None, f"([{letters}]|{unlike}{{99999}})*"), (38,))
+    fits, breaks = 15, 10 + ord(unlike) - ord("a")
+    for _ in range(4):
+        for token in (fits, breaks, breaks):
+            guide.extend(token)
+            with contextlib.suppress(GrammarError):
+                guide.allowed()
+        guide.cut(1)
+        guide.extend(fits)
+        assert (mask := guide.allowed()) is not None, "it is within the grammar"
+        assert mask[fits]
+        guide.cut(0)
 
 
 INHERITED = {

@@ -536,6 +536,12 @@ def test_messages_are_refused_by_name(served: Served, messages: Any, param: str)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+def test_a_schema_that_only_a_parser_finds_empty_is_the_clients_fault(served: Served) -> None:
+    for schema in ({"$ref": "#"}, {"type": "string", "pattern": "^é\ue000$"}):
+        response = served.post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "GrammarError"), response.text
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()

@@ -87,7 +87,9 @@ def write_card(directory: Path, address: str, config: dict[str, Any], taken: Map
 
 
 def read_card(directory: Path) -> Card | None:
-    """The card there. None if another user could have put it there, or if it leads to another machine without keys."""
+    """The card there. None if it is none, if another user could have put it there, or if it leads to another machine
+    without keys.
+    """
     path = directory / _FILE
     try:
         if not is_private(directory):
@@ -103,7 +105,9 @@ def read_card(directory: Path) -> Card | None:
             dict(said["taken"]),
             max(0.0, time.time() - path.stat().st_mtime),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+        card.to_json()  # what is asked of it later
+        table([card]).encode()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return card if is_local(card.address) or card.config.get("keys") else None
 

@@ -7,8 +7,8 @@ holds with one: every rule keeps its promise, and one seed gives one text whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
@@ -20,10 +20,11 @@ if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner with
     import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
+_T = TypeVar("_T")
 _MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
 _NO_TOKEN = "NoExtensionBias"  # begins what llguidance says where the vocabulary cannot write how a grammar goes on
 _BESIDE = 2  # ids beyond the model's own: see `_Vocabulary`
-_MOST_REVIVED = 100  # times that one text's parser is begun anew: it reads the whole text again
+_MOST_REVIVED = 8  # times that one text's parser is begun anew: it reads the whole text again
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
@@ -93,24 +94,29 @@ class Guide:
     written (where the grammar goes on with no token that there is, or asks for too much): what was before is not lost.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, list(ends)
-        self._begin = matcher.deep_copy()  # where no text is yet
+    def __init__(self, make: Callable[[], LLMatcher], ends: Sequence[int]) -> None:
+        self._make, self._ends = make, list(ends)
+        self._matcher = make()
         self._kept: list[int] = []  # tokens within the grammar
         self._beyond = 0  # tokens after these
         self._gave_up = ""  # why the parser took the first of them neither for right nor for wrong
         self._revived = 0
 
+    def check(self) -> None:
+        """Raises `GrammarError` where the parser has given up before any text."""
+        if self._matcher.is_error():
+            raise GrammarError(self._why())
+
     def extend(self, token: int) -> None:
         """The next token of the text."""
         if self._beyond:
             self._beyond += 1
-        elif self._matcher.try_consume_tokens([token]):
+        elif self._tried(partial(_takes, token)):
             self._kept.append(token)
         else:
             self._beyond = 1
             if self._matcher.is_error():
-                self._gave_up = self._revive()
+                self._gave_up = self._why()
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
@@ -132,21 +138,37 @@ class Guide:
             raise GrammarError(self._gave_up)
         if self._beyond:
             return None
-        mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
+        mask = np.frombuffer(self._tried(lambda matcher: matcher.compute_logit_bias()), np.uint8) > 0
         if self._matcher.is_error():
-            raise GrammarError(self._revive())
+            raise GrammarError(self._why())
         mask[self._ends] = mask[-_BESIDE]
         return mask[:-_BESIDE]
 
-    def _revive(self) -> str:
-        """Say why the parser has given up, for which there is no way back: another one reads the text anew."""
-        said = self._matcher.get_error()
-        if self._revived < _MOST_REVIVED:
+    def _tried(self, ask: Callable[[LLMatcher], _T]) -> _T:
+        """What the parser says. One that has given up, perhaps behind a text that is forgotten, has no way back, and
+        its copies share what its limits count: then another one reads the text anew, and is asked once more.
+        """
+        said = ask(self._matcher)
+        if self._matcher.is_error() and self._revived < _MOST_REVIVED:
             self._revived += 1
-            self._matcher = self._begin.deep_copy()
+            self._matcher = self._make()
             self._matcher.consume_tokens(self._kept)
-        why = "goes on with no token that this model has" if said.startswith(_NO_TOKEN) else _short(said)
-        return f"the text's grammar {why}"
+            said = ask(self._matcher)
+        return said
+
+    def _why(self) -> str:
+        said = self._matcher.get_error()
+        if said.startswith(_NO_TOKEN):
+            return "the text's grammar goes on with no token that this model has"
+        return f"the text's grammar: {_short(said)}"
+
+
+def _takes(token: int, matcher: LLMatcher) -> bool:
+    """Whether the text may go on with it. A lexer that has given up takes nothing, and tells only who asks for more."""
+    takes = bool(matcher.try_consume_tokens([token]))
+    if not takes and not matcher.is_error():
+        matcher.compute_logit_bias()
+    return takes
 
 
 class Guides:
@@ -171,10 +193,12 @@ class Guides:
             written = _checked(grammar)
         except ValueError as error:
             raise GrammarError(f"the text's grammar: {_short(str(error))}") from None
-        matcher = LLMatcher(self._tokens(), written, log_level=0, limits=_limits())
-        if matcher.is_error():
-            raise GrammarError(f"the text's grammar: {_short(matcher.get_error())}")
-        return Guide(matcher, [token for token in ends if token < self._size])
+        guide = Guide(
+            lambda: LLMatcher(self._tokens(), written, log_level=0, limits=_limits()),
+            [token for token in ends if token < self._size],
+        )
+        guide.check()
+        return guide
 
 
 def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:

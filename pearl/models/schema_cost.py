@@ -8,6 +8,7 @@ it.  Schemas of one page never come near these bounds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from math import lcm, prod
@@ -20,6 +21,9 @@ MOST_MEETING = 8  # expressions that one string has to match; 5 ms, where 12 can
 MOST_PAIRS = 200  # alternatives that are set against each other, in all; 0.1 s
 MOST_PATTERN_PROPERTIES = 16  # in all; with many properties 0.2 s, and 300 take 10 s
 MOST_PARTS = 500  # of an expression that may be repeated or left out; 0.1 s, and the time grows with their square
+MOST_REPEATED = 20_000  # bytes that the counts of an expression come to; up to 30 ms a token
+_COUNT = re.compile(r"(\d{1,9}),?(\d{0,9})\}", re.ASCII)  # behind its brace
+_BRACED = re.compile(r"\\[pPxuU]\{[^}]*\}")
 
 
 def check_schema(schema: Any) -> None:
@@ -35,10 +39,50 @@ def check_regex(expression: str) -> None:
     """Raises ValueError for an expression of too many parts.
 
     Where each may be left out, the parser looks at all that may come first for each of them: 16,000 times ".*" took
-    half a minute and 4 GB, in one step that no limit of its own interrupts. How often a part is repeated costs nothing.
+    half a minute and 4 GB, in one step that no limit of its own interrupts.  A count costs little by itself, but its
+    lexer takes ((((a{99}){99}){99}){99}) for so many expressions that it is half a second over them, and gives up.
     """
+    if _repeated(expression) > MOST_REPEATED:
+        raise ValueError(f"an expression's counts come to more than {MOST_REPEATED:,} bytes: use * or +")
     if sum(map(expression.count, "?*{(")) > MOST_PARTS:
         raise ValueError(f"an expression has more than {MOST_PARTS} groups, and parts that are repeated")
+
+
+def _repeated(expression: str) -> int:
+    """How many bytes it has once each count is written out; of a count with two bounds the higher one counts.
+
+    Reads an expression that may be none: what is wrong with it is not told here.
+    """
+    groups: list[list[int]] = [[0, 0]]  # innermost last: of each the bytes so far, and those of its last part
+    at = 0
+    while at < len(expression):
+        sign, at = expression[at], at + 1
+        if sign == "(":
+            groups.append([0, 0])
+        elif sign == ")" and len(groups) > 1:
+            inside = sum(groups.pop())
+            groups[-1] = [sum(groups[-1]), inside]
+        elif sign == "{" and (count := _COUNT.match(expression, at)):
+            groups[-1][1] *= min(MOST_REPEATED + 1, max(int(count[2] or count[1]), 1))
+            at = count.end()
+        elif sign not in "*+?|^$":
+            at = _behind(expression, at - 1)
+            groups[-1] = [sum(groups[-1]), len(sign.encode(errors="replace"))]
+    return sum(map(sum, groups))
+
+
+def _behind(expression: str, at: int) -> int:
+    """The place behind one character, escape or class."""
+    if expression[at] == "\\":
+        braced = _BRACED.match(expression, at)
+        return braced.end() if braced else at + 2
+    depth = 0
+    while at < len(expression):
+        depth += {"[": 1, "]": -1}.get(expression[at], 0)
+        at += 1 + (expression[at] == "\\")
+        if depth <= 0:
+            break
+    return at
 
 
 def _check_multiples(schema: Any) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
+from pearl.errors import (
+    ConfigError,
+    EngineClosed,
+    GrammarError,
+    PearlError,
+    RequestError,
+    StartError,
+    TargetLost,
+    TransportError,
+)
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -47,6 +56,8 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
     match error:
         case RequestError() | ConfigError():
             return ApiError(400, str(error), param=param)
+        case GrammarError():
+            return ApiError(400, str(error), code=type(error).__name__)
         case EngineClosed():
             return ApiError(503, str(error), code="shutting_down")
         case TargetLost() | StartError() | TransportError():
