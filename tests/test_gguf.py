@@ -11,11 +11,11 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig
 
 from pearl.errors import ModelError
 from pearl.models.direct import llama3_frequencies
-from pearl.models.gguf import _ALWAYS, _NEEDED, _check_said, _complete_window
+from pearl.models.gguf import _ALWAYS, _NEEDED, _check_said, _complete, _complete_window, unfit_weights
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
@@ -171,11 +171,14 @@ SIX = ["sliding_attention"] * 5 + ["full_attention"]
 )
 def test_the_layers_of_gemma3_slide_as_the_gguf_file_says(window: int | None, pattern: Any, kinds: list[str]) -> None:
     """It was five of six whatever the file said, and a window of 0 an error of Python's."""
-    config = Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=256)
+    config: Any = Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=256)
     said = {"attention.sliding_window": window, "attention.sliding_window_pattern": pattern}
     _complete_window(config, "gemma3", {name: value for name, value in said.items() if value is not None})
     assert config.layer_types == kinds
     assert config.sliding_window == (window or 256)
+    _complete_window(config := Gemma2Config(num_hidden_layers=6), "gemma2", {})
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 3
+    assert config.sliding_window == 4096
     with pytest.raises(SystemExit, match="it says of 2 layers whether they have a window, and has 6"):
         _complete_window(config, "gemma3", {"attention.sliding_window_pattern": [True, False]})
 
@@ -207,7 +210,6 @@ UNKEPT: list[tuple[str, dict[str, Any]]] = [  # what is said of it
     ("its experts are not chosen by a sigmoid", {**MOE, "expert_gating_func": 1}),
     ("2 of its weights are in no file.*e_score_correction_bias", {**MOE, "without": "e_score"}),
     ("it has 8 experts", {"expert_count": 8}),
-    ("window have one of 0 tokens", {"model": "gemma2-caps", "attention.key_length": 8, "attention.sliding_window": 0}),
 ]
 
 
@@ -248,6 +250,38 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(
     writer.close()
     with pytest.raises(ModelError, match=f"could not be loaded: files of the architecture '{architecture}' are not"):
         load_runner(str(file), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "attribute"),
+    [
+        ("gpt2", "context_length", "n_positions"),
+        ("gpt2", "feed_forward_length", "n_inner"),
+        ("qwen2moe", "expert_feed_forward_length", "moe_intermediate_size"),
+        ("qwen2moe", "expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+        ("qwen3moe", "expert_feed_forward_length", "moe_intermediate_size"),
+        ("qwen3", "attention.key_length", "head_dim"),
+    ],
+)
+def test_the_sizes_of_a_gguf_file_are_taken(architecture: str, key: str, attribute: str) -> None:
+    """They were those of the class, and all files with others were refused."""
+    keys = (*_ALWAYS, *_NEEDED[architecture])
+    said: dict[str, Any] = {name: 1e-5 if "epsilon" in name else 2 for name in keys} | {key: 24}
+    config = AutoConfig.for_model(architecture.replace("moe", "_moe"))
+    _complete(config, architecture, said)
+    assert getattr(config, attribute) == 24
+
+
+def test_a_buffer_that_is_computed_may_be_missing() -> None:
+    """Frequencies, masks: they follow from the configuration."""
+    model = torch.nn.Module()
+    model.register_buffer("frequencies", torch.tensor([1.0, 0.5]))
+    model.register_buffer("mask", torch.ones(3, 3).tril())
+    model.register_buffer("bias", torch.zeros(3))
+    found: dict[str, Any] = {"missing_keys": {"frequencies", "mask"}, "mismatched_keys": set()}
+    assert unfit_weights(model, found) == ""
+    found["missing_keys"].add("bias")
+    assert unfit_weights(model, found) == "1 of its weights are in no file, bias for one"
 
 
 @pytest.mark.parametrize("shape", [None, (5,)])

@@ -19,16 +19,16 @@ from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, s
 
 _GENERATION = "generation_config.json"
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_MEAN = "attention.layer_norm_epsilon"
+_NORM = "attention.layer_norm_epsilon"
 _EXPERTS = {"expert_used_count": "num_experts_per_tok"}
-# The architectures whose files are read. Of each: what its files must say, as llama.cpp wants it, and the name of that
-# in a configuration. A number that a file does not say would be that of some other model.
+# The architectures whose files are read. Of each: what its files must say, as llama.cpp has it, and what that is called
+# in a configuration. Where a file does not say it, the number would be that of some other model.
 _NEEDED: dict[str, dict[str, str]] = {
-    "bloom": {_MEAN: "layer_norm_epsilon"},
-    "falcon": {_MEAN: "layer_norm_epsilon"},
+    "bloom": {_NORM: "layer_norm_epsilon"},
+    "falcon": {_NORM: "layer_norm_epsilon"},
     "gemma2": _RMS,
     "gemma3": _RMS,
-    "gpt2": {_MEAN: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"},
+    "gpt2": {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"},
     "llama": {**_RMS, "attention.head_count_kv": "num_key_value_heads"},  # else its queries are not put in order
     "minimax-m2": {
         **_RMS,
@@ -36,14 +36,14 @@ _NEEDED: dict[str, dict[str, str]] = {
         "expert_count": "num_local_experts",
         "expert_feed_forward_length": "intermediate_size",
     },
-    "nemotron": {_MEAN: "norm_eps"},
+    "nemotron": {_NORM: "norm_eps"},
     "phi3": _RMS,
     "qwen2": _RMS,
     "qwen2moe": {**_RMS, **_EXPERTS, "expert_count": "num_experts"},
     "qwen3": _RMS,
     "qwen3moe": {**_RMS, **_EXPERTS, "expert_count": "num_experts"},
-    "stablelm": {_MEAN: "layer_norm_eps"},
-    "starcoder2": {_MEAN: "norm_epsilon"},
+    "stablelm": {_NORM: "layer_norm_eps"},
+    "starcoder2": {_NORM: "norm_epsilon"},
 }
 _ALWAYS = ("block_count", "context_length", "embedding_length", "attention.head_count", "feed_forward_length")
 # What files of some architectures say besides. A shape tells where one does not.
@@ -54,6 +54,8 @@ _WIDTHS = {
     },
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
 }
+# As llama.cpp where a file does not say: of so many layers the last has no window, and the window of the others.
+_WINDOWS = {"gemma2": (2, 4096), "gemma3": (6, 0)}
 _SIGMOID = 2  # among the `expert_gating_func`
 # The rope of Llama 3.1 and all since, but for its factor. A file has the frequencies that follow from it, not these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -212,7 +214,7 @@ def _check_said(architecture: str, said: dict[str, Any]) -> None:
         sys.exit(f"files of the architecture {architecture!r} are not read")
     needed = dict.fromkeys((*_ALWAYS, *_NEEDED[architecture]))
     if "expert_feed_forward_length" in said:
-        needed.pop("feed_forward_length")  # there is no such layer
+        needed.pop("feed_forward_length")  # every layer has experts
     for name in needed:
         if name not in said:
             sys.exit(f"it does not say {name!r}, without which {architecture!r} files are not read")
@@ -254,20 +256,18 @@ def _complete(config: Any, architecture: str, said: dict[str, Any]) -> None:
 
 def _complete_window(config: Any, architecture: str, said: dict[str, Any]) -> None:
     """How far attention looks back, and in which layers."""
-    window = said.get("attention.sliding_window") or None  # 0 where there is none
-    if architecture == "gemma3":
-        period = said.get("attention.sliding_window_pattern", 6)  # as llama.cpp; or what each layer has
-        count = config.num_hidden_layers
+    period, window = _WINDOWS.get(architecture, (0, 0))
+    window = said.get("attention.sliding_window", window)  # 0 where there is none
+    if period:
+        period, count = said.get("attention.sliding_window_pattern", period), config.num_hidden_layers
         slide = period if isinstance(period, list) else [not period or n % period < period - 1 for n in range(count)]
         if len(slide) != count:
             sys.exit(f"it says of {len(slide)} layers whether they have a window, and has {count}")
         config.layer_types = [f"{'sliding' if each and window else 'full'}_attention" for each in slide]
         config.sliding_window = window or config.max_position_embeddings
-    elif architecture == "gemma2" and said.get("attention.sliding_window") == 0:
-        sys.exit("its layers with a window have one of 0 tokens")
     elif hasattr(config, "sliding_window") and "attention.sliding_window" in said:
-        config.sliding_window = window
-    elif window is not None and window < said["context_length"]:
+        config.sliding_window = window or None
+    elif 0 < window < said["context_length"]:
         sys.exit(f"its attention has a window of {window} tokens, which {architecture!r} files are not read with")
 
 
