@@ -10,10 +10,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig
 
 from pearl.errors import ModelError
 from pearl.models.direct import llama3_frequencies
+from pearl.models.gguf import _ALWAYS, _NEEDED, _check_said, _complete, _complete_window, unfit_weights
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
@@ -23,6 +25,7 @@ from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
+USUAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a file that is converted to bfloat16
 
 
@@ -83,51 +86,215 @@ def test_the_rope_of_a_gguf_file_is_scaled_as_it_says(tmp_path: Path, cache: Pat
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
+EXPERTS = {
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 64,
+    "expert_gating_func": 2,
+}
 FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say that transformers does not read
     "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "attention.key_length": 8},
-    "gemma3-linear": {"attention.key_length": 8, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    "gemma3-linear": {
+        "attention.key_length": 8,
+        "attention.sliding_window": 4096,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
     "phi3-partial": {"rope.dimension_count": 6, "attention.sliding_window": 0},
     "stablelm": {"rope.dimension_count": 8},
     "starcoder2": {},
+    "falcon": {"feed_forward_length": 128, "attention.head_count_kv": 1},
+    "nemotron": {},
+    "minimax-m2": {**EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8},
 }
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_gguf_file_of_another_family_gives_the_same_model(tmp_path: Path, cache: Path, kind: str) -> None:
     """Base and share of its rope, soft caps and the scale of its scores were those that the family usually has."""
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), family=kind.partition("-")[0], **FAMILIES[kind])
-    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, tiny_model(kind)))
-    tokens = some_tokens(runner, 60)
-    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
+    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), **FAMILIES[kind])
+    _check_same(file, tiny_model(kind))
+
+
+OPEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a file says, and what that is in a config.json
+    "llama": ("llama", {}, {"rope_parameters": USUAL_ROPE}),
+    "phi3": ("phi3-partial", {"attention.sliding_window": 0}, {"rope_parameters": USUAL_ROPE}),
+    "starcoder2": ("starcoder2", {}, {"rope_parameters": USUAL_ROPE}),
+    "stablelm": ("stablelm", {}, {"rope_parameters": USUAL_ROPE | {"partial_rotary_factor": 1.0}}),
+    "minimax-m2": ("minimax-m2", {**EXPERTS, "attention.key_length": 8}, {"rope_parameters": USUAL_ROPE}),
+    "gemma3": (
+        "gemma3-linear",
+        {"attention.key_length": 8},
+        {
+            "rope_parameters": {"full_attention": USUAL_ROPE, "sliding_attention": USUAL_ROPE},
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "gemma3-pattern": (
+        "gemma3-linear",
+        FAMILIES["gemma3-linear"] | {"attention.sliding_window_pattern": 2},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+                "sliding_attention": USUAL_ROPE,
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OPEN)
+def test_what_a_gguf_file_leaves_open_is_as_in_llama_cpp(tmp_path: Path, cache: Path, family: str) -> None:
+    """A rope of base 10,000 that turns whole heads, and no window: it was what the class has, 5,000,000 for one."""
+    kind, said, usual = OPEN[family]
+    shutil.copytree(tiny_model(kind), plain := tmp_path / "plain")
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | usual))
+    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), **said, **{"rope.freq_base": None})
+    _check_same(file, plain)
+
+
+SIX = ["sliding_attention"] * 5 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("window", "pattern", "kinds"),
+    [
+        (64, None, SIX),
+        (64, 3, [*SIX[3:], *SIX[3:]]),
+        (64, 1, SIX[5:] * 6),
+        (64, [False, *[True] * 5], SIX[::-1]),
+        (0, None, SIX[5:] * 6),
+        (None, 3, SIX[5:] * 6),
+    ],
+)
+def test_the_layers_of_gemma3_slide_as_the_gguf_file_says(window: int | None, pattern: Any, kinds: list[str]) -> None:
+    """It was five of six whatever the file said, and a window of 0 an error of Python's."""
+    config: Any = Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=256)
+    said = {"attention.sliding_window": window, "attention.sliding_window_pattern": pattern}
+    _complete_window(config, "gemma3", {name: value for name, value in said.items() if value is not None})
+    assert config.layer_types == kinds
+    assert config.sliding_window == (window or 256)
+    _complete_window(config := Gemma2Config(num_hidden_layers=6), "gemma2", {})
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 3
+    assert config.sliding_window == 4096
+    with pytest.raises(SystemExit, match="it says of 2 layers whether they have a window, and has 6"):
+        _complete_window(config, "gemma3", {"attention.sliding_window_pattern": [True, False]})
 
 
 def test_the_window_of_a_gguf_file_is_kept(tmp_path: Path, cache: Path) -> None:
     """Phi-3's was dropped: longer texts went wrong."""
     said = {**FAMILIES["phi3-partial"], "attention.sliding_window": 32}
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model("phi3-partial"), family="phi3", **said)
+    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model("phi3-partial"), **said)
     assert load_runner(str(file), device=CPU, max_context=32).context == 32
     with pytest.raises(ModelError, match=r"Phi3ForCausalLM.*max_context 32"):
         load_runner(str(file), device=CPU)
 
 
-UNKEPT = [
-    {"rope.scaling.type": "longrope"},
-    {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5},
-    {"freqs": 3},
-    {"without": "up_proj"},
-    {"model": "llama-mha", "attention.head_count_kv": None},
-    {"attention.sliding_window": 64},
-    {"family": "qwen2", "rope.dimension_count": 4, "without": "bias"},
-    {"model": "llama-biased"},
+MOE = {"model": "minimax-m2", **EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8}
+UNKEPT: list[tuple[str, dict[str, Any]]] = [  # what is said of it
+    ("its rope is scaled by 'longrope'", {"rope.scaling.type": "longrope"}),
+    ("its rope is scaled in a way", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}),
+    ("its rope has frequencies", {"freqs": 3}),
+    ("2 of its weights are in no file", {"without": "up_proj"}),
+    ("it does not say 'attention.head_count_kv'", {"model": "llama-mha", "attention.head_count_kv": None}),
+    ("a window of 64", {"attention.sliding_window": 64}),
+    ("its rope turns 4 of 8", {"model": "qwen2", "rope.dimension_count": 4, "without": "bias"}),
+    ("512 of its weights have no place", {"model": "llama-biased"}),
+    (r"mlp.down_proj.weight has the shape \[32, 64\] where \[32, 48\] is expected", {"feed_forward_length": 48}),
+    ("it does not say 'attention.layer_norm_rms_epsilon'", {"attention.layer_norm_rms_epsilon": None}),
+    ("it does not say 'context_length'", {"model": "qwen2", "context_length": None}),
+    ("it does not say 'expert_used_count'", {**MOE, "expert_used_count": None}),
+    ("it uses 7 experts of 6", {**MOE, "expert_used_count": 7}),
+    ("its experts are not chosen by a sigmoid", {**MOE, "expert_gating_func": 1}),
+    ("2 of its weights are in no file.*e_score_correction_bias", {**MOE, "without": "e_score"}),
+    ("it has 8 experts", {"expert_count": 8}),
 ]
 
 
-@pytest.mark.parametrize("said", UNKEPT, ids=lambda said: "-".join(said))
-def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(tmp_path: Path, cache: Path, said: dict[str, Any]) -> None:
-    model = tiny_model(said.get("model", said.get("family", "llama")))
+@pytest.mark.parametrize(("cause", "said"), UNKEPT, ids=[cause for cause, _ in UNKEPT])
+def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
+    tmp_path: Path, cache: Path, cause: str, said: dict[str, Any]
+) -> None:
+    model = tiny_model(said.get("model", "llama"))
     _write_gguf(file := tmp_path / "tiny.gguf", model, **{name: said[name] for name in said if name != "model"})
-    with pytest.raises(ModelError, match=r"its rope|in no file|how many heads|a window of 64|512 of its weights"):
+    with pytest.raises(ModelError, match=cause):
         load_runner(str(file), device=CPU)
+
+
+@pytest.mark.parametrize("architecture", _NEEDED)
+def test_no_number_of_a_gguf_file_is_made_up(architecture: str) -> None:
+    """What llama.cpp does not start without. It was the class's number, of some other model."""
+    said: dict[str, Any] = dict.fromkeys((*_ALWAYS, *_NEEDED[architecture]), 2)
+    said["expert_gating_func"] = 2
+    _check_said(architecture, said)
+    norms = [name for name in said if "epsilon" in name]
+    assert len(norms) == 1
+    for name in (*norms, "context_length", "block_count", "embedding_length", "attention.head_count"):
+        with pytest.raises(SystemExit, match=f"it does not say '{name}'"):
+            _check_said(architecture, {each: said[each] for each in said if each != name})
+    with pytest.raises(SystemExit, match="for each layer"):
+        _check_said(architecture, said | {"attention.head_count_kv": [2, 1]})
+
+
+@pytest.mark.parametrize("architecture", ["gpt-oss", "lfm2", "t5", "deci", "gemma4"])
+def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(
+    tmp_path: Path, cache: Path, architecture: str
+) -> None:
+    """The causes were errors of Python's, such as 'int' object is not iterable."""
+    writer = gguf.GGUFWriter(file := tmp_path / "tiny.gguf", architecture)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=f"could not be loaded: files of the architecture '{architecture}' are not"):
+        load_runner(str(file), device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "attribute"),
+    [
+        ("gpt2", "context_length", "n_positions"),
+        ("gpt2", "feed_forward_length", "n_inner"),
+        ("qwen2moe", "expert_feed_forward_length", "moe_intermediate_size"),
+        ("qwen2moe", "expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+        ("qwen3moe", "expert_feed_forward_length", "moe_intermediate_size"),
+        ("qwen3", "attention.key_length", "head_dim"),
+    ],
+)
+def test_the_sizes_of_a_gguf_file_are_taken(architecture: str, key: str, attribute: str) -> None:
+    """They were those of the class, and all files with others were refused."""
+    keys = (*_ALWAYS, *_NEEDED[architecture])
+    said: dict[str, Any] = {name: 1e-5 if "epsilon" in name else 2 for name in keys} | {key: 24}
+    config = AutoConfig.for_model(architecture.replace("moe", "_moe"))
+    _complete(config, architecture, said)
+    assert getattr(config, attribute) == 24
+
+
+def test_a_buffer_that_is_computed_may_be_missing() -> None:
+    """Frequencies, masks: they follow from the configuration."""
+    model = torch.nn.Module()
+    model.register_buffer("frequencies", torch.tensor([1.0, 0.5]))
+    model.register_buffer("mask", torch.ones(3, 3).tril())
+    model.register_buffer("bias", torch.zeros(3))
+    found: dict[str, Any] = {"missing_keys": {"frequencies", "mask"}, "mismatched_keys": set()}
+    assert unfit_weights(model, found) == ""
+    found["missing_keys"].add("bias")
+    assert unfit_weights(model, found) == "1 of its weights are in no file, bias for one"
+
+
+@pytest.mark.parametrize("shape", [None, (5,)])
+def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[int, ...] | None) -> None:
+    """Nor cut to size, of an ordinary checkpoint either: it ran with zeros."""
+    shutil.copytree(tiny_model("minimax-m2"), directory := tmp_path / "model")
+    weights = load_file(file := directory / "model.safetensors")
+    name = next(name for name in weights if "e_score" in name)
+    del weights[name]
+    save_file(weights | ({} if shape is None else {name: torch.ones(shape)}), file, {"format": "pt"})
+    cause = "1 of its weights are in no file" if shape is None else r"has the shape \[5\] where \[6\] is expected"
+    with pytest.raises(ModelError, match=cause):
+        load_runner(str(directory), device=CPU)
 
 
 def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
@@ -139,9 +306,13 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def _write_gguf(
-    file: Path, model: Path | None = None, without: str = " ", family: str = "llama", freqs: Any = None, **said: Any
-) -> None:
+def _check_same(file: Path, directory: Path) -> None:
+    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, directory))
+    tokens = some_tokens(runner, 60)
+    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
+
+
+def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, **said: Any) -> None:
     """A tiny model in llama.cpp's naming, float32; a Llama's q and k rows interleaved as its rotation wants.
 
     `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
@@ -149,15 +320,16 @@ def _write_gguf(
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
+    family = config["model_type"].removesuffix("_text").replace("_", "-")
     ropes = config["rope_parameters"]
     epsilons = {name: value for name, value in config.items() if name.endswith(("norm_eps", "norm_epsilon"))}
     usual = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.head_count_kv": config.get("num_key_value_heads"),
         f"attention.layer_norm{'_rms' * ('rms_norm_eps' in epsilons)}_epsilon": next(iter(epsilons.values())),
         "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"]),
         "vocab_size": config["vocab_size"],
@@ -179,16 +351,27 @@ def _write_gguf(
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
         if without in name or (config["tie_word_embeddings"] and name.startswith("lm_head")):
             continue
         count = heads.get(name.split(".")[-2])
         if count is not None and family == "llama":
             rows = len(weight)
             weight = weight.view(count, 2, rows // count // 2, -1).transpose(1, 2).reshape(weight.shape)
-        if family.startswith("gemma") and "norm" in name:
+        if family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             weight = weight + 1  # as they are applied
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), weight.contiguous().numpy())
+        start = f"blk.{name.split('.')[2]}." if ".mlp." in name else ""
+        if name.endswith(".experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                writer.add_tensor(f"{start}ffn_{part}_exps.weight", half.contiguous().numpy())
+            continue
+        suffixes = (".weight", ".bias")
+        held = names.get_name(name, try_suffixes=suffixes)
+        if name.endswith(".experts.down_proj"):
+            held = f"{start}ffn_down_exps.weight"
+        elif name.endswith(".e_score_correction_bias"):
+            held = f"{start}exp_probs_b.bias"
+        writer.add_tensor(held, weight.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -64,6 +64,7 @@ _GEMMA4 = {
     "num_kv_shared_layers": 0,
 }
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
+_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
 _NEOX = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
@@ -94,6 +95,9 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),
+    "falcon": ("Falcon", {**_FALCON, "layer_norm_epsilon": 1e-2}),
+    "nemotron": ("Nemotron", _SIZES | {"norm_eps": 1e-2, "rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
+    "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "gpt-neox": ("GPTNeoX", _NEOX),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),

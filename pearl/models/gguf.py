@@ -18,6 +18,45 @@ from pearl.errors import ModelError
 from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, stamp
 
 _GENERATION = "generation_config.json"
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_NORM = "attention.layer_norm_epsilon"
+_EXPERTS = {"expert_used_count": "num_experts_per_tok"}
+# The architectures whose files are read. Of each: what its files must say, as llama.cpp has it, and what that is called
+# in a configuration. Where a file does not say it, the number would be that of some other model.
+_NEEDED: dict[str, dict[str, str]] = {
+    "bloom": {_NORM: "layer_norm_epsilon"},
+    "falcon": {_NORM: "layer_norm_epsilon"},
+    "gemma2": _RMS,
+    "gemma3": _RMS,
+    "gpt2": {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"},
+    "llama": {**_RMS, "attention.head_count_kv": "num_key_value_heads"},  # else its queries are not put in order
+    "minimax-m2": {
+        **_RMS,
+        **_EXPERTS,
+        "expert_count": "num_local_experts",
+        "expert_feed_forward_length": "intermediate_size",
+    },
+    "nemotron": {_NORM: "norm_eps"},
+    "phi3": _RMS,
+    "qwen2": _RMS,
+    "qwen2moe": {**_RMS, **_EXPERTS, "expert_count": "num_experts"},
+    "qwen3": _RMS,
+    "qwen3moe": {**_RMS, **_EXPERTS, "expert_count": "num_experts"},
+    "stablelm": {_NORM: "layer_norm_eps"},
+    "starcoder2": {_NORM: "norm_epsilon"},
+}
+_ALWAYS = ("block_count", "context_length", "embedding_length", "attention.head_count", "feed_forward_length")
+# What files of some architectures say besides. A shape tells where one does not.
+_WIDTHS = {
+    "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+}
+# As llama.cpp where a file does not say: of so many layers the last has no window, and the window of the others.
+_WINDOWS = {"gemma2": (2, 4096), "gemma3": (6, 0)}
+_SIGMOID = 2  # among the `expert_gating_func`
 # The rope of Llama 3.1 and all since, but for its factor. A file has the frequencies that follow from it, not these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What llama.cpp takes where a file does not say: of these nothing else can be said in a config.json.
@@ -83,22 +122,33 @@ def _plain(name: str) -> str:
 
 def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
-    import torch
-    import transformers
     from gguf import GGUFReader
 
+    reader = GGUFReader(file)
+    architecture, said = _said(reader)
+    _check_said(architecture, said)
+
+    import torch  # which takes seconds
+    import transformers
+
     place, name = str(file.parent), file.name
+    config = transformers.AutoConfig.from_pretrained(place, gguf_file=name)
+    _complete(config, architecture, said)
+    _scale_rope(config, said, reader)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        place, gguf_file=name, dtype=getattr(torch, dtype), output_loading_info=True, **_dequantised()
+        place,
+        gguf_file=name,
+        config=config,
+        dtype=getattr(torch, dtype),
+        ignore_mismatched_sizes=True,  # which are told of below
+        output_loading_info=True,
+        **_dequantised(),
     )
     model, found = loaded
-    if missing := missing_weights(model, found):
-        sys.exit(missing)
+    if unfit := unfit_weights(model, found):
+        sys.exit(unfit)
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain from here on
-    reader = GGUFReader(file)
     _check_all_read(model, reader)
-    _complete(model.config, reader)
-    _scale_rope(model.config, reader)
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     free = shutil.disk_usage(directory.parent).free
     if needed > free:
@@ -115,14 +165,28 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     generation.save_pretrained(directory)
 
 
-def missing_weights(model: Any, found: dict[str, Any]) -> str:
-    """What is to be said where weights are in no file: transformers fills them with random numbers. Else nothing.
+def unfit_weights(model: Any, found: dict[str, Any]) -> str:
+    """What is to be said where weights are in no file, or of another shape there. Else nothing.
+
+    transformers fills weights that are missing with random numbers, and learned buffers with zeros or ones. What it
+    computes of the configuration, frequencies and masks, are buffers of other numbers.
 
     Args:
-        found: what `from_pretrained` tells of its loading.
+        found: what `from_pretrained`, told to ignore sizes, tells of its loading.
     """
-    missing = sorted(found["missing_keys"] & {name for name, _ in model.named_parameters()})
-    return f"{len(missing)} of its weights are in no file, {missing[0]} for one" if missing else ""
+    absent = found["missing_keys"]
+    learned = {name for name, _ in model.named_parameters()}
+    learned |= {name for name, buffer in model.named_buffers() if name in absent and _is_flat(buffer)}
+    if missing := sorted(absent & learned):
+        return f"{len(missing)} of its weights are in no file, {missing[0]} for one"
+    for name, shape, wanted in sorted(found["mismatched_keys"]):
+        return f"its weight {name} has the shape {list(shape)} where {list(wanted)} is expected"
+    return ""
+
+
+def _is_flat(buffer: Any) -> bool:
+    """Whether it is all zeros or all ones."""
+    return buffer.is_floating_point() and any(bool((buffer == usual).all()) for usual in (0, 1))
 
 
 def _check_all_read(model: Any, reader: Any) -> None:
@@ -135,61 +199,101 @@ def _check_all_read(model: Any, reader: Any) -> None:
         sys.exit(f"{left} of its weights have no place in a {type(model).__name__} as it is read from such files")
 
 
-def _complete(config: Any, reader: Any) -> None:
+def _said(reader: Any) -> tuple[str, dict[str, Any]]:
+    """The architecture of a file, and what the file says of it."""
+    field = reader.fields.get("general.architecture")
+    architecture = str(field.contents()) if field else ""
+    start = f"{architecture}."
+    names = {name: field for name, field in reader.fields.items() if name.startswith(start)}
+    return architecture, {name.removeprefix(start): field.contents() for name, field in names.items()}
+
+
+def _check_said(architecture: str, said: dict[str, Any]) -> None:
+    """Exits where the file leaves something open, or says what cannot be said in a configuration."""
+    if architecture not in _NEEDED:
+        sys.exit(f"files of the architecture {architecture!r} are not read")
+    needed = dict.fromkeys((*_ALWAYS, *_NEEDED[architecture]))
+    if "expert_feed_forward_length" in said:
+        needed.pop("feed_forward_length")  # every layer has experts
+    for name in needed:
+        if name not in said:
+            sys.exit(f"it does not say {name!r}, without which {architecture!r} files are not read")
+    for name in (*needed, "attention.head_count_kv"):
+        if isinstance(said.get(name), list):
+            sys.exit(f"it says {name!r} for each layer, and {architecture!r} files are read with one for all")
+    experts, used = said.get("expert_count", 0), said.get("expert_used_count", 0)
+    if experts and "expert_count" not in needed:
+        sys.exit(f"it has {experts} experts, which {architecture!r} files are not read with")
+    if "expert_count" in needed and not 0 < used <= experts:
+        sys.exit(f"it uses {used} experts of {experts}")
+    if said.get("expert_weights_scale", 0) not in (0, 1):
+        sys.exit(f"it scales what its experts say by {said['expert_weights_scale']}, which transformers does not")
+    if architecture == "minimax-m2" and said.get("expert_gating_func") != _SIGMOID:
+        sys.exit(f"its experts are not chosen by a sigmoid: expert_gating_func is {said.get('expert_gating_func')}")
+
+
+def _complete(config: Any, architecture: str, said: dict[str, Any]) -> None:
     """Gives the configuration what else the file says of the model and transformers does not read, of some families.
 
     Exits where it cannot be said in a configuration.
     """
-    architecture = reader.fields["general.architecture"].contents()
-    start = f"{architecture}."
-    said = {name.removeprefix(start): field.contents() for name, field in reader.fields.items()}
-    if architecture == "llama" and "attention.head_count_kv" not in said:
-        sys.exit("it does not say how many heads keys have, without which its queries are not put in order")
+    for name, attribute in (_NEEDED[architecture] | _WIDTHS.get(architecture, {})).items():
+        if name in said:
+            setattr(config, attribute, said[name])
+    width = said.get("attention.key_length") or config.hidden_size // config.num_attention_heads
+    if "head_dim" in vars(config):
+        config.head_dim = width
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if name in said and hasattr(config, name):
             setattr(config, name, float(said[name]))
     if (layers := {"gemma2": 46, "gemma3": 62}.get(architecture)) is not None:
         # As llama.cpp, for no file says it: the models of 27 billion weights have another than all the others.
         is_27b = config.num_hidden_layers == layers
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
-    window = said.get("attention.sliding_window") or None  # 0 where there is none
-    if hasattr(config, "sliding_window") and "attention.sliding_window" in said:
-        config.sliding_window = window
-    elif window is not None and window < config.max_position_embeddings:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else width
+    _complete_window(config, architecture, said)
+    _complete_rope(config, architecture, said, width)
+
+
+def _complete_window(config: Any, architecture: str, said: dict[str, Any]) -> None:
+    """How far attention looks back, and in which layers."""
+    period, window = _WINDOWS.get(architecture, (0, 0))
+    window = said.get("attention.sliding_window", window)  # 0 where there is none
+    if period:
+        period, count = said.get("attention.sliding_window_pattern", period), config.num_hidden_layers
+        slide = period if isinstance(period, list) else [not period or n % period < period - 1 for n in range(count)]
+        if len(slide) != count:
+            sys.exit(f"it says of {len(slide)} layers whether they have a window, and has {count}")
+        config.layer_types = [f"{'sliding' if each and window else 'full'}_attention" for each in slide]
+        config.sliding_window = window or config.max_position_embeddings
+    elif hasattr(config, "sliding_window") and "attention.sliding_window" in said:
+        config.sliding_window = window or None
+    elif 0 < window < said["context_length"]:
         sys.exit(f"its attention has a window of {window} tokens, which {architecture!r} files are not read with")
-    _complete_rope(config, said, architecture)
 
 
-def _complete_rope(config: Any, said: dict[str, Any], architecture: str) -> None:
-    """Its base, and how much of a head it turns, of what is `said` in the file."""
+def _complete_rope(config: Any, architecture: str, said: dict[str, Any], width: int) -> None:
+    """Its base, and how many of the `width` dimensions of a head it turns. Where a file has none, llama.cpp's."""
     ropes = getattr(config, "rope_parameters", None)
     if not ropes:
         return
     rope = ropes.get("full_attention", ropes)
     for each, name in ((rope, "rope.freq_base"), (ropes.get("sliding_attention"), "rope.freq_base_swa")):
-        if each and name in said:
-            each["rope_theta"] = float(said[name])
-    turned = said.get("rope.dimension_count")
-    if turned is None or rope is not ropes or hasattr(config, "rotary_dim"):  # which is read
-        return
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if each:
+            each["rope_theta"] = float(said.get(name, 1e4))
+    turned = said.get("rope.dimension_count", width)
     if "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = turned / width
     elif turned != width:
         sys.exit(f"its rope turns {turned} of {width} dimensions, which {architecture!r} files are not read with")
 
 
-def _scale_rope(config: Any, reader: Any) -> None:
-    """Gives the configuration the file's scaling of the rope, which transformers reads of gpt-oss only.
+def _scale_rope(config: Any, said: dict[str, Any], reader: Any) -> None:
+    """Gives the configuration the file's scaling of the rope, which transformers does not read.
 
     Without it a text is another from its first token on.  Exits where it cannot be said in a configuration.
     """
-    known = {name: field.contents() for name, field in reader.fields.items() if ".rope.scal" in name}
-    architecture = reader.fields["general.architecture"].contents()
-    if architecture == "gpt-oss":
-        return
-    said = {name.removeprefix(f"{architecture}.rope.scaling."): value for name, value in known.items()}
-    factor = float(said.get("factor") or said.get(f"{architecture}.rope.scale_linear") or 1.0)
+    said = {name.removeprefix("rope.scaling."): said[name] for name in said if name.startswith("rope.scal")}
+    factor = float(said.get("factor") or said.get("rope.scale_linear") or 1.0)
     kind = said.get("type", "linear")  # as llama.cpp
     divisors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     if any(said.get(name, usual) != usual for name, usual in _USUAL.items()):

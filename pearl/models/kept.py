@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 
 CONVERTED = "converted"  # the cache's part that is bounded; the embedded pair stands beside it
 DEFAULT_GIGABYTES = 50.0
-_FORMAT = 3  # of what is kept; raise it where the same files would be converted otherwise
+_FORMAT = 4  # of what is kept; raise it where the same files would be converted otherwise
 _SIZES = "sizes.json"
 _IN_USE = 24 * 3600.0  # seconds since it was used: what a convenience must not displace
 

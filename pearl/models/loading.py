@@ -17,7 +17,7 @@ from pearl.errors import ModelError
 from pearl.models.attention import plan_no_shapes, whole_blocks
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
-from pearl.models.gguf import missing_weights
+from pearl.models.gguf import unfit_weights
 from pearl.models.hub import in_cache
 from pearl.models.kept import Progress, silent
 from pearl.models.kept_matrices import findings_of
@@ -196,11 +196,13 @@ def _load(spec: str, path: str, arguments: dict[str, Any], device: torch.device)
     from transformers import AutoModelForCausalLM
 
     with _explained(spec), _no_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+        )
         model: PreTrainedModel
         model, found = loaded
-        if missing := missing_weights(model, found):
-            raise ValueError(missing)
+        if unfit := unfit_weights(model, found):
+            raise ValueError(unfit)
     _refuse_offloaded(spec, model, device)
     return model
 
