@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import gguf
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +26,7 @@ from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizer import load_tokenizer
 from tests.runner_contract import close, some_tokens
+from tests.test_processes import eventually, gone
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -52,6 +57,20 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     messages: list[str] = []
     load_runner(str(file), device=CPU, dtype="float32", max_context=64, progress=messages.append)
     assert messages == [f"loading {file}"]
+
+
+def test_who_converts_ends_with_who_waits_for_it(tmp_path: Path) -> None:
+    """Reading a pipe that nobody writes to, it would stay for ever; and a large file takes minutes."""
+    os.mkfifo(tmp_path / "tiny.gguf")
+    script = (
+        "import pathlib, sys; from pearl.models.gguf import convert; convert(*map(pathlib.Path, sys.argv[1:]), 'any')"
+    )
+    waits = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "tiny.gguf"), str(tmp_path)])
+    eventually(lambda: bool(psutil.Process(waits.pid).children()), "the conversion has begun")
+    (converts,) = psutil.Process(waits.pid).children()
+    waits.kill()
+    waits.wait()
+    eventually(lambda: gone(converts.pid), "the conversion has ended")
 
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

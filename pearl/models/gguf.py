@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from pearl.errors import ModelError
 from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, stamp
 
 _GENERATION = "generation_config.json"
+_LOOK_SECONDS = 0.5
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _NORM = "attention.layer_norm_epsilon"
 _EXPERTS = {"expert_used_count": "num_experts_per_tok"}
@@ -97,11 +100,12 @@ def _check_magic(file: Path) -> None:
 
 
 def convert(file: Path, directory: Path, dtype: str) -> None:
-    """In a child process: the GGUF reader prints, and its gigabytes of memory are freed when the process ends.
+    """In a child process: the GGUF reader prints, and its gigabytes of memory are freed when the process ends. It ends
+    with its parent.
 
     Raises `ModelError`.
     """
-    command = [sys.executable, "-m", "pearl.models.gguf", str(file), str(directory), dtype]
+    command = [sys.executable, "-m", "pearl.models.gguf", str(file), str(directory), dtype, str(os.getpid())]
     ours = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, env=os.environ | ours
@@ -342,5 +346,13 @@ def _dequantised() -> dict[str, object]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process once `parent`, which has begun it, is gone."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(int(sys.argv[4]),), daemon=True).start()
     _convert_here(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
