@@ -138,7 +138,8 @@ def test_behind_a_guess_there_may_be_no_way_on_and_the_text_goes_on_without_it(u
     shaper = Shaper(Shaping(len(PROMPT), grammar=language, ends=(3,)), PROMPT, make)
     shaper.hold(len(PROMPT))
     rows = shaper.tree(torch.zeros(4, 32), [2, 1, 2, 5], [-1, 0, 0, 1])
-    assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in rows] == [{1, 2}, set(), {3}, {*range(32)}]
+    found = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in rows]
+    assert found[:3] == [{1, 2}, set(), {3}], "the last row is behind a guess of no probability: it is never drawn from"
     assert isinstance(shaper.stuck, GrammarError)
     shaper.chain(torch.zeros(1, 32), [2])
     assert shaper.stuck is None
