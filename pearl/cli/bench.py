@@ -126,7 +126,8 @@ def _plan(
     defaults = _EMULATED if toys else _QUICK if quick else _DEFAULT
     known = rows_for(config, baselines and not is_toy(config.target), settings.decoding.rule)
     wanted = {*rows, AR} if rows else {row.name for row in known}
-    if devices_of(config)[0] == devices_of(config)[0] | devices_of(config)[1]:
+    target, draft = devices_of(config)
+    if target == target | draft:
         wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # ar and ngram have all devices as it is
     if unknown := wanted - {row.name for row in known}:
         raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
@@ -137,7 +138,7 @@ def _plan(
         _sampling(settings.sampling, defaults["max_tokens"], toys),
         raw=raw,
         repeats=repeats or defaults["repeats"],
-        together=together if together is not None else not devices_of(config)[0].gpus,
+        together=together if together is not None else not target.gpus,
         gamma=settings.decoding.gamma,
         attempts=3 if toys else 1,
     )

@@ -103,8 +103,8 @@ class Guide:
         self._revived = 0
 
     def check(self) -> None:
-        """Raises `GrammarError` where the parser has given up before any text."""
-        if self._matcher.is_error():
+        """Raises `GrammarError` where the parser has given up, but for want of a token."""
+        if self._matcher.is_error() and not self._matcher.get_error().startswith(_NO_TOKEN):
             raise GrammarError(self._why())
 
     def extend(self, token: int) -> None:
@@ -130,7 +130,7 @@ class Guide:
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """[vocab], of the tokens that may follow; None where the text has left the grammar, or ended.
 
-        Raises `GrammarError` where the parser has given up.
+        Raises `GrammarError` where the parser has given up, but for want of a token: then none may follow.
         """
         import numpy as np
 
@@ -139,8 +139,9 @@ class Guide:
         if self._beyond:
             return None
         mask = np.frombuffer(self._tried(lambda matcher: matcher.compute_logit_bias()), np.uint8) > 0
+        self.check()
         if self._matcher.is_error():
-            raise GrammarError(self._why())
+            mask = np.zeros_like(mask)
         mask[self._ends] = mask[-_BESIDE]
         return mask[:-_BESIDE]
 
@@ -157,10 +158,7 @@ class Guide:
         return said
 
     def _why(self) -> str:
-        said = self._matcher.get_error()
-        if said.startswith(_NO_TOKEN):
-            return "the text's grammar goes on with no token that this model has"
-        return f"the text's grammar: {_short(said)}"
+        return f"the text's grammar: {_short(self._matcher.get_error())}"
 
 
 def _takes(token: int, matcher: LLMatcher) -> bool:
