@@ -46,7 +46,7 @@ class Statistics:
         rates: tokens a second with the draft ("drafted") and without it ("alone"), as method auto has timed them.
         draft_speedup: how many times as fast the target is with the draft as without, by what method auto has compared
             within texts; None: nothing.
-        num_comparisons: of which that is the mean, at most 8; a fraction where some were of short stretches.
+        num_comparisons: of which that is the mean, at most 16; a fraction where some count less.
         target_steps: forwards by phase.
         tokens_per_step: generated tokens over forwards after the prefill.
         queue_seconds: from the submission to the start of the prefill: other requests came first.

@@ -33,6 +33,7 @@ from pearl.protocol.events import (
     Judged,
     Keep,
     Open,
+    Retrace,
     Rollback,
     Sample,
     Sampled,
@@ -122,7 +123,7 @@ class ScriptTarget:
 
     def execute(self, command: object) -> object | None:
         match command:
-            case Open() | Spread():
+            case Open() | Spread() | Retrace():
                 return None
             case Rollback(length):
                 self.cache.rollback(length)

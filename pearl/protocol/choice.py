@@ -1,13 +1,14 @@
 """With the draft or without it: which makes more tokens a second, found out while texts are written.
 
-Texts differ in how much can be guessed of them, by more than both ways differ.  So only what stands side by side in one
-text is compared: the stretch of tokens before a change-over and the one after it.  Each change-over is one comparison;
-their mean decides.  One comparison says little, for a stretch may be easy and the next one hard: at first nearly every
-text has one.  Later the way that loses is tried again so often that this costs as much as may be lost by being wrong.
-A draft that rests is tried where a text begins: there it reads the prompt while the target does.
+Texts differ in how much can be guessed of them, by more than both ways differ, and parts of one text do.  So both ways
+are compared on the very same tokens.  Where the draft helps to write a stretch of a text, the stretch tells afterwards
+which forwards the target alone would have taken (`drafting.hindsight`), and how long these take has been measured.
+What is left to chance is how texts differ in what a draft is good for: the mean of the comparisons decides, together
+with those of the text itself.
+Where the draft is the better way, each stretch is such a comparison.  Where it is not, it is tried again so often that
+this costs as much as may be lost by being wrong; a draft that rests is tried where a text begins: there it reads the
+prompt while the target does.  Now and then a stretch is written without it, for the target's times alone.
 Only for texts that do not depend on who proposed what.
-
-The numbers below lost least of those tried on recorded texts of the embedded pair, at 20 ratios of the ways' speeds.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from dataclasses import dataclass, field
 from math import erfc, exp, log, pi, sqrt
 
 _STRETCH_TOKENS, _STRETCH_STEPS = 24, 8  # a stretch has at least so many of each: fewer tell nothing
-# Of the rate before the change-over: what is slower after so many steps loses, and is tried no longer.
+# Of the rate without it: a draft that is tried and that is slower after so many steps is tried no longer.
 _CLEARLY = {_STRETCH_STEPS: 0.6, _STRETCH_STEPS // 2: 0.4}
 _OF_NEW = 0.5  # weight of a new stretch in a rate
 _MOST_COMPARISONS = 16  # that the mean is of: earlier ones fade, for texts and machines change
 _MOST_FACTOR = 3.0  # by which one comparison may say that a way is faster: a stretch of guesses may be much faster
-_SPREAD = 0.35  # standard deviation of one comparison
+_SPREAD = 0.35  # standard deviation of a comparison
 _SURE, _FEW = 1.5, 8  # standard errors from a tie; comparisons: with fewer of both, nearly every text has one
-_PATIENCE_AT_FIRST = 20  # tokens between two trials then: a stretch on either side is longer
 _LEAST_SHARE, _MOST_SHARE = 0.005, 0.03  # of all time that trying the way that lost may cost after that
 _LEAST_PATIENCE, _MOST_PATIENCE = 192, 8192  # tokens until the next one: least a comparison, most
 _ONCE_SLOWED = 96  # tokens until the way that lost is tried again where the way in use has slowed
 _OF_BEFORE = 4.0  # comparisons that what was known counts as then
 _MARGIN = log(1.03)  # what is less may be chance, by one comparison: no reason to change over at once
-_DOUBT, _MOST_TEXTS = 3, 16  # texts: as if so many had been without a drift; of so many it is the mean
 _SLOWED, _IN_A_ROW = 0.6, 3  # of the rate that it had, so many stretches: the way in use is looked at again
 _DRAFTLESS = 32  # tokens after which a draft that has sent none yet is taken to be as slow as that
-_FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial: one stretch for it, one to compare again
-_TO_READ = 256  # tokens that a text must have left for a draft to be tried amid it: it has to read all before
+_FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial
+_TO_READ = 256  # tokens that a text must have left for a draft to begin amid it: it has to read all before
+_MOST_HERE = 8.0  # comparisons of one text that count
+_TIMINGS = 2  # of the target alone, to begin with
+_TIMED, _SLOWER = 4, 0.75  # steps of one; of the rate with the draft: where it is not as slow it has more of them
+_OF_TIMES = 0.25  # weight of a new stretch in what the target's steps take beside their forwards
 
 
 @dataclass
@@ -45,11 +48,10 @@ class Choice:
         rests: whether the draft rests now.
         rates: tokens a second, by whether it rests; of stretches of any text.
         gain: logarithm of how many times as fast the target is with the draft as without; mean of the comparisons.
-        comparisons: their number, at most 16; a fraction where some were of short stretches.
+        comparisons: their number, at most 16. Of several stretches in a row each counts less: together up to two.
         since_tried: tokens since the way that loses was tried.
         cost: what trying it cost the last time: tokens that the better way would have made beside those that came.
-        drift: logarithm of how many times as fast a text goes on as it begins, the way being the same: a mean, at first
-            taken to be nothing.
+        overhead: seconds that a step without the draft takes beside its forward; None: none has been measured.
         is_spread: whether the target has the draft's cores.
     """
 
@@ -59,23 +61,23 @@ class Choice:
     comparisons: float = 0.0
     since_tried: int = 0
     cost: float = float(_STRETCH_TOKENS)
-    drift: float = 0.0
+    overhead: float | None = None
     is_spread: bool = False
     _since: float | None = None  # when the stretch began; None: with the next step
     _tokens: int = 0  # of the stretch
     _steps: int = 0
     _last: float = 0.0  # when the last step of the stretch ended
     _longest: float = 0.0  # seconds, of its steps
-    _here: float = 0.0  # tokens a second in this text, as things are; 0: not known yet
-    _before: float = 0.0  # in this text before the change-over that is to be compared; 0: none is
-    _way: tuple[float, int] | None = None  # when this text's way began, and tokens since; None: with the first step
-    _left: tuple[float, int] = (0.0, 0)  # seconds and tokens of the way that was left by the last change-over
+    _beside: float = 0.0  # seconds that its steps took beside their forwards
+    _most_beside: float = 0.0  # one of them
+    _alone: tuple[float, int] = (0.0, 0)  # without the draft: seconds that the stretch would have taken, and its tokens
     _skipped: int = 0  # tokens committed while the draft had sent nothing yet
-    _stretches: int = 0  # that have ended in this text as things are, if it began so; else more than one
-    _texts: int = 0  # of which the drift is the mean
-    _easy: float = 1.0  # how much of that rate is of the text's first stretch
-    _drifts: float = 0.0  # how much of the drift is in the comparison to be made; negative where the draft rested first
-    _drifted: float = 0.0  # mean of that over the comparisons: the gain is corrected as the drift is known better
+    _gains: float = 0.0  # of this text: the sum of the comparisons
+    _compared: float = 0.0  # and their number
+    _in_a_row: int = 0  # those that were made since the draft began, of up to 8
+    _timings: int = 0  # stretches that the overhead is of, of up to 2
+    _has_drafted: bool = False  # in this text
+    _has_begun: bool = False  # a stretch of this text has ended
     _slow: int = 0  # stretches in a row that were much slower than usual
 
     @property
@@ -91,140 +93,170 @@ class Choice:
     def begin(self, left: int) -> None:
         """A text of at most `left` tokens begins. The draft is tried if nothing is known of it, or it is time to."""
         self.rests = self.is_alone_better
-        if self.rests and self.since_tried >= self._patience and left >= _FOR_TRIAL:
+        is_due = self._is_unsure or self.since_tried >= self._patience if self.rests else False
+        if is_due and left >= _FOR_TRIAL:
             self.rests, self.since_tried = False, 0
+        self._has_drafted = not self.rests
 
     def end(self) -> None:
-        """A text ends. What it has of an unfinished stretch counts half, if it is half of one."""
-        tokens, steps = self._tokens, self._steps
-        if self._before and self._since is not None and 2 * tokens >= _STRETCH_TOKENS and 2 * steps >= _STRETCH_STEPS:
-            self._compare(tokens / (self._last - self._since), tokens, 0.5)
+        """A text ends. What it has of an unfinished stretch counts, if it is half of one."""
+        if self._since is not None and 2 * self._tokens >= _STRETCH_TOKENS and 2 * self._steps >= _STRETCH_STEPS:
+            self._compare()
         self._begin_stretch()
-        self._here = self._before = 0.0
-        self._way, self._slow, self._stretches, self._easy = None, 0, 0, 1.0
+        self._gains = self._compared = 0.0
+        self._has_begun, self._slow, self._in_a_row = False, 0, 0
 
-    def stepped(self, at: float, tokens: int, has_drafted: bool = True, left: int = 1 << 62) -> bool:
+    def retraced(self, seconds: float, tokens: int) -> None:
+        """Without the draft a forward of `seconds` would have written `tokens` of this text."""
+        if self._since is not None and self.overhead is not None:
+            before, made = self._alone
+            self._alone = before + max(seconds / 2, seconds + self.overhead), made + tokens
+
+    def stepped(
+        self, at: float, tokens: int, seconds: float = 0.0, has_drafted: bool = True, left: int = 1 << 62
+    ) -> bool:
         """A forward ended. Whether to change over now: `rests` is the other way then.
 
         Args:
             at: seconds, of any clock that never goes back.
             tokens: that were committed since the last forward ended.
+            seconds: that such a forward takes.
             has_drafted: whether the draft has sent anything since it last began.
             left: tokens until the text's limit.
         """
         self.since_tried += tokens
-        began, so_far = self._way or (at, -tokens)
-        self._way = began, so_far + tokens
         if not self.rests and not has_drafted and self._skipped < _DRAFTLESS:  # it is still reading the text
             self._skipped += tokens
-            self._since = None
+            self._since, self._alone = None, (0.0, 0)
             return False
         if self._since is None:  # what the change-over took is not this way's
-            self._since, self._last = at, at
+            self._since = self._last = at
             return False
+        beside = at - self._last - seconds
+        self._beside, self._most_beside = self._beside + beside, max(self._most_beside, beside)
         self._longest = max(self._longest, at - self._last)
         self._tokens, self._steps, self._last = self._tokens + tokens, self._steps + 1, at
-        is_whole = self._steps >= _STRETCH_STEPS and self._tokens >= _STRETCH_TOKENS
-        if at <= self._since or not (is_whole or self._clearly_loses(at)):
+        if at <= self._since or not self._is_whole(at):
             return False
-        rate = self._tokens / (at - self._since)
-        tokens, weight = self._tokens, min(1.0, self._tokens / _STRETCH_TOKENS)
+        has_slowed = self._has_slowed(self._tokens / (at - self._since))
+        self._compare()
         self._begin_stretch(at)
-        has_slowed = self._has_slowed(rate)
-        if self._before:
-            self._compare(rate, tokens, weight)
-        elif self._stretches == 1:
-            more = (log(rate / self._here) - self.drift) / (self._texts + _DOUBT)
-            self.drift += more
-            if self._texts < _FEW:  # later ones are no longer texts as those that were compared
-                self.gain += more * self._drifted
-            self._texts = min(self._texts + 1, _MOST_TEXTS)
-        self._easy *= 1 - _OF_NEW if self._here else 1.0
-        self._here, self._stretches = _blend(self._here, rate), self._stretches + 1
+        self._has_begun = True
         if not self._is_other_wanted(has_slowed, left):
             return False
-        self._change_over(at)
-        return True
-
-    def _clearly_loses(self, at: float) -> bool:
-        """Whether the way that is tried is far slower than the one before, even without its longest step: a hiccup."""
-        assert self._since is not None
-        share = max((share for steps, share in _CLEARLY.items() if self._steps >= steps), default=0.0)
-        return self._tokens < share * self._before * (at - self._since - self._longest)
-
-    def _change_over(self, at: float) -> None:
-        assert self._way is not None
-        began, tokens = self._way
         if not self._is_other_better:
             self.since_tried = 0
-        self.rests = not self.rests
-        self._before, self._here, self._slow = self._here, 0.0, 0
-        self._before *= exp(self._easy * self.drift)
-        self._drifts = self._easy if self.rests else -self._easy
-        self._stretches, self._easy = 2, 0.0
-        self._way, self._left = (at, 0), (at - began, tokens)
+        self.rests, self._slow, self._in_a_row = not self.rests, 0, 0
+        self._has_drafted |= not self.rests
         self._begin_stretch()
+        return True
+
+    def _is_whole(self, at: float) -> bool:
+        """Whether the stretch is. Of a way that is but tried, and that is far slower, less will do."""
+        steps, tokens = self._steps, self._tokens
+        is_enough = steps >= _STRETCH_STEPS and tokens >= _STRETCH_TOKENS
+        if is_enough or self._is_in_better:
+            return is_enough
+        assert self._since is not None
+        seconds = at - self._since
+        if self.rests:  # for the target's times alone: steps tell them, and no tokens
+            return steps >= (_STRETCH_STEPS if tokens > _SLOWER * self.rates.get(False, 0.0) * seconds else _TIMED)
+        needed, made = self._alone
+        share = max((share for least, share in _CLEARLY.items() if steps >= least), default=0.0)
+        return made > 0 and tokens < share * made / needed * (seconds - self._longest)  # that may be a hiccup
 
     def _has_slowed(self, rate: float) -> bool:
         """Adds `rate` to what is usual, and compares. A text's first stretch may be slow for other reasons."""
         usual = self.rates.get(self.rests, 0.0)
         is_slow = rate < _SLOWED * usual
-        self._slow = self._slow + 1 if is_slow and self._here > 0 else 0
+        self._slow = self._slow + 1 if is_slow and self._has_begun else 0
         if not is_slow or self._slow >= _IN_A_ROW:
-            self.rates[self.rests] = _blend(usual, rate)
+            self.rates[self.rests] = usual + _OF_NEW * (rate - usual) if usual else rate
         return self._slow >= _IN_A_ROW
 
     def _begin_stretch(self, at: float | None = None) -> None:
-        self._since, self._tokens, self._steps, self._skipped, self._longest = at, 0, 0, 0, 0.0
-        self._last = at or 0.0
+        self._since, self._last, self._alone = at, at or 0.0, (0.0, 0)
+        self._tokens = self._steps = self._skipped = 0
+        self._longest = self._beside = self._most_beside = 0.0
 
-    def _compare(self, rate: float, tokens: int, weight: float) -> None:
-        """Adds the comparison of `rate`, of a stretch of `tokens` after the last change-over, with the rate before."""
-        gain = log(rate / self._before) * (-1 if self.rests else 1)
-        gain = min(max(gain, -log(_MOST_FACTOR)), log(_MOST_FACTOR))
+    def _compare(self) -> None:
+        """Takes in the stretch that ends: with the draft, it is a comparison; without, it tells the target's times."""
+        assert self._since is not None
+        if self.rests:
+            self._time((self._beside - self._most_beside) / max(1, self._steps - 1))  # the longest may be a hiccup
+            if not self._is_in_better:
+                self.cost = self._tokens * (exp(self._here) - 1)
+            return
+        seconds, made = self._alone
+        if 2 * made < self._tokens:
+            return
+        times = self._tokens / (self._last - self._since) * seconds / made
+        weight = min(1.0, self._tokens / _STRETCH_TOKENS)
+        gain = min(max(log(times), -log(_MOST_FACTOR)), log(_MOST_FACTOR))
+        self._gains, self._compared = self._gains + weight * gain, self._compared + weight
+        if self._compared > _MOST_HERE:
+            self._gains, self._compared = self._gains * _MOST_HERE / self._compared, _MOST_HERE
+        self._in_a_row = self._in_a_row % int(_MOST_HERE) + 1
+        weight *= 2 / (self._in_a_row * (self._in_a_row + 1))
         self.comparisons = min(self.comparisons + weight, _MOST_COMPARISONS)
-        share = weight / max(weight, self.comparisons)
-        self.gain += (gain - self.gain) * share
-        self._drifted += (self._drifts - self._drifted) * share
-        if self._is_other_better:  # this stretch is what it cost to try the way that loses
-            self.cost = max(0.0, tokens * (self._before / rate - 1))
-        else:  # there and back: a draft that begins amid a text takes a while until it is of use
-            assert self._way is not None
-            (seconds, made), (began, since) = self._left, self._way
-            self.cost = max(0.0, (seconds + self._last - began) * rate - made - since)
-        if self.comparisons <= 2:  # there and back: the first time much is done that is not done again
-            self.cost = min(self.cost, _STRETCH_TOKENS)
-        self._before = 0.0
+        self.gain += (gain - self.gain) * weight / max(weight, self.comparisons)
+        if not self._is_in_better:
+            self.cost = max(0.0, self._tokens * (1 / times - 1))
+
+    def _time(self, beside: float) -> None:
+        """Takes in what a step without the draft took beside its forward. Of the first two, one may be a hiccup."""
+        if self.overhead is None or not self._timings:
+            self.overhead = beside
+        elif self._timings == 1:
+            self.overhead = min(self.overhead, beside)
+        else:
+            self.overhead += _OF_TIMES * (beside - self.overhead)
+        self._timings = min(self._timings + 1, _TIMINGS)
 
     def _is_other_wanted(self, has_slowed: bool, left: int) -> bool:
         """For it is better, or is to be tried again; or this one was only tried."""
+        amid = _STRETCH_TOKENS if self._has_drafted else _TO_READ  # for the draft to come back, or to begin
         if self._is_other_better or not self.comparisons:
-            return left >= _STRETCH_TOKENS
+            is_wanted = self.comparisons > 0 or self.rests or self.overhead is None
+            return is_wanted and left >= (amid if self.rests else _STRETCH_TOKENS)
         if has_slowed:  # things have changed, it seems: what was compared before counts less
             self.comparisons = min(self.comparisons, _OF_BEFORE)
         is_due = self.since_tried >= (_ONCE_SLOWED if has_slowed else self._patience)
-        # Behind a text's first stretch one more will do; what a longer one was is known less well.
-        least = _TO_READ if self.rests else _STRETCH_TOKENS if self._stretches == 1 else _FOR_TRIAL
-        return is_due and left >= least
+        return is_due and left >= (_TO_READ if self.rests else _FOR_TRIAL)
+
+    @property
+    def _here(self) -> float:
+        """The gain that this text is expected to have: what it has told itself counts most."""
+        others = self.comparisons / (self.comparisons + 2)
+        return (others * self.gain + self._gains) / (others + self._compared) if others + self._compared else 0.0
+
+    @property
+    def _is_in_better(self) -> bool:
+        """Whether the way in use is the better one, as far as is known."""
+        return self.comparisons > 0 and self.rests == (self._here < 0)
 
     @property
     def _is_other_better(self) -> bool:
-        is_known = self.comparisons > 0 and abs(self.gain) > _MARGIN / max(1.0, self.comparisons) ** 0.5
-        return is_known and self.rests != (self.gain < 0)
+        """So much so that it is no chance."""
+        is_known = self.comparisons > 0 and abs(self._here) > _MARGIN / max(1.0, self.comparisons) ** 0.5
+        return is_known and not self._is_in_better
+
+    @property
+    def _is_unsure(self) -> bool:
+        return self.comparisons < _FEW and abs(self.gain) < _SURE * self._error
+
+    @property
+    def _error(self) -> float:
+        """Standard error of the gain."""
+        return _SPREAD / sqrt(self.comparisons)
 
     @property
     def _patience(self) -> int:
         """Tokens between two trials of the way that loses."""
-        error = _SPREAD / sqrt(self.comparisons)
-        far = abs(self.gain) / error
-        is_drift_known = self._texts > self.comparisons - 2  # texts without a change-over tell it
-        if self.comparisons < _FEW and far < _SURE and is_drift_known:
-            return _PATIENCE_AT_FIRST
+        if self.gain > 0 and self._timings < _TIMINGS:
+            return _LEAST_PATIENCE
+        far = abs(self.gain) / self._error
         # What is lost in the mean, as a share of the time, for the other way may be the better: with a normal error.
-        lost = error * (exp(-(far**2) / 2) / sqrt(2 * pi) - far * erfc(far / sqrt(2)) / 2)
+        lost = self._error * (exp(-(far**2) / 2) / sqrt(2 * pi) - far * erfc(far / sqrt(2)) / 2)
         share = min(max(lost, _LEAST_SHARE), _MOST_SHARE)
         return int(min(max(self.cost / share, _LEAST_PATIENCE * self.comparisons), _MOST_PATIENCE))
-
-
-def _blend(old: float, new: float) -> float:
-    return old + _OF_NEW * (new - old) if old else new

@@ -103,12 +103,15 @@ class Guessed:
             where it is a guess.
         chances: that the target takes the path to the token, itself included; estimated, never rising.
         sources: who guessed each.
+        alone: where `Retrace` has asked for it: forwards that the text would have taken without a draft, as (tokens
+            fed, tokens made), those that have come to be known since the last guesses.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     sources: tuple[Source, ...] = ()
+    alone: tuple[tuple[int, int], ...] = ()
     request: int = field(default=-1, kw_only=True)
 
 
@@ -257,6 +260,21 @@ class Guess:
     committed: int
     limit: int
     acceptance: float
+    most: int
+    request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Retrace:
+    """Find out, from the text's first `start` tokens on, what guesses alone would have made of it: `Guessed.alone`.
+
+    Attributes:
+        times: seconds that a forward of 1, 2, ... tokens would take; none: find out no more.
+        most: guesses in a forward.
+    """
+
+    start: int
+    times: tuple[float, ...]
     most: int
     request: int = field(default=-1, kw_only=True)
 

@@ -271,6 +271,7 @@ class RequestMachine(Machine):
         self.request.is_fresh = is_wrong or not agreed or undrafted > 1
 
     def _guessed(self, event: Guessed, do: Do) -> None:
+        self.resting.retraced(event.alone)
         if self.request.ending:
             self._finish(do)
         elif len(self.sequence.tokens) == self.request.told_guesser:

@@ -5,10 +5,10 @@ Changes what one `RequestState` knows; when a text begins, steps and ends is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pearl.protocol.events import Send, Spread
+from pearl.protocol.events import Retrace, Send, Spread
 from pearl.protocol.machine import Do
 from pearl.protocol.messages import Finish
 from pearl.protocol.request import RequestState
@@ -41,6 +41,7 @@ class Resting:
         self._choice = speeds.choice
         self._adapts = adapts
         self.compares: bool = adapts and not any(beside.resting.compares for beside in running.values())
+        self._retraces = False  # whether that was asked for
         self._timed = 0  # tokens that were committed when the choice was last told
 
     def begin(self, do: Do) -> None:
@@ -51,6 +52,13 @@ class Resting:
         rests = choice.rests if self.compares else choice.is_alone_better
         self._rest(self._adapts and rests and request.draft_context > 0, do)
 
+    def retraced(self, alone: Sequence[tuple[int, int]]) -> None:
+        """What the text would have taken without the draft: see `Guessed.alone`."""
+        if self.compares:
+            times = self._speeds.alone
+            for fed, made in alone:
+                self._choice.retraced(times.at_most(fed + self._request.beside), made)
+
     def stepped(self, at: float, do: Do) -> None:
         """A forward ended at `at` seconds: with the draft or without it from here on."""
         request, choice = self._request, self._choice
@@ -58,7 +66,8 @@ class Resting:
             return
         committed = request.sequence.committed
         new, self._timed = committed - self._timed, committed
-        if not choice.stepped(at, new, request.has_drafted, request.submit.limit - committed):
+        seconds = self._speeds.target.at_most(request.in_flight + request.beside)
+        if not choice.stepped(at, new, seconds, request.has_drafted, request.submit.limit - committed):
             return
         self._rest(choice.rests, do)
         if choice.rests:
@@ -87,3 +96,14 @@ class Resting:
             choice.is_spread = everywhere
             self._speeds.spread(everywhere)
             do(Spread(everywhere, request=request.number))
+        self._retrace(do)
+
+    def _retrace(self, do: Do) -> None:
+        """While the draft drafts, what the text would have taken without it is found out."""
+        request, most = self._request, self._request.submit.decoding.look_ahead
+        is_wanted = self.compares and not request.is_resting and self._choice.overhead is not None
+        if is_wanted or self._retraces:
+            sizes = range(1, most + 2) if is_wanted else ()
+            times = tuple(map(self._speeds.alone.at_most, sizes))
+            do(Retrace(request.sequence.committed, times, most, request=request.number))
+        self._retraces = is_wanted

@@ -52,16 +52,21 @@ class ForwardTimes:
 
     known: dict[int, float] = field(default_factory=dict)
     like: ForwardTimes | None = None
+    _once: set[int] = field(default_factory=set)  # sizes that were seen once
     _least: tuple[tuple[int, float], ...] | None = None  # `_all` in order, none above one for more tokens
 
     def observe(self, fed: int, seconds: float) -> None:
         """Take in a forward of `fed` tokens.
 
         The first of a size may have had to prepare (kernels, memory): what it takes beyond what other sizes let expect
-        counts as little as a hiccup does.
+        counts as little as a hiccup does, and if the second takes less it counts no more.
         """
         if seconds > 0:
-            expected = self.known.get(fed) or min(self._expected(fed), seconds)
+            known = self.known.get(fed)
+            expected = min(self._expected(fed), seconds) if known is None else known
+            if fed in self._once:
+                expected = min(expected, seconds)
+            (self._once.add if known is None else self._once.discard)(fed)
             self.known[fed] = _blend(expected, seconds)
             self._least = None
 
@@ -128,7 +133,7 @@ class Profile:
         t_draft: seconds of a draft forward; 0: not known.
         acceptance: of judged draft tokens.
         t_target, t_elsewhere: of the target on its own cores, and with the draft's too: (fed tokens, seconds).
-        gain, comparisons, since_tried, cost, rates: see `Choice`.
+        gain, comparisons, since_tried, cost, rates, overhead: see `Choice`.
     """
 
     t_draft: float = 0.0
@@ -140,6 +145,7 @@ class Profile:
     since_tried: int = 0
     cost: float = 24.0
     rates: tuple[tuple[bool, float], ...] = ()
+    overhead: float | None = None
 
 
 @dataclass
@@ -161,6 +167,7 @@ class Speeds:
             profile.comparisons,
             profile.since_tried,
             profile.cost,
+            profile.overhead,
         )
         here = ForwardTimes(dict(profile.t_target))
         elsewhere = ForwardTimes(dict(profile.t_elsewhere), here) if profile.t_elsewhere else None
@@ -172,13 +179,18 @@ class Speeds:
         choice, known = self.choice, (self.target, self.elsewhere or ForwardTimes())
         here, there = known[::-1] if choice.is_spread else known
         compared = choice.gain, choice.comparisons, choice.since_tried, choice.cost, tuple(choice.rates.items())
-        return Profile(self.t_draft, self.acceptance, here.measured, there.measured, *compared)
+        return Profile(self.t_draft, self.acceptance, here.measured, there.measured, *compared, choice.overhead)
 
     def spread(self, everywhere: bool) -> None:
         """The target computes on other cores from now on: its times are those that were measured there."""
         here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(like=self.target)
         self.target, self.elsewhere = self.elsewhere, here
         self.target.reconsider()
+
+    @property
+    def alone(self) -> ForwardTimes:
+        """Of the target where the draft rests."""
+        return self.target if self.choice.is_spread or self.elsewhere is None else self.elsewhere
 
     def observe_draft(self, seconds: float) -> None:
         if seconds > 0:

@@ -162,6 +162,8 @@ def _problem(profile: Profile) -> str | None:
         return "a number of tokens is out of range"
     if not all(0 < rate < 1e9 for _, rate in profile.rates):
         return "a rate is no number of tokens a second"
+    if profile.overhead is not None and not abs(profile.overhead) < 1e4:
+        return "the overhead is no number of seconds"
     return None
 
 
