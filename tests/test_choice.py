@@ -210,6 +210,18 @@ def test_a_text_that_begins_slowly_is_no_reason_to_try_the_other_way() -> None:
     assert choice.since_tried == tried + 120
 
 
+@pytest.mark.parametrize(("step", "alone"), [(0.0, 0.01), (0.01, 0.0), (0.0, 0.0)])
+def test_what_took_no_time_says_nothing(step: float, alone: float) -> None:
+    """A clock may be as coarse as that."""
+    choice = Choice(overhead=0.0)
+    choice.begin(100)
+    for number in range(30):
+        choice.retraced(alone, 1)
+        choice.stepped(1 + number * step, 1, alone)
+    choice.end()
+    assert choice.comparisons == 0
+
+
 def nearly_a_tie(alone: float) -> tuple[int, int]:
     """Change-overs and steps without the draft, of 5,000, where that makes `alone` tokens a second instead of 50."""
     choice, at, changes, rested, before = Choice(), 1.0, 0, 0, False

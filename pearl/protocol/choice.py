@@ -93,8 +93,7 @@ class Choice:
     def begin(self, left: int) -> None:
         """A text of at most `left` tokens begins. The draft is tried if nothing is known of it, or it is time to."""
         self.rests = self.is_alone_better
-        is_due = self._is_unsure or self.since_tried >= self._patience if self.rests else False
-        if is_due and left >= _FOR_TRIAL:
+        if self.rests and left >= _FOR_TRIAL and (self._is_unsure or self.since_tried >= self._patience):
             self.rests, self.since_tried = False, 0
         self._has_drafted = not self.rests
 
@@ -163,7 +162,7 @@ class Choice:
             return steps >= (_STRETCH_STEPS if tokens > _SLOWER * self.rates.get(False, 0.0) * seconds else _TIMED)
         needed, made = self._alone
         share = max((share for least, share in _CLEARLY.items() if steps >= least), default=0.0)
-        return made > 0 and tokens < share * made / needed * (seconds - self._longest)  # that may be a hiccup
+        return needed > 0 and tokens < share * made / needed * (seconds - self._longest)  # that may be a hiccup
 
     def _has_slowed(self, rate: float) -> bool:
         """Adds `rate` to what is usual, and compares. A text's first stretch may be slow for other reasons."""
@@ -188,9 +187,10 @@ class Choice:
                 self.cost = self._tokens * (exp(self._here) - 1)
             return
         seconds, made = self._alone
-        if 2 * made < self._tokens:
+        took = self._last - self._since
+        if 2 * made < self._tokens or not seconds > 0 < took:
             return
-        times = self._tokens / (self._last - self._since) * seconds / made
+        times = self._tokens / took * seconds / made
         weight = min(1.0, self._tokens / _STRETCH_TOKENS)
         gain = min(max(log(times), -log(_MOST_FACTOR)), log(_MOST_FACTOR))
         self._gains, self._compared = self._gains + weight * gain, self._compared + weight
