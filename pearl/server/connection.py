@@ -12,6 +12,7 @@ MOST_HEADER = 32 << 10  # bytes of a request's line and headers
 HEADER_SECONDS = 10.0  # within which they must have come
 TAKE_SECONDS = 60.0  # within which a client must take what was written to it
 MOST_CONNECTIONS = 512
+_KEPT_FOR_OTHERS = 8  # one part of so many that no address has alone
 FEW_CHUNKS = 256  # in which a body may come, however small they are; each is 10 us, and the texts of others wait
 LEAST_CHUNK = 256  # bytes that one of more has on average
 
@@ -50,7 +51,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that we hear of everything that a client does not take
-        if len(self.connections) > self.most_connections:
+        if len(self.connections) > self.most_connections or self._has_its_part:
             transport.write(_FULL)
             transport.close()
             return
@@ -80,6 +81,16 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         if self._answering:  # the next request had come already
             self._header_came()
+
+    @property
+    def _host(self) -> str:
+        return self.client[0] if self.client is not None else ""
+
+    @property
+    def _has_its_part(self) -> bool:
+        """Whether the other connections of this address leave only what is kept for others."""
+        own = sum(isinstance(each, BoundedProtocol) and each._host == self._host for each in self.connections)
+        return own > self.most_connections - self.most_connections // _KEPT_FOR_OTHERS
 
     @property
     def _answering(self) -> bool:
