@@ -1252,6 +1252,19 @@ def test_headers_are_bounded(served: Served) -> None:
     assert served.is_well()
 
 
+@pytest.mark.parametrize("lines", [100, 7000])
+def test_headers_are_few(served: Served, lines: int) -> None:
+    """Each of 7,000 in 28 KiB is looked at for itself: 20 ms a request, in which no text is sent on."""
+    many, good = b"a:\r\n" * lines, lines < 1000
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + many + b"\r\n"
+    assert answer(served, get).startswith(b"HTTP/1.1 200" if good else b"HTTP/1.1 400")
+    head = raw_post({}).partition(b"content-length")[0] + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    content = json.dumps(body("completions")).encode()
+    post = head + b"%x\r\n%s\r\n0\r\n" % (len(content), content) + many + b"\r\n"
+    assert answer(served, post).startswith(b"HTTP/1.1 200") == good, "behind a body, too"
+    assert served.is_well()
+
+
 def test_a_slow_header_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one that comes byte by byte, nor a second one; others are served meanwhile."""
     monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.5)

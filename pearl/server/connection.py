@@ -6,9 +6,11 @@ import asyncio
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_HEADER = 32 << 10  # bytes of a request's line and headers
+MOST_LINES = 128  # of these, and of what may follow a body; each is 3 us, and 32 KiB have room for 7,000
 HEADER_SECONDS = 10.0  # within which they must have come
 TAKE_SECONDS = 60.0  # within which a client must take what was written to it
 MOST_CONNECTIONS = 512
@@ -19,10 +21,24 @@ LEAST_CHUNK = 256  # bytes that one of more has on average
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
+class _Lines(ReceiveBuffer):
+    """Refuses very many lines before they are looked into."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > MOST_LINES:
+            raise h11.RemoteProtocolError("too many headers")
+        return lines
+
+
 class _Connection(h11.Connection):
-    """Refuses a body in very many very small chunks."""
+    """Refuses very many headers, and a body in very many very small chunks."""
 
     _chunks = _size = 0
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEADER)
+        self._receive_buffer = _Lines()
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -44,7 +60,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.conn = _Connection(h11.SERVER, MOST_HEADER)
+        self.conn = _Connection()
         self._header_timer: asyncio.TimerHandle | None = None
         self._take_timer: asyncio.TimerHandle | None = None
 
