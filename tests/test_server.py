@@ -42,6 +42,7 @@ from pearl.server import app as app_module
 from pearl.server import listen as listen_module
 from pearl.server import pace
 from pearl.server import requests as requests_module
+from pearl.server.answers import Answer
 from pearl.server.app import App
 from pearl.server.connection import BoundedProtocol
 from pearl.server.errors import ApiError
@@ -414,6 +415,26 @@ def test_others_do_not_wait_for_a_request_that_takes_long_to_look_at(
         assert not looked_at.done()
         ended.set()
         looked_at.result()
+
+
+def test_others_do_not_wait_for_an_answer_that_takes_long_to_write(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many texts with 20 log probabilities a token: no stream went on for 20 s."""
+    ended, whole = threading.Event(), Answer.whole
+
+    def slowly(answer: Answer, *given: Any) -> Any:
+        assert ended.wait(BOUND)
+        return whole(answer, *given)
+
+    monkeypatch.setattr(Answer, "whole", slowly)
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(served.post)
+        until(lambda: served.figure("vllm:num_requests_running") == 0)
+        assert httpx.get(f"{served.url}/health", timeout=BOUND / 2).status_code == 200
+        assert not answered.done()
+        ended.set()
+        assert answered.result().status_code == 200
 
 
 def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine) -> None:

@@ -228,8 +228,9 @@ class _Reply(Response):
                 await self._send_stream(prompts, send)
                 return
             results = await self._all(prompts, self._read_text)
-            whole = JSONResponse(self._answer.whole(results, usage(results, self._asked.n, self._waits)))
-            await whole(scope, receive, send)
+            said = usage(results, self._asked.n, self._waits)
+            whole = await asyncio.to_thread(self._answer.whole, results, said)
+            await Response(whole, media_type="application/json")(scope, receive, send)
 
     async def _encoded(self, prompt: Any) -> list[int]:
         try:
