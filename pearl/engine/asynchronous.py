@@ -114,7 +114,9 @@ class AsyncStream:
 
         try:
             engine = self._engine.engine
-            tokens = engine.encode(prompt, raw=options.get("raw", True))  # before the lock, for which the loop may wait
+            # Both before the lock, for which the loop may wait.
+            tokens = engine.encode(prompt, raw=options.get("raw", True))
+            engine.wait_to_be_heard()
             with self._lock:
                 if self._closed:
                     tell(None)
