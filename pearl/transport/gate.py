@@ -114,7 +114,7 @@ class Account:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected meanwhile cancels its request
         self._left, self._at = float(AT_ONCE), clock()
 
     def said(self, size: int) -> None:
