@@ -10,6 +10,7 @@ import pytest
 
 from pearl import AsyncEngine, SamplingParams
 from pearl.engine.asynchronous import AsyncStream
+from pearl.engine.turnstile import Turnstile
 from pearl.errors import ConfigError, EngineClosed, ModelError, PearlError, RequestError, TargetLost
 from tests.conftest import TOY, greedy_text
 
@@ -105,6 +106,57 @@ async def left_early() -> None:
 
 def test_a_stream_is_closed_before_amid_and_after() -> None:
     asyncio.run(asyncio.wait_for(left_early(), BOUND))
+
+
+async def turns(*comers: str) -> str:
+    """The order in which they come through, where `-x` is an x that leaves before its turn."""
+    order: list[str] = []
+    turnstile = Turnstile(1)
+
+    async def come(client: str) -> None:
+        await turnstile.acquire(client)
+        order.append(client)
+
+    await turnstile.acquire("first")
+    assert turnstile.locked()
+    tasks = []
+    for comer in comers:
+        tasks.append(asyncio.create_task(come(comer[-1])))
+        await asyncio.sleep(0)
+    for comer, task in zip(comers, tasks, strict=True):
+        if comer.startswith("-"):
+            task.cancel()
+    for _ in comers:
+        turnstile.release()
+        await asyncio.sleep(0)
+    await asyncio.wait(tasks)
+    while turnstile.locked():
+        turnstile.release()
+    assert not turnstile._queues
+    return "".join(order)
+
+
+@pytest.mark.parametrize(
+    ("comers", "order"),
+    [("a a a", "aaa"), ("a a a b c c", "abcaca"), ("a a -b c", "aca"), ("-a a b -b", "ab"), ("-a -a", "")],
+)
+def test_clients_take_turns(comers: str, order: str) -> None:
+    assert asyncio.run(turns(*comers.split())) == order
+
+
+async def turned_and_cancelled() -> bool:
+    turnstile = Turnstile(1)
+    await turnstile.acquire("a")
+    waiting = [asyncio.create_task(turnstile.acquire(client)) for client in "bc"]
+    await asyncio.sleep(0)
+    turnstile.release()
+    waiting[0].cancel()  # before it has heard
+    await asyncio.wait(waiting, return_when=asyncio.ALL_COMPLETED)
+    return waiting[0].cancelled() and not waiting[1].cancelled()
+
+
+def test_who_leaves_as_its_turn_comes_passes_it_on() -> None:
+    assert asyncio.run(asyncio.wait_for(turned_and_cancelled(), BOUND))
 
 
 async def refused() -> None:

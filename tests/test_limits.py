@@ -36,6 +36,7 @@ from pearl.protocol.messages import (
 )
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode
+from pearl.transport.gate import AT_ONCE, Account
 from pearl.transport.keys import OWN_KEYS, read_keys
 from pearl.transport.memory import MemoryEndpoint, memory_hub
 from pearl.worker import admission
@@ -343,6 +344,22 @@ def test_one_front_delays_another_hardly(
         hostile.close()
     assert took < 10, f"{took:.1f} s"
     assert capfd.readouterr().err.count("dropped a message") <= 3
+
+
+def test_a_front_waits_where_it_would_not_be_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [0.001, 0.002, 0.0, 0.0]
+
+    class Full(Account):
+        @property
+        def seconds(self) -> float:
+            return left.pop(0) if left else 0.0
+
+    endpoint = engine._client._endpoint
+    monkeypatch.setattr(endpoint, "account", Full())
+    (text,) = engine.generate([[1, 2, 3]], GREEDY, method="ar")
+    assert text.tokens == greedy_text([1, 2, 3], 60)
+    assert len(left) == 1, "asked again until there is nothing to wait for"
+    assert endpoint.account._left < AT_ONCE, "and what was sent is on it"
 
 
 def test_a_front_is_told_when_it_says_too_much(engine: Engine) -> None:

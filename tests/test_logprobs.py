@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgpack
 import pytest
 import torch
 
 from pearl import SamplingParams
+from pearl.client.stream import Result
 from pearl.config import LEAST_LOGPROB, DecodingConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError, RemoteProtocolError
 from pearl.models.toy import alpha_pair
 from pearl.protocol import messages as m
+from pearl.server import answers
 from pearl.server.answers import Answer
 from pearl.text import token_bytes
 from pearl.transport.codec import decode, encode
@@ -112,11 +115,41 @@ def test_what_is_wrong_with_them_is_refused(damage: object) -> None:
 # ---- as OpenAI's clients read them; see test_server too ----
 
 
+def spelled(token: int) -> bytes:
+    return bytes([64 + token])
+
+
 def test_an_impossible_token_is_a_number_too() -> None:
     """JSON has no infinity."""
-    answer = Answer(True, "m", spell=lambda token: bytes([64 + token]))
+    answer = Answer(True, "m", spell=spelled)
     told = answer._logprobs(0, [1], [m.Logprobs(LEAST_LOGPROB, ((2, -0.5),))])
     assert json.loads(json.dumps(told, allow_nan=False))["content"][0]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("length", [0, 1, 64, 200])
+def test_many_are_written_a_few_at_a_time(chat: bool, top: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is written no other thread runs; a request for many texts had the server's others wait for 20 s."""
+    tokens = [at % 32 for at in range(length)]
+    told = [m.Logprobs(-1.0 - at, tuple((other, -2.0 - other) for other in range(top))) for at in range(length)]
+    result = Result('ü"' * length, tokens, finish_reason="length", logprobs=told)
+    texts: list[str] = []
+    write = answers._written
+
+    def noted(data: Any) -> str:
+        texts.append(write(data))
+        return texts[-1]
+
+    monkeypatch.setattr(answers, "_written", noted)
+    said = json.loads(Answer(chat, "m", spell=spelled).whole([result, result], {"x": 1}))
+    assert max(map(len, texts)) < 20_000
+    expected = Answer(chat, "m", spell=spelled)
+    for index, choice in enumerate(said["choices"]):
+        assert choice["logprobs"] == expected._logprobs(index, tokens, told)
+        assert (choice["message"]["content"] if chat else choice["text"]) == result.text
+        assert (choice["index"], choice["finish_reason"]) == (index, "length")
+    assert (len(said["choices"]), said["usage"], said["model"]) == (2, {"x": 1}, "m")
 
 
 def test_a_token_is_its_bytes() -> None:

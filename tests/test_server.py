@@ -42,12 +42,14 @@ from pearl.server import app as app_module
 from pearl.server import listen as listen_module
 from pearl.server import pace
 from pearl.server import requests as requests_module
+from pearl.server.answers import Answer
 from pearl.server.app import App
 from pearl.server.connection import BoundedProtocol
 from pearl.server.errors import ApiError
 from pearl.server.figures import Figures
 from pearl.server.listen import Door, Server, bind, name_of
 from pearl.server.requests import read_request
+from pearl.server.shares import Shares
 from pearl.server.turns import Turns
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import TOY
@@ -413,6 +415,26 @@ def test_others_do_not_wait_for_a_request_that_takes_long_to_look_at(
         assert not looked_at.done()
         ended.set()
         looked_at.result()
+
+
+def test_others_do_not_wait_for_an_answer_that_takes_long_to_write(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many texts with 20 log probabilities a token: no stream went on for 20 s."""
+    ended, whole = threading.Event(), Answer.whole
+
+    def slowly(answer: Answer, *given: Any) -> Any:
+        assert ended.wait(BOUND)
+        return whole(answer, *given)
+
+    monkeypatch.setattr(Answer, "whole", slowly)
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(served.post)
+        until(lambda: served.figure("vllm:num_requests_running") == 0)
+        assert httpx.get(f"{served.url}/health", timeout=BOUND / 2).status_code == 200
+        assert not answered.done()
+        ended.set()
+        assert answered.result().status_code == 200
 
 
 def test_two_clients_at_once_get_their_own_texts(served: Served, engine: Engine) -> None:
@@ -1044,6 +1066,53 @@ def test_a_full_queue_says_when_to_come_again(slow: Served) -> None:
     assert slow.figure("pearl:http_refused_total") >= 1
 
 
+def test_who_fills_the_queue_leaves_others_their_share(slow: Served) -> None:
+    """Sixty connections of one client had every request of another refused."""
+    other = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=BOUND)
+    with ThreadPoolExecutor() as pool, other:
+        with held(slow):
+            own = [pool.submit(slow.post)]
+            until(lambda: slow.figure("vllm:num_requests_running") == 1)
+            own.append(pool.submit(slow.post))
+            until(lambda: slow.figure("vllm:num_requests_waiting") == 1)
+            others = pool.submit(other.post, f"{slow.url}/v1/completions", json=body("completions"))
+            until(lambda: slow.figure("vllm:num_requests_waiting") == 2)
+            assert slow.post().status_code == 429
+        assert [each.result(BOUND).status_code for each in (*own, others)] == [200] * 3
+
+
+def test_clients_take_turns(several: Served) -> None:
+    """Who asks for one text waits for one turn of each other, however many requests they have."""
+    other = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=BOUND)
+    with ThreadPoolExecutor(16) as pool, other:
+        with held(several):
+            own = [pool.submit(several.post) for _ in range(9)]
+            until(lambda: several.figure("vllm:num_requests_waiting") == 6)
+            others = pool.submit(other.post, f"{several.url}/v1/completions", json=body("completions"))
+            until(lambda: several.figure("vllm:num_requests_waiting") == 7)
+        waited = [each.result(BOUND).json()["usage"]["pearl"]["queue_seconds"][0] for each in (*own, others)]
+    assert waited[-1] < max(waited), "it came last, and waited for less than the last of the others"
+
+
+def test_a_share_is_of_the_clients_that_have_any() -> None:
+    shares = Shares()
+    for amount in (4, 5):
+        assert shares.fits("a", amount, 9)
+        assert not shares.fits("a", amount + 10, 9)
+        shares.take("a", amount)
+    assert not shares.fits("a", 1, 9)
+    for _ in range(4):
+        assert shares.fits("b", 1, 9)
+        shares.take("b", 1)
+    assert not shares.fits("b", 1, 9), "half of nine is four"
+    assert shares.fits("c", 3, 9)
+    assert not shares.fits("c", 4, 9)
+    shares.give_back("a", 9)
+    assert shares.fits("b", 5, 9), "nobody else has any"
+    shares.give_back("b", 4)
+    assert shares.total == 0
+
+
 def test_pieces_come_as_they_are_made(slow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all at the end: the first chunk is here though no other is made before it has been looked at."""
     figures = slow.turns.figures
@@ -1204,6 +1273,19 @@ def test_headers_are_bounded(served: Served) -> None:
     assert served.is_well()
 
 
+@pytest.mark.parametrize("lines", [100, 7000])
+def test_headers_are_few(served: Served, lines: int) -> None:
+    """Each of 7,000 in 28 KiB is looked at for itself: 20 ms a request, in which no text is sent on."""
+    many, good = b"a:\r\n" * lines, lines < 1000
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + many + b"\r\n"
+    assert answer(served, get).startswith(b"HTTP/1.1 200" if good else b"HTTP/1.1 400")
+    head = raw_post({}).partition(b"content-length")[0] + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    content = json.dumps(body("completions")).encode()
+    post = head + b"%x\r\n%s\r\n0\r\n" % (len(content), content) + many + b"\r\n"
+    assert answer(served, post).startswith(b"HTTP/1.1 200") == good, "behind a body, too"
+    assert served.is_well()
+
+
 def test_a_slow_header_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one that comes byte by byte, nor a second one; others are served meanwhile."""
     monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.5)
@@ -1270,6 +1352,19 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
         for client in clients:
             client.close()
     until(lambda: _answers(served))
+
+
+def test_one_address_leaves_connections_to_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: len(served.server.server_state.connections) == 0)
+    monkeypatch.setattr(BoundedProtocol, "most_connections", 16)
+    with ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection(served.address, BOUND, (host, 0)))
+            for host in ["127.0.0.1"] * 15 + ["127.0.0.2"]
+        ]
+        assert clients[14].recv(4096).startswith(b"HTTP/1.1 503")
+        clients[15].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert clients[15].recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def _answers(served: Served) -> bool:

@@ -234,12 +234,18 @@ class Client:
             self._decoding(method, decoding),
             preview,
         )
+        self.wait_to_be_heard()
         stream = Stream(self, submit)
         if not self._streams:
             self._silence.heard()
         self._streams[submit.request] = stream
         self.post(submit)
         return stream
+
+    def wait_to_be_heard(self) -> None:
+        """Returns once a request can be sent: a target drops for seconds what comes from who has said too much."""
+        while (seconds := self._endpoint.account.seconds) and not self._closed:
+            time.sleep(min(seconds, _READ_SECONDS))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]

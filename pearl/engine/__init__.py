@@ -182,6 +182,10 @@ class Engine:
     def end_live_trace(self) -> None:
         self._client.end_live_trace()
 
+    def wait_to_be_heard(self) -> None:
+        """Returns once a request can be sent; `stream` waits for that too."""
+        self._client.wait_to_be_heard()
+
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Reads what comes for all streams until `done`: for one thread that reads for several.
 

@@ -20,6 +20,7 @@ from pearl.client.request import Prompt, as_prompts
 from pearl.client.stream import Piece, Result, Stream
 from pearl.config import SamplingParams
 from pearl.engine import Engine
+from pearl.engine.turnstile import Turnstile
 from pearl.errors import EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,9 @@ class AsyncStream:
         params: SamplingParams | None,
         options: Options,
         watch: Watch | None,
+        client: str,
     ) -> None:
-        self._engine, self._watch = engine, watch
+        self._engine, self._watch, self._client = engine, watch, client
         self._asked: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
         self._told: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._lock = threading.Lock()
@@ -90,7 +92,7 @@ class AsyncStream:
             raise RequestError("this stream is being read already, or has been")
         asked, self._asked = self._asked, None
         self._read = time.monotonic()
-        await self._engine.turns.acquire()
+        await self._engine.turns.acquire(self._client)
         loop = asyncio.get_running_loop()
         loop.run_in_executor(self._engine.encoder, self._begin, loop, *asked)
         try:
@@ -112,7 +114,9 @@ class AsyncStream:
 
         try:
             engine = self._engine.engine
-            tokens = engine.encode(prompt, raw=options.get("raw", True))  # before the lock, for which the loop may wait
+            # Both before the lock, for which the loop may wait.
+            tokens = engine.encode(prompt, raw=options.get("raw", True))
+            engine.wait_to_be_heard()
             with self._lock:
                 if self._closed:
                     tell(None)
@@ -147,7 +151,8 @@ class AsyncEngine:
                 print(piece.text, end="", flush=True)
 
     Starting and closing do not block the event loop.  As many texts are written side by side as the engine has `slots`;
-    others wait, in the order in which they are first read.
+    others wait, in the order in which they are first read; where texts are said to be of several clients, these take
+    turns.
 
     Attributes:
         turns: one for each text that may be written at a time.
@@ -158,7 +163,7 @@ class AsyncEngine:
         self._given = (target, draft, settings)
         self._engine: Engine | None = None
         self._reader: Reader | None = None
-        self.turns = asyncio.Semaphore(0)
+        self.turns = Turnstile(0)
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
 
     @classmethod
@@ -170,7 +175,7 @@ class AsyncEngine:
 
     def _open(self, engine: Engine) -> None:
         self._engine, self._reader = engine, Reader(engine)
-        self.turns = asyncio.Semaphore(engine.config.slots)
+        self.turns = Turnstile(engine.config.slots)
 
     @property
     def engine(self) -> Engine:
@@ -215,15 +220,16 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         watch: Watch | None = None,
+        client: str = "",
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """Generates one text, piece by piece; arguments as for `Engine.stream`.
+        """Generates one text, piece by piece; arguments as for `Engine.stream`, and `client` is whose text it is.
 
         Raises `ConfigError` for options that are wrong; what `Engine.stream` raises else comes with the first piece.
         """
         check_options(options, params)
         _ = self.engine
-        return AsyncStream(self, prompt, params, options, watch)
+        return AsyncStream(self, prompt, params, options, watch, client)
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]

@@ -30,12 +30,14 @@ from pearl.client.stream import Result
 from pearl.config import SamplingParams
 from pearl.document import parse_json
 from pearl.engine.asynchronous import AsyncStream
+from pearl.engine.turnstile import Turnstile
 from pearl.errors import PearlError
 from pearl.server import openapi
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.pace import Pace
 from pearl.server.requests import Asked, check_fits, read_request
+from pearl.server.shares import Shares
 from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
 from pearl.server.turns import Turns
 from pearl.text import token_bytes
@@ -162,7 +164,7 @@ class App:
         async with self._bodies.read(request) as body:
             # A schema may take a while to be looked at, and the texts of others must not wait for it.
             asked = await asyncio.to_thread(read_request, body, chat, self._model, self._sampling)
-        return _Reply(self._turns, asked, self._model, arrived)
+        return _Reply(self._turns, asked, self._model, arrived, _client(request))
 
     # ---- errors ----
 
@@ -193,6 +195,11 @@ def _of_the_page(html: str) -> dict[str, str]:
     return {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
+def _client(request: Request) -> str:
+    """Whose request it is: its address. All have one key, and what a request says of itself is not proven."""
+    return request.client.host if request.client is not None else ""
+
+
 class _ErrorResponse(JSONResponse):
     """It may quote what the client sent, half characters too: so in ASCII."""
 
@@ -203,8 +210,8 @@ class _ErrorResponse(JSONResponse):
 class _Reply(Response):
     """The texts of one request, sent as a stream or all at once. A client that goes away cancels them."""
 
-    def __init__(self, turns: Turns, asked: Asked, model: str, arrived: float) -> None:
-        self._turns, self._asked, self._arrived = turns, asked, arrived
+    def __init__(self, turns: Turns, asked: Asked, model: str, arrived: float, client: str) -> None:
+        self._turns, self._asked, self._arrived, self._client = turns, asked, arrived, client
         self._waits: dict[int, float] = {}  # number of a text -> seconds until its turn
         spell = partial(token_bytes, turns.engine.tokenizer)
         self._answer = Answer(asked.chat, model, asked.include_usage, asked.provenance, spell)
@@ -215,14 +222,15 @@ class _Reply(Response):
             await while_connected(receive, self._reply(scope, receive, send))
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._turns.admitted():
+        with self._turns.admitted(self._client):
             prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
             if self._asked.stream:
                 await self._send_stream(prompts, send)
                 return
             results = await self._all(prompts, self._read_text)
-            whole = JSONResponse(self._answer.whole(results, usage(results, self._asked.n, self._waits)))
-            await whole(scope, receive, send)
+            said = usage(results, self._asked.n, self._waits)
+            whole = await asyncio.to_thread(self._answer.whole, results, said)
+            await Response(whole, media_type="application/json")(scope, receive, send)
 
     async def _encoded(self, prompt: Any) -> list[int]:
         try:
@@ -261,7 +269,7 @@ class _Reply(Response):
     async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
         try:
             params = self._asked.numbered(number, self._turns.engine.context - len(tokens))
-            async with self._turns.text(tokens, params, self._arrived) as text:
+            async with self._turns.text(tokens, params, self._arrived, self._client) as text:
                 yield text
         except PearlError as error:
             raise of_engine(error, self._asked.prompt_field) from error
@@ -366,30 +374,30 @@ class _Bodies:
     """Reads bodies, of which each is bounded, and so are all together."""
 
     def __init__(self) -> None:
-        self._held = 0
-        self._looking = asyncio.Lock()
+        self._held = Shares()
+        self._looking = Turnstile(1)
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Any]:
         """The parsed body. Raises `ApiError`."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send the body with the header Content-Type: application/json")
-        body = bytearray()
+        body, client = bytearray(), _client(request)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 await self._fill(body, request)
-            async with self._turn(len(body)):
+            async with self._turn(len(body), client):
                 yield _parsed(body)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         finally:
-            self._held -= len(body)
+            self._held.give_back(client, len(body))
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and len(announced) < 20 and int(announced) > MOST_BODY:
             raise _too_large()
-        more = True
+        client, more = _client(request), True
         while more:
             message: Message = await request.receive()
             if message["type"] == "http.disconnect":
@@ -397,20 +405,21 @@ class _Bodies:
             chunk, more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(chunk) > MOST_BODY:
                 raise _too_large()
-            if len(body) + len(chunk) > SHORT_BODY and self._held + len(chunk) > MOST_BODIES:
+            is_long = len(body) + len(chunk) > SHORT_BODY
+            if is_long and not self._held.fits(client, len(chunk), MOST_BODIES):
                 raise ApiError(429, "too many requests are being read; try again later", retry_after=1)
-            self._held += len(chunk)
+            self._held.take(client, len(chunk))
             body += chunk
 
     @asynccontextmanager
-    async def _turn(self, size: int) -> AsyncIterator[None]:
+    async def _turn(self, size: int, client: str) -> AsyncIterator[None]:
         """For a body of `size` bytes to be looked into: one long one after the other, with pauses, that only the next
         one waits for.
         """
         if size <= SHORT_BODY:
             yield
             return
-        await self._looking.acquire()
+        await self._looking.acquire(client)
         began = time.monotonic()
         try:
             yield

@@ -6,22 +6,39 @@ import asyncio
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_HEADER = 32 << 10  # bytes of a request's line and headers
+MOST_LINES = 128  # of these, and of what may follow a body; each is 3 us, and 32 KiB have room for 7,000
 HEADER_SECONDS = 10.0  # within which they must have come
 TAKE_SECONDS = 60.0  # within which a client must take what was written to it
 MOST_CONNECTIONS = 512
+_KEPT_FOR_OTHERS = 8  # one part of so many that no address has alone
 FEW_CHUNKS = 256  # in which a body may come, however small they are; each is 10 us, and the texts of others wait
 LEAST_CHUNK = 256  # bytes that one of more has on average
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
+class _Lines(ReceiveBuffer):
+    """Refuses very many lines before they are looked into."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > MOST_LINES:
+            raise h11.RemoteProtocolError("too many headers")
+        return lines
+
+
 class _Connection(h11.Connection):
-    """Refuses a body in very many very small chunks."""
+    """Refuses very many headers, and a body in very many very small chunks."""
 
     _chunks = _size = 0
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEADER)
+        self._receive_buffer = _Lines()
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -43,14 +60,14 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self.conn = _Connection(h11.SERVER, MOST_HEADER)
+        self.conn = _Connection()
         self._header_timer: asyncio.TimerHandle | None = None
         self._take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that we hear of everything that a client does not take
-        if len(self.connections) > self.most_connections:
+        if len(self.connections) > self.most_connections or self._has_its_part:
             transport.write(_FULL)
             transport.close()
             return
@@ -80,6 +97,16 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         if self._answering:  # the next request had come already
             self._header_came()
+
+    @property
+    def _host(self) -> str:
+        return self.client[0] if self.client is not None else ""
+
+    @property
+    def _has_its_part(self) -> bool:
+        """Whether the other connections of this address leave only what is kept for others."""
+        own = sum(isinstance(each, BoundedProtocol) and each._host == self._host for each in self.connections)
+        return own > self.most_connections - self.most_connections // _KEPT_FOR_OTHERS
 
     @property
     def _answering(self) -> bool:

@@ -1,4 +1,4 @@
-"""The engine for the requests of one event loop: as many texts at a time as it has slots, first come first served."""
+"""The engine for the requests of one event loop: as many texts at a time as it has slots, and clients take turns."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.errors import EngineClosed
 from pearl.server.errors import ApiError, engine_lost, of_engine
 from pearl.server.figures import Figures
+from pearl.server.shares import Shares
 
 
 class Turns:
@@ -26,7 +27,8 @@ class Turns:
 
     def __init__(self, engine: Engine, decoding: DecodingConfig, most_waiting: int, model: str) -> None:
         self.engine, self._decoding, self._most = engine, decoding, most_waiting
-        self._admitted = self._waiting = 0
+        self._admitted = Shares()
+        self._waiting = 0
         self._running: set[AsyncStream] = set()
         running, waiting = (lambda: len(self._running)), (lambda: self._waiting)
         self.figures = Figures(model, running, waiting, lambda: engine.draft_restarts)
@@ -57,28 +59,30 @@ class Turns:
             raise of_engine(_shutting_down())
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, client: str) -> Iterator[None]:
         """For as long as a request is being served or waits. Raises `ApiError` where too many do."""
         self.check()
-        if self._admitted >= self._most + self.engine.config.slots:
+        if not self._admitted.fits(client, 1, self._most + self.engine.config.slots):
             raise ApiError(
                 429,
-                f"{self._admitted} requests are being served or wait; try again later",
+                f"{self._admitted.total} requests are being served or wait; try again later",
                 code="overloaded",
                 retry_after=self.figures.retry_after,
             )
-        self._admitted += 1
+        self._admitted.take(client, 1)
         try:
             yield
         finally:
-            self._admitted -= 1
+            self._admitted.give_back(client, 1)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Raises `RequestError`."""
         return await self._async.encode(prompt)
 
     @asynccontextmanager
-    async def text(self, tokens: list[int], params: SamplingParams, arrived: float) -> AsyncIterator[AsyncStream]:
+    async def text(
+        self, tokens: list[int], params: SamplingParams, arrived: float, client: str
+    ) -> AsyncIterator[AsyncStream]:
         """A text, which waits for its turn when it is read; leaving it early cancels it.
 
         Args:
@@ -86,7 +90,7 @@ class Turns:
         """
         self.check()
         watch = _Watch(self, len(tokens), arrived)
-        watch.stream = stream = self._async.stream(tokens, params, watch=watch, decoding=self._decoding)
+        watch.stream = stream = self._async.stream(tokens, params, watch=watch, client=client, decoding=self._decoding)
         self._waiting += 1
         try:
             yield stream

@@ -1,12 +1,14 @@
 """How much a listener takes from each of its peers, decided by the size of a message before it is decoded.
 
-The time to decode a message, and that it was malformed, counts against its peer afterwards.
+The time to decode a message, and that it was malformed, counts against its peer afterwards. A peer that means well
+keeps an account of its own, and waits where it would not be heard.
 
 Pure but for a clock. Knows no sockets and no messages.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -23,6 +25,8 @@ MALFORMED = (
 NEW = 8 * AT_ONCE  # bytes from peers that are new, all together, as one may be new again and again
 NEW_PER_SECOND = 4 * PER_SECOND  # bytes from these, after that
 NEW_EACH = 256 << 10  # bytes that a new one has however many there are; the rest of its own comes with time
+_DECODING = 1.5  # times a message's bytes that its sender reckons with for decoding; it is 0.7 to 1.05
+_DECODED = 2 << 10  # bytes beside the message's own, likewise
 _MANY = 1024  # peers that are remembered before those are forgotten that have been silent
 
 
@@ -103,3 +107,28 @@ class Gate:
         self._looked = now
         for peer in [peer for peer in self._levels if self._left(peer, now) >= AT_ONCE]:
             self._forget(peer)
+
+
+class Account:
+    """What one peer has said, as the listener's `Gate` counts it, by the peer itself. Any thread may say something."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()  # a stream that is collected meanwhile cancels its request
+        self._left, self._at = float(AT_ONCE), clock()
+
+    def said(self, size: int) -> None:
+        """A message of `size` bytes has been sent."""
+        with self._lock:
+            self._left = self._now() - size - MESSAGE - _DECODING * (size + _DECODED)
+
+    @property
+    def seconds(self) -> float:
+        """To wait until a message of any size is heard: for it, and small ones beside, half of the bytes are there."""
+        with self._lock:
+            self._left = self._now()
+            return max(0.0, (AT_ONCE / 2 - self._left) / PER_SECOND)
+
+    def _now(self) -> float:
+        before, self._at = self._at, self._clock()
+        return min(AT_ONCE, self._left + (self._at - before) * PER_SECOND)

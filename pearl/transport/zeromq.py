@@ -32,7 +32,7 @@ from pearl.protocol.messages import Message
 from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
-from pearl.transport.gate import Gate
+from pearl.transport.gate import Account, Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
 
 if TYPE_CHECKING:
@@ -340,6 +340,9 @@ class ZmqConnection(_Socket):
 
     It does not reconnect after a disconnection: another engine might answer. A connection that was refused returns that
     error once from `receive`, for no message will ever come.
+
+    Attributes:
+        account: what a listener that does not trust us counts of what we have said.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
@@ -348,6 +351,7 @@ class ZmqConnection(_Socket):
         self._fate = ""  # why it is of no use any more
         self._untold = True
         self._secured = keys is not None
+        self.account = Account()
         if keys is not None and public is not None:
             self._socket.curve_serverkey, self._socket.curve_publickey = public
             self._socket.curve_secretkey = keys.client.encode()
@@ -365,7 +369,9 @@ class ZmqConnection(_Socket):
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if not self.connected:
             raise TransportError(self._fate)
-        self._send(encode(message))
+        frames = encode(message)
+        self.account.said(sum(map(len, frames)))
+        self._send(frames)
 
     def receive(self, timeout: float) -> list[Received]:
         got: list[Received] = [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
