@@ -85,6 +85,8 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("rwkv", "RwkvForCausalLM.*recurrent state"),
         ("bert", "BertLMHeadModel.*decoder-only"),
         ("llama-encoder", "LlamaForCausalLM.*decoder-only"),
+        ("gemma-encoder", "GemmaForCausalLM.*decoder-only"),
+        ("gemma3-encoder", "Gemma3ForCausalLM.*decoder-only"),
         ("t5", "not a causal language model"),
     ],
 )

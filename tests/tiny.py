@@ -91,6 +91,8 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer
     "gemma2-caps": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
     "gemma3-linear": ("Gemma3Text", _GEMMA | {"rope_parameters": _GEMMA3_ROPE}),
+    "gemma-encoder": ("Gemma", _SIZES | {"head_dim": 8, "use_bidirectional_attention": True}),
+    "gemma3-encoder": ("Gemma3Text", _GEMMA | {"use_bidirectional_attention": True}),
     "gemma4": ("Gemma4Text", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),

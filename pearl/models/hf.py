@@ -157,7 +157,14 @@ class HFRunner:
 def _count_layers(model: PreTrainedModel, context: int) -> int:
     """Number of cache layers, all of the one kind that can be rolled back; `ModelError` for any other."""
     name, config = type(model).__name__, model.config
-    doubtful = getattr(config, "is_decoder", None) is False or not getattr(config, "is_causal", True)
+    text = config.get_text_config(decoder=True)
+    doubtful = (
+        getattr(config, "is_decoder", None) is False
+        or not getattr(config, "is_causal", True)
+        or not getattr(text, "is_causal", True)
+        # Of Gemmas that were made to embed texts. In others only what belongs to a picture sees what comes later.
+        or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+    )
     if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
     layers = DynamicCache(config=config).layers
