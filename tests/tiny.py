@@ -100,6 +100,8 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "falcon": ("Falcon", {**_FALCON, "layer_norm_epsilon": 1e-2}),
     "nemotron": ("Nemotron", _SIZES | {"norm_eps": 1e-2, "rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "doge": ("Doge", _SIZES | {"keep_window_size": 64}),
+    "doge-moe": ("Doge", _SIZES | {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}),
     "gpt-neox": ("GPTNeoX", _NEOX),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
