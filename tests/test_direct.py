@@ -72,8 +72,11 @@ def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize(
+    "scaling", [None, {"type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0, "rope_theta": 70.0}]
+)
 def test_a_rope_as_it_was_written_before(checkpoint: Callable[..., Path], scaling: dict[str, Any] | None) -> None:
+    """A base that stands in the scaling goes before the one beside it."""
     check_same(checkpoint(rope_parameters=..., rope_theta=2e4, rope_scaling=scaling))
 
 

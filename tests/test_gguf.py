@@ -59,6 +59,17 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     assert messages == [f"loading {file}"]
 
 
+def test_a_llama_by_the_name_of_mistral_is_a_llama(tmp_path: Path, cache: Path) -> None:
+    """transformers made a Mistral of it, then found none of its tensors, and asked for another gguf package."""
+    _write_gguf(file := tmp_path / "tiny.gguf", general={"name": "mistral"})
+    _check_same(file, tiny_model())
+    (made,) = cache.glob("*-float32")
+    assert "sliding_window" not in json.loads((made / "config.json").read_text())
+    _write_gguf(file, general={"name": "mistral"}, **{"attention.sliding_window": 64})
+    with pytest.raises(ModelError, match="a window of 64"):
+        load_runner(str(file), device=CPU)
+
+
 def test_who_converts_ends_with_who_waits_for_it(tmp_path: Path) -> None:
     """Reading a pipe that nobody writes to, it would stay for ever; and a large file takes minutes."""
     os.mkfifo(tmp_path / "tiny.gguf")
@@ -331,11 +342,18 @@ def _check_same(file: Path, directory: Path) -> None:
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
-def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, **said: Any) -> None:
+def _write_gguf(
+    file: Path,
+    model: Path | None = None,
+    without: str = " ",
+    freqs: Any = None,
+    general: dict[str, str] | None = None,
+    **said: Any,
+) -> None:
     """A tiny model in llama.cpp's naming, float32; a Llama's q and k rows interleaved as its rotation wants.
 
     `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
-    tensor, that of Llama 3.2 or one with these numbers.
+    tensor, that of Llama 3.2 or one with these numbers. `general`: what is said of any file, such as its name.
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
@@ -354,6 +372,8 @@ def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs
         "vocab_size": config["vocab_size"],
     }
     writer = gguf.GGUFWriter(file, family)
+    for name, text in (general or {}).items():
+        writer.add_string(f"general.{name}", text)
     for name, value in (usual | said).items():
         if value is not None:
             add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]

@@ -64,7 +64,7 @@ class TestContractCuda(RunnerContract):
         return runner
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "doge"])
 def test_greedy_text_equals_generate(kind: str) -> None:
     runner, prompt = load(kind), [20, 30, 40, 50]
     text = list(prompt)
@@ -85,6 +85,9 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("rwkv", "RwkvForCausalLM.*recurrent state"),
         ("bert", "BertLMHeadModel.*decoder-only"),
         ("llama-encoder", "LlamaForCausalLM.*decoder-only"),
+        ("gemma-encoder", "GemmaForCausalLM.*decoder-only"),
+        ("gemma3-encoder", "Gemma3ForCausalLM.*decoder-only"),
+        ("doge-moe", "DogeForCausalLM.*fed with it"),
         ("t5", "not a causal language model"),
     ],
 )
@@ -95,7 +98,7 @@ def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) ->
             load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards=forwards)
 
 
-@pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide", "gemma4"])
+@pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide", "gemma4", "doge"])
 def test_a_window_shorter_than_the_context_is_refused_with_what_would_do(kind: str) -> None:
     """By one token it would slide, and forget what a rollback may need."""
     with pytest.raises(ModelError, match="max_context 64"):

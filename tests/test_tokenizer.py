@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,28 @@ class TestDefaults:
         assert (found.repetition_penalty, found.ignored) == (1.05, ("suppress_tokens",))
         found = defaults(checkpoint, do_sample=True, repetition_penalty=1.0, typical_p=0.9)
         assert found.ignored == ("typical_p",)
+
+    @pytest.mark.parametrize(
+        "impossible",
+        [
+            *({"top_k": -1}, {"top_k": 2**40}, {"top_p": 0.0}, {"min_p": 1.5}),
+            *({"repetition_penalty": -1.0}, {"repetition_penalty": 500.0}, {"temperature": -2.0}),
+        ],
+    )
+    @pytest.mark.parametrize("samples", [False, True])
+    def test_what_cannot_be_is_as_if_it_were_not_set(
+        self, checkpoint: Path, impossible: dict[str, float], samples: bool
+    ) -> None:
+        """It is named. Every request was refused as a bug of ours, greedy ones too."""
+        ((name, value),) = impossible.items()
+        found = defaults(checkpoint, do_sample=samples, **{"top_k": 0, **impossible})
+        assert found == replace(defaults(checkpoint, do_sample=samples, top_k=0), ignored=(f"{name} {value}",))
+
+    def test_ids_that_end_a_text_are_counted_once_and_bounded(self, checkpoint: Path) -> None:
+        """With more of them no request could be sent."""
+        assert defaults(checkpoint, eos_token_id=[*range(2048)] * 2).eos == tuple(range(2048))
+        with pytest.raises(ModelError, match=r"cannot be used: 2,049 tokens are said to end its texts"):
+            defaults(checkpoint, eos_token_id=[*range(2049)])
 
 
 class TestLoading:

@@ -91,6 +91,8 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer
     "gemma2-caps": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
     "gemma3-linear": ("Gemma3Text", _GEMMA | {"rope_parameters": _GEMMA3_ROPE}),
+    "gemma-encoder": ("Gemma", _SIZES | {"head_dim": 8, "use_bidirectional_attention": True}),
+    "gemma3-encoder": ("Gemma3Text", _GEMMA | {"use_bidirectional_attention": True}),
     "gemma4": ("Gemma4Text", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
@@ -98,6 +100,8 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "falcon": ("Falcon", {**_FALCON, "layer_norm_epsilon": 1e-2}),
     "nemotron": ("Nemotron", _SIZES | {"norm_eps": 1e-2, "rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "doge": ("Doge", _SIZES | {"keep_window_size": 64}),
+    "doge-moe": ("Doge", _SIZES | {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}),
     "gpt-neox": ("GPTNeoX", _NEOX),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),

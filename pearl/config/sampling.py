@@ -26,6 +26,7 @@ LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
 MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain or impossible
 MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is looked at for all of them
+MOST_EOS = 2048  # tokens that each end a text: every token of a text is looked for among them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or what is made of it
 MAX_LOGPROBS = 20  # tokens told of at each place, as OpenAI's; JSON has no infinity, so theirs is the least, too
 LEAST_LOGPROB = -9999.0

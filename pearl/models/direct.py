@@ -172,7 +172,7 @@ def _config(directory: Path) -> dict[str, Any] | None:
     if rope is None:  # as it was written before transformers 5
         scaling = config.get("rope_scaling") or {}
         rope = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
-        rope["rope_theta"] = config.get("rope_theta")
+        rope.setdefault("rope_theta", config.get("rope_theta"))  # a scaling's own base goes before it
     layers = set(config.get("layer_types") or ["full_attention"])
     is_mistral = config["architectures"][0] == "MistralForCausalLM"
     if (

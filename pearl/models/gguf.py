@@ -137,6 +137,10 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
 
     place, name = str(file.parent), file.name
     config = transformers.AutoConfig.from_pretrained(place, gguf_file=name)
+    if architecture == "llama" and config.model_type == "mistral":
+        # Which transformers makes of a file whose name is just that. It finds no place for the tensors of one then.
+        settings = {name: value for name, value in config.to_dict().items() if name != "sliding_window"}
+        config = transformers.LlamaConfig.from_dict(settings | {"model_type": architecture})
     _complete(config, architecture, said)
     _scale_rope(config, said, reader)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(

@@ -157,9 +157,18 @@ class HFRunner:
 def _count_layers(model: PreTrainedModel, context: int) -> int:
     """Number of cache layers, all of the one kind that can be rolled back; `ModelError` for any other."""
     name, config = type(model).__name__, model.config
-    doubtful = getattr(config, "is_decoder", None) is False or not getattr(config, "is_causal", True)
+    text = config.get_text_config(decoder=True)
+    doubtful = (
+        getattr(config, "is_decoder", None) is False
+        or not getattr(config, "is_causal", True)
+        or not getattr(text, "is_causal", True)
+        # Of Gemmas that were made to embed texts. In others only what belongs to a picture sees what comes later.
+        or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+    )
     if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
+    if text.model_type == "doge":
+        _check_doge(name, text, context)
     layers = DynamicCache(config=config).layers
     windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
     window = min(windows, default=context)
@@ -174,6 +183,21 @@ def _count_layers(model: PreTrainedModel, context: int) -> int:
             f"({', '.join(offending)}). Use a model whose layers all have full attention."
         )
     return len(layers)
+
+
+def _check_doge(name: str, config: Any, context: int) -> None:
+    """Raises `ModelError` where a row of a Doge depends on those fed with it: a text would, on how it was cut."""
+    if config.is_moe:
+        raise ModelError(
+            f"{name} cannot be used here: which experts a token takes depends on the tokens that are fed with it. "
+            "Use a model without experts, or of another family."
+        )
+    if context > (most := config.keep_window_size):
+        # In the first layer equal tokens have equal values and tie, and the size of a forward decides ties.
+        raise ModelError(
+            f"{name} cannot be used here: it attends to {most} tokens that it chooses, otherwise in forwards of other "
+            f"sizes. In a context of {most} it attends to all: max_context {most}."
+        )
 
 
 def _can_roll_back(layer: object, context: int) -> bool:

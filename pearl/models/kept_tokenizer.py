@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _READ = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # what tokenizers and settings are read from
 _TOKENIZER, _ABOUT = "tokenizer.json", "about.json"
-_FORMAT = 3  # of what is written to them
+_FORMAT = 4  # of what is written to them
 _OF_BASE = ("_encode_plus", "_decode", "decode", "__call__", "convert_ids_to_tokens", "apply_chat_template")
 _PROBES = (
     "Hello, world!  Two spaces, a\ttab\nand\n\n  lines.",

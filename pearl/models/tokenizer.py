@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pearl.errors import ModelError, RequestError
+from pearl.config import MOST_EOS, SamplingParams
+from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.models.kept import Progress, silent
@@ -57,6 +59,14 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "eta_cutoff": 0.0,
     "top_h": None,
 }
+# What is honoured, and its value where it is not set.
+_SETTINGS: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,8 @@ class GenerationDefaults:
     """The generation settings of a checkpoint, for those that the user does not set.
 
     temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off.
-    `ignored` names options of its generation_config.json that would change the text and are not supported.
+    `ignored` names options of its generation_config.json that would change the text and are not supported, or whose
+    values cannot be, a top_k of -1 for one.
     """
 
     temperature: float = 0.0
@@ -176,7 +187,7 @@ def load_tokenizer(
         return _toy(spec)
     checkpoint = resolve_checkpoint(spec, progress=progress)
     try:
-        return _from_checkpoint(checkpoint, trust_remote_code)
+        tokenizer, defaults = _from_checkpoint(checkpoint, trust_remote_code)
     except Exception as error:  # whatever files, their readers and a model's own code may raise
         cause = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
@@ -184,6 +195,12 @@ def load_tokenizer(
             "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
             "filled cache."
         ) from error
+    if len(defaults.eos) > MOST_EOS:
+        raise ModelError(
+            f"Model {spec!r} cannot be used: {len(defaults.eos):,} tokens are said to end its texts (eos_token_id), "
+            f"at most {MOST_EOS:,} may."
+        )
+    return tokenizer, defaults
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
@@ -272,16 +289,33 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
     greedy, a user who sets a temperature gets no filter that nobody asked for.
     """
     samples = bool(config.do_sample)
-    unset_top_k = 50 if samples else 0
+    said = {name: getattr(config, name) for name in _SETTINGS}
+    unset = {**_SETTINGS, "top_k": 50 if samples and said["top_k"] is None else 0}
+    impossible = {name: value for name, value in said.items() if value is not None and not _is_possible(name, value)}
+    taken = {name: _first(value, unset[name]) for name, value in (said | dict.fromkeys(impossible)).items()}
     return GenerationDefaults(
-        temperature=float(_first(config.temperature, 1.0)) if samples else 0.0,
-        top_k=int(_first(config.top_k, unset_top_k)),
-        top_p=float(_first(config.top_p, 1.0)),
-        min_p=float(_first(config.min_p, 0.0)),
-        repetition_penalty=float(_first(config.repetition_penalty, 1.0)),
+        temperature=float(taken["temperature"]) if samples else 0.0,
+        top_k=int(taken["top_k"]),
+        top_p=float(taken["top_p"]),
+        min_p=float(taken["min_p"]),
+        repetition_penalty=float(taken["repetition_penalty"]),
         eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
-        ignored=_ignored(config, samples),
+        ignored=(*_ignored(config, samples), *(f"{name} {value}" for name, value in impossible.items())),
     )
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    """Whether a request could have it. What cannot be is no reason to refuse every request: it is as if it were unset.
+
+    A temperature that is too small for float32 is refused with each request that does not name another.
+    """
+    if name == "temperature":
+        return 0 <= float(value) < math.inf
+    try:
+        SamplingParams(**{name: value})
+    except ConfigError:
+        return False
+    return True
 
 
 def _first(value: Any, otherwise: Any) -> Any:
@@ -289,9 +323,9 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """A checkpoint's ids that end a text, but for what no token has (as -1): such a one never ends any."""
+    """A checkpoint's ids that end a text, each once, but for what no token has (as -1): such a one never ends any."""
     given = eos if isinstance(eos, list) else [eos]
-    return tuple(token for token in given if isinstance(token, int) and 0 <= token < 2**31)
+    return tuple(dict.fromkeys(token for token in given if isinstance(token, int) and 0 <= token < 2**31))
 
 
 def _ignored(config: GenerationConfig, samples: bool) -> tuple[str, ...]:

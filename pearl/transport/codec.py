@@ -21,6 +21,7 @@ from pearl.config import (
     LEAST_REPETITION_PENALTY,
     MAX_GRAMMAR,
     MAX_LOGPROBS,
+    MOST_EOS,
     MOST_PENALTY,
     MOST_REPETITION_PENALTY,
 )
@@ -195,6 +196,7 @@ _GUESSES = integer(0, MAX_LOOK_AHEAD + 1)
 _SECONDS = Kind(_seconds, float)
 _TOKENS = token_list(MAX_TOKENS)
 _RUN = token_list(MAX_RUN)
+_EOS = token_list(MOST_EOS)
 _NAME = sized(str, _MAX_NAME)
 _FRAMED = sized(bytes, MAX_FRAME)
 _TEXT = sized(str, _MAX_TEXT)
@@ -218,7 +220,7 @@ _SHAPING = nested(
         frequency_penalty=_PENALTY,
         logit_bias=Kind(biases, pack_biases),
         grammar=sized(str, MAX_GRAMMAR),
-        ends=_RUN,
+        ends=_EOS,
     )
 )
 _SAMPLING = nested(
@@ -274,7 +276,7 @@ _SHAPES: dict[int, Shape] = {
         limit=_POSITION,
         sampling=_SAMPLING,
         decoding=_DECODING,
-        eos=_RUN,
+        eos=_EOS,
         stops=array(_TEXT, MAX_RUN),
         preview=Kind(flag),
         logprobs=optional(integer(0, MAX_LOGPROBS + 1)),
