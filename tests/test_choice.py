@@ -20,7 +20,7 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.choice import Choice
 from pearl.protocol.events import Forward, Guess, Guessed, Open, Phase, Retrace
 from pearl.protocol.messages import Decoding, Sampling, Submit
-from pearl.protocol.window import ForwardTimes, Profile, Speeds
+from pearl.protocol.window import ForwardTimes, Profile, Speeds, worthwhile
 from pearl.worker import profile
 from tests.conftest import TOY, greedy_text
 from tests.screen import BOUND
@@ -281,6 +281,39 @@ def test_a_size_that_was_measured_on_other_cores_alone_is_expected_to_gain_what_
     assert again.t_target(8) == pytest.approx(4.0)
 
 
+def test_what_seemed_too_dear_is_hoped_to_be_cheaper() -> None:
+    """A size that is not fed is not measured again: one hiccup was enough for it to be too dear for ever."""
+    times = ForwardTimes({1: 1.0, 4: 3.0})  # the latter for something else had the cores
+    fed = []
+    for _ in range(2000):
+        size = 1 + worthwhile([0.3, 0.25, 0.2], 1, 1.0, times.hoped)  # of 4 tokens make 1.75 in the mean
+        fed.append(size)
+        times.observe(size, 1.0 if size == 1 else 1.5)
+    assert fed[0] == 1
+    assert fed.count(4) > 800
+    assert times.at_most(4) == pytest.approx(1.5, rel=0.01)
+
+
+def test_what_is_too_dear_is_tried_seldom() -> None:
+    times = ForwardTimes({1: 1.0, 4: 3.0})
+    fed = []
+    for _ in range(2000):
+        fed.append(1 + worthwhile([0.3, 0.25, 0.2], 1, 1.0, times.hoped))
+        times.observe(fed[-1], 3.0 if fed[-1] == 4 else 1.0 + 0.4 * (fed[-1] - 1))
+    assert 1 <= len([size for size in fed if size > 1]) < 40
+    assert times.at_most(4) == pytest.approx(3.0, rel=0.01)
+    assert times.hoped(1) == 1.0
+
+
+def test_the_first_forward_on_other_cores_says_nothing() -> None:
+    """The draft may not have ended what it was at."""
+    speeds = Speeds(target=ForwardTimes({1: 2.0}))
+    speeds.spread(True)
+    speeds.observe_target(1, 1.9)
+    speeds.observe_target(1, 1.0)
+    assert speeds.t_target(1) == 1.0
+
+
 # ---- hindsight ----
 
 
@@ -323,8 +356,11 @@ def hindsight(method: str, temperature: float, trees: bool = True, habits: bool 
 @pytest.mark.parametrize("trees", [True, False])
 @pytest.mark.parametrize("habits", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_hindsight_tells_what_guesses_alone_take(temperature: float, habits: bool, trees: bool) -> None:
+def test_hindsight_tells_what_guesses_alone_take(
+    temperature: float, habits: bool, trees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the forward and to the token: of nothing that it learns on the way it knows more than they do."""
+    monkeypatch.setattr(ForwardTimes, "hoped", ForwardTimes.at_most)  # what was hoped changes as it is written
     took, alone = hindsight("ngram", temperature, trees, habits)
     assert alone == took[: len(alone)]
     assert len(alone) >= len(took) - 1

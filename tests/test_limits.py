@@ -18,7 +18,7 @@ from pearl.config import MAX_WINDOW, DecodingConfig, EngineConfig, SamplingParam
 from pearl.decoding.distribution import Distribution, Form
 from pearl.engine import Engine
 from pearl.engine.attach import attach
-from pearl.errors import ConfigError, ProtocolError, RequestError
+from pearl.errors import ConfigError, ProtocolError, RemoteProtocolError, RequestError
 from pearl.lab.simulate import paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
@@ -360,6 +360,23 @@ def test_a_front_waits_where_it_would_not_be_heard(engine: Engine, monkeypatch: 
     assert text.tokens == greedy_text([1, 2, 3], 60)
     assert len(left) == 1, "asked again until there is nothing to wait for"
     assert endpoint.account._left < AT_ONCE, "and what was sent is on it"
+
+
+def test_a_text_whose_request_was_dropped_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one thread reads for several texts, that error is of none of them: this one was waited for without end."""
+    with engine.stream([1, 2, 3], GREEDY, method="ar") as heard:
+        next(heard)
+        monkeypatch.setattr(engine._client._endpoint, "send", lambda message: None)
+        dropped = engine.stream([1, 2, 3], GREEDY, method="ar")
+        monkeypatch.undo()
+        with pytest.raises(RemoteProtocolError, match="too much"):
+            engine._client._sort(Error(-1, "RemoteProtocolError", "too much at once"))
+        with pytest.raises(RemoteProtocolError, match="too much"):
+            next(dropped)
+        assert not dropped.open
+        for _ in heard:
+            pass
+    assert heard.result.tokens == greedy_text([1, 2, 3], 60)
 
 
 def test_a_front_is_told_when_it_says_too_much(engine: Engine) -> None:

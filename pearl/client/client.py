@@ -402,6 +402,9 @@ class Client:
             case Error(_, "TraceError", text):  # for who asked, not for who happens to read
                 self._recording.answer = TraceError(text)
             case Error(_, kind, text):
+                if kind == "RemoteProtocolError":  # what came with that, and behind it, the target has dropped unread
+                    for stream in [each for each in self._streams.values() if not each.heard]:
+                        stream.take(Error(stream.request, kind, text))
                 raise error_named(kind)(text)
             case Exception():
                 raise self._lost(f"the target sent what is no message ({message})")

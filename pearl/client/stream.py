@@ -83,6 +83,7 @@ class Stream:
         self.request = submit.request
         self.inbox: deque[object] = deque()
         self.open = True
+        self.heard = False  # whether anything has come
         self.result = Result(seed=submit.sampling.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has come
         self._source = source
@@ -94,6 +95,7 @@ class Stream:
             if message.start != self._end:
                 return False
             self._end += len(message.tokens)
+        self.heard = True
         self.inbox.append(message)
         return True
 

@@ -432,7 +432,7 @@ class RequestMachine(Machine):
             chances = tuple(chance * acceptance for chance in chances)
         pending = self.sequence.fed - self.sequence.committed
         expected = sum(acceptance**i for i in range(pending + 1))
-        return worthwhile(chances, fed + self.request.beside, expected, self.speeds.target.at_most)
+        return worthwhile(chances, fed + self.request.beside, expected, self.speeds.target.hoped)
 
     # ---- the end, and beginning anew ----
 

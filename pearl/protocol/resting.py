@@ -104,6 +104,6 @@ class Resting:
         is_wanted = self.compares and not request.is_resting and self._choice.overhead is not None
         if is_wanted or self._retraces:
             sizes = range(1, most + 2) if is_wanted else ()
-            times = tuple(map(self._speeds.alone.at_most, sizes))
+            times = tuple(map(self._speeds.alone.hoped, sizes))
             do(Retrace(request.sequence.committed, times, most, request=request.number))
         self._retraces = is_wanted

@@ -17,6 +17,8 @@ MAX_WINDOW = 64
 MAX_LOOK_AHEAD = 256  # guesses in one forward
 _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: a hiccup fades within ten forwards
+_FADES, _LEAST_LEFT = 0.999, 0.5  # a time, by each forward of another size since; down to this part of it
+_OF_AGE, _MOST_WEIGHT = 1 / 256, 0.75  # how much more a new time counts by each of these forwards, and at most
 _MOST_OFF = 2.0  # times the estimate that a new forward time counts as at most: one may have had to prepare others
 _ACCEPTANCE_WEIGHT = 0.02  # of a new judgement: acceptance varies from token to token by nature
 
@@ -53,7 +55,10 @@ class ForwardTimes:
     known: dict[int, float] = field(default_factory=dict)
     like: ForwardTimes | None = None
     _once: set[int] = field(default_factory=set)  # sizes that were seen once
+    _last: dict[int, int] = field(default_factory=dict)  # when each was seen, in forwards
+    _forwards: int = 0
     _least: tuple[tuple[int, float], ...] | None = None  # `_all` in order, none above one for more tokens
+    _hopes: tuple[tuple[int, float], ...] | None = None  # see `hoped`
 
     def observe(self, fed: int, seconds: float) -> None:
         """Take in a forward of `fed` tokens.
@@ -67,12 +72,15 @@ class ForwardTimes:
             if fed in self._once:
                 expected = min(expected, seconds)
             (self._once.add if known is None else self._once.discard)(fed)
-            self.known[fed] = _blend(expected, seconds)
-            self._least = None
+            age = self._forwards - self._last.get(fed, self._forwards)
+            self.known[fed] = _blend(expected, seconds, min(_MOST_WEIGHT, _TIME_WEIGHT + _OF_AGE * age))
+            self._forwards += 1
+            self._last[fed] = self._forwards
+            self.reconsider()
 
     def reconsider(self) -> None:
         """What is known of other cores may have changed."""
-        self._least = None
+        self._least = self._hopes = None
 
     def _expected(self, fed: int) -> float:
         """The most that a forward of a size not yet seen should take; infinite where nothing is known.
@@ -111,6 +119,22 @@ class ForwardTimes:
             least = accumulate((every[size] for size in sizes), min)
             self._least = tuple(zip(sizes, least, strict=True))[::-1]
         return _interpolated(self._least, fed)
+
+    def hoped(self, fed: int) -> float:
+        """As `at_most`, but less for what has not been measured lately: what seems too dear would not be tried again.
+
+        Never less than a smaller forward is hoped to take.
+        """
+        if self._hopes is None:
+            self.at_most(fed)
+            assert self._least is not None
+            faded = [seconds * max(_LEAST_LEFT, _FADES ** self._age(size)) for size, seconds in self._least]
+            self._hopes = tuple(zip([size for size, _ in self._least], accumulate(faded, max), strict=True))
+        return _interpolated(self._hopes, fed)
+
+    def _age(self, size: int) -> int:
+        """Forwards since one of `size` tokens; of a size that was never seen here, since the first."""
+        return self._forwards - self._last.get(size, 0)
 
 
 def _interpolated(known: Sequence[tuple[int, float]], fed: int) -> float:
@@ -157,6 +181,7 @@ class Speeds:
     target: ForwardTimes = field(default_factory=ForwardTimes)
     elsewhere: ForwardTimes | None = None  # of the target on other cores: see `spread`
     choice: Choice = field(default_factory=Choice)
+    _is_disturbed: bool = False  # the next forward is: who had these cores may not have left them yet
 
     @staticmethod
     def of(profile: Profile) -> Speeds:
@@ -183,6 +208,7 @@ class Speeds:
 
     def spread(self, everywhere: bool) -> None:
         """The target computes on other cores from now on: its times are those that were measured there."""
+        self._is_disturbed = True
         here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(like=self.target)
         self.target, self.elsewhere = self.elsewhere, here
         self.target.reconsider()
@@ -197,7 +223,9 @@ class Speeds:
             self.t_draft = _blend(self.t_draft, seconds)
 
     def observe_target(self, fed: int, seconds: float) -> None:
-        self.target.observe(fed, seconds)
+        if not self._is_disturbed:
+            self.target.observe(fed, seconds)
+        self._is_disturbed = False
 
     def observe_judgement(self, accepted: int, judged: int) -> None:
         for outcome in [1.0] * accepted + [0.0] * (judged - accepted):
@@ -259,8 +287,8 @@ def worthwhile(chances: Sequence[float], fed: int, expected: float, t_target: Ca
     return best
 
 
-def _blend(old: float, new: float) -> float:
-    return old + _TIME_WEIGHT * (min(new, _MOST_OFF * old) - old) if old else new
+def _blend(old: float, new: float, weight: float = _TIME_WEIGHT) -> float:
+    return old + weight * (min(new, _MOST_OFF * old) - old) if old else new
 
 
 @dataclass(frozen=True)
