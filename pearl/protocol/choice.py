@@ -24,6 +24,7 @@ _MOST_COMPARISONS = 16  # that the mean is of: earlier ones fade, for texts and 
 _MOST_FACTOR = 3.0  # by which one comparison may say that a way is faster: a stretch of guesses may be much faster
 _SPREAD = 0.25  # standard deviation of a comparison; 0.18 in recorded texts of the embedded pair
 _SURE, _FEW = 1.5, 8  # standard errors from a tie; comparisons: with fewer of both, nearly every text has one
+_FEWEST = 3  # comparisons that are too few however far they are from it
 _LEAST_SHARE, _MOST_SHARE = 0.005, 0.03  # of all time that trying the way that lost may cost after that
 _LEAST_PATIENCE, _MOST_PATIENCE = 192, 8192  # tokens until the next one: least a comparison, most
 _ONCE_SLOWED = 96  # tokens until the way that lost is tried again where the way in use has slowed
@@ -34,8 +35,8 @@ _DRAFTLESS = 32  # tokens after which a draft that has sent none yet is taken to
 _FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial
 _TO_READ = 256  # tokens that a text must have left for a draft to begin amid it: it has to read all before
 _MOST_HERE = 8.0  # comparisons of one text that count
-_TIMINGS = 2  # of the target alone, to begin with
-_TIMED, _SLOWER = 4, 0.75  # steps of one; of the rate with the draft: where it is not as slow it has more of them
+_TIMINGS, _RETIMED = 5, 128  # of the target alone, each after twice as many tokens as the one before; the first of them
+_TIMED, _SLOWER = (4, 2), 0.75  # steps of the first and of others, where it is slower than that part of the other rate
 _OF_TIMES = 0.25  # weight of a new stretch in what the target's steps take beside their forwards
 
 
@@ -75,7 +76,7 @@ class Choice:
     _gains: float = 0.0  # of this text: the sum of the comparisons
     _compared: float = 0.0  # and their number
     _in_a_row: int = 0  # those that were made since the draft began, of up to 8
-    _timings: int = 0  # stretches that the overhead is of, of up to 2
+    _timings: int = 0  # stretches of the target alone, for its times
     _has_drafted: bool = False  # in this text
     _has_begun: bool = False  # a stretch of this text has ended
     _slow: int = 0  # stretches in a row that were much slower than usual
@@ -159,7 +160,8 @@ class Choice:
         assert self._since is not None
         seconds = at - self._since
         if self.rests:  # for the target's times alone: steps tell them, and no tokens
-            return steps >= (_STRETCH_STEPS if tokens > _SLOWER * self.rates.get(False, 0.0) * seconds else _TIMED)
+            is_far_slower = tokens <= _SLOWER * self.rates.get(False, 0.0) * seconds
+            return steps >= (_TIMED[min(self._timings, 1)] if is_far_slower else _STRETCH_STEPS)
         needed, made = self._alone
         share = max((share for least, share in _CLEARLY.items() if steps >= least), default=0.0)
         return needed > 0 and tokens < share * made / needed * (seconds - self._longest)  # that may be a hiccup
@@ -182,9 +184,7 @@ class Choice:
         """Takes in the stretch that ends: with the draft, it is a comparison; without, it tells the target's times."""
         assert self._since is not None
         if self.rests:
-            self._time((self._beside - self._most_beside) / max(1, self._steps - 1))  # the longest may be a hiccup
-            if not self._is_in_better:
-                self.cost = self._tokens * (exp(self._here) - 1)
+            self._time()
             return
         seconds, made = self._alone
         took = self._last - self._since
@@ -203,15 +203,26 @@ class Choice:
         if not self._is_in_better:
             self.cost = max(0.0, self._tokens * (1 / times - 1))
 
-    def _time(self, beside: float) -> None:
-        """Takes in what a step without the draft took beside its forward. Of the first two, one may be a hiccup."""
-        if self.overhead is None or not self._timings:
+    def _time(self) -> None:
+        """Takes in what steps without the draft took beside their forwards.
+
+        Whatever disturbs makes them longer, never shorter: where less is found than was taken for true, what was
+        compared by it is corrected.
+        """
+        beside = (self._beside - self._most_beside) / max(1, self._steps - 1)  # the longest may be a hiccup
+        known, is_tried = self.overhead, not self._is_in_better
+        if known is None or not self._timings:
             self.overhead = beside
-        elif self._timings == 1:
-            self.overhead = min(self.overhead, beside)
+        elif is_tried and beside < known:
+            forward = max(0.0, (self._last - self._since - self._beside) / self._steps) if self._since else 0.0
+            if forward + beside > 0:
+                self.gain += max(log((forward + beside) / (forward + known)), -log(_MOST_FACTOR))
+            self.overhead = beside
         else:
-            self.overhead += _OF_TIMES * (beside - self.overhead)
-        self._timings = min(self._timings + 1, _TIMINGS)
+            self.overhead = known + _OF_TIMES * (beside - known)
+        if is_tried:
+            self._timings += 1
+            self.cost = self._tokens * (exp(max(0.0, self._here)) - 1)
 
     def _is_other_wanted(self, has_slowed: bool, left: int) -> bool:
         """For it is better, or is to be tried again; or this one was only tried."""
@@ -222,7 +233,7 @@ class Choice:
         if has_slowed:  # things have changed, it seems: what was compared before counts less
             self.comparisons = min(self.comparisons, _OF_BEFORE)
         is_due = self.since_tried >= (_ONCE_SLOWED if has_slowed else self._patience)
-        return is_due and left >= (_TO_READ if self.rests else _FOR_TRIAL)
+        return is_due and left >= (_TO_READ if self.rests else _STRETCH_TOKENS)
 
     @property
     def _here(self) -> float:
@@ -243,7 +254,8 @@ class Choice:
 
     @property
     def _is_unsure(self) -> bool:
-        return self.comparisons < _FEW and abs(self.gain) < _SURE * self._error
+        is_far = abs(self.gain) > _SURE * self._error and self.comparisons >= _FEWEST
+        return self.comparisons < _FEW and not is_far
 
     @property
     def _error(self) -> float:
@@ -254,7 +266,7 @@ class Choice:
     def _patience(self) -> int:
         """Tokens between two trials of the way that loses."""
         if self.gain > 0 and self._timings < _TIMINGS:
-            return _LEAST_PATIENCE
+            return _RETIMED << self._timings
         far = abs(self.gain) / self._error
         # What is lost in the mean, as a share of the time, for the other way may be the better: with a normal error.
         lost = self._error * (exp(-(far**2) / 2) / sqrt(2 * pi) - far * erfc(far / sqrt(2)) / 2)
