@@ -36,6 +36,7 @@ _FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial
 _TO_READ = 256  # tokens that a text must have left for a draft to begin amid it: it has to read all before
 _MOST_HERE = 8.0  # comparisons of one text that count
 _TIMINGS, _RETIMED = 5, 128  # of the target alone, each after twice as many tokens as the one before; the first of them
+_FOR_TIMES = 0.01  # of all time that this may cost
 _TIMED, _SLOWER = (4, 2), 0.75  # steps of the first and of others, where it is slower than that part of the other rate
 _OF_TIMES = 0.25  # weight of a new stretch in what the target's steps take beside their forwards
 
@@ -266,7 +267,8 @@ class Choice:
     def _patience(self) -> int:
         """Tokens between two trials of the way that loses."""
         if self.gain > 0 and self._timings < _TIMINGS:
-            return _RETIMED << self._timings
+            lost = (_TIMED[1] + 1) * (exp(self.gain) - 1)
+            return int(max(_RETIMED << self._timings, min(lost / _FOR_TIMES, _MOST_PATIENCE)))
         far = abs(self.gain) / self._error
         # What is lost in the mean, as a share of the time, for the other way may be the better: with a normal error.
         lost = self._error * (exp(-(far**2) / 2) / sqrt(2 * pi) - far * erfc(far / sqrt(2)) / 2)
