@@ -17,7 +17,8 @@ MAX_WINDOW = 64
 MAX_LOOK_AHEAD = 256  # guesses in one forward
 _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: a hiccup fades within ten forwards
-_FADES, _LEAST_LEFT = 0.999, 0.5  # a time, by each forward of another size since; down to this part of it
+# Forwards of other sizes until a time begins to fade, by how much with each after that, and down to which part of it.
+_LASTS, _FADES, _LEAST_LEFT = 256, 0.998, 0.5
 _OF_AGE, _MOST_WEIGHT = 1 / 256, 0.75  # how much more a new time counts by each of these forwards, and at most
 _MOST_OFF = 2.0  # times the estimate that a new forward time counts as at most: one may have had to prepare others
 _ACCEPTANCE_WEIGHT = 0.02  # of a new judgement: acceptance varies from token to token by nature
@@ -78,6 +79,13 @@ class ForwardTimes:
             self._last[fed] = self._forwards
             self.reconsider()
 
+    def settle(self) -> None:
+        """What has been measured so far is taken as the times of a profile are: none is a first time, all are new."""
+        self._once.clear()
+        self._last.clear()
+        self._forwards = 0
+        self.reconsider()
+
     def reconsider(self) -> None:
         """What is known of other cores may have changed."""
         self._least = self._hopes = None
@@ -123,18 +131,21 @@ class ForwardTimes:
     def hoped(self, fed: int) -> float:
         """As `at_most`, but less for what has not been measured lately: what seems too dear would not be tried again.
 
-        Never less than a smaller forward is hoped to take.
+        Never less than a smaller forward takes.
         """
         if self._hopes is None:
             self.at_most(fed)
             assert self._least is not None
-            faded = [seconds * max(_LEAST_LEFT, _FADES ** self._age(size)) for size, seconds in self._least]
-            self._hopes = tuple(zip([size for size, _ in self._least], accumulate(faded, max), strict=True))
+            least, hopes = (self._least or ((0, 0.0),))[0][1], []
+            for size, seconds in self._least:
+                hopes.append((size, max(least, seconds * max(_LEAST_LEFT, _FADES ** self._age(size)))))
+                least = seconds
+            self._hopes = tuple(hopes)
         return _interpolated(self._hopes, fed)
 
     def _age(self, size: int) -> int:
-        """Forwards since one of `size` tokens; of a size that was never seen here, since the first."""
-        return self._forwards - self._last.get(size, 0)
+        """Forwards for which a time has been fading; of a size that was never seen here, it lasts from the first on."""
+        return max(0, self._forwards - self._last.get(size, 0) - _LASTS)
 
 
 def _interpolated(known: Sequence[tuple[int, float]], fed: int) -> float:

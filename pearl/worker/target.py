@@ -249,6 +249,7 @@ class TargetWorker:
             speeds = self._coordinator.speeds
             for fed, seconds in calibrate_target(self._executor.runner, brief=bool(speeds.measured)):
                 speeds.observe_target(fed, seconds)
+            speeds.target.settle()
         self._draft.health.joined()
 
     def _on_draft_tokens(self, said: DraftTokens) -> None:
