@@ -144,6 +144,17 @@ def test_a_hiccup_is_not_what_each_step_takes() -> None:
     assert choice.overhead == pytest.approx(0.005)
 
 
+def test_one_stretch_alone_is_not_all_that_is_known_of_its_steps() -> None:
+    """A profile's overhead, too, is corrected and not replaced by each stretch of the way in use."""
+    choice, at = Choice(gain=-0.4, comparisons=5.0, overhead=0.004), 1.0
+    choice.begin(100)
+    for _ in range(25):
+        choice.stepped(at, 1, 0.02)
+        at += 0.032
+    assert choice.rests
+    assert choice.overhead == pytest.approx(0.004 + 0.25 * 0.008)
+
+
 def test_times_that_were_taken_in_a_bad_moment_do_not_decide_for_long() -> None:
     """Something else had a core while the target alone was timed: the draft was in use for a hundred texts."""
     choice, at, written, drafted = Choice(), 1.0, 0, 0

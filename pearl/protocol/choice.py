@@ -212,7 +212,7 @@ class Choice:
         """
         beside = (self._beside - self._most_beside) / max(1, self._steps - 1)  # the longest may be a hiccup
         known, is_tried = self.overhead, not self._is_in_better
-        if known is None or not self._timings:
+        if known is None or (is_tried and not self._timings):
             self.overhead = beside
         elif is_tried and beside < known:
             forward = max(0.0, (self._last - self._since - self._beside) / self._steps) if self._since else 0.0

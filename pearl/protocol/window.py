@@ -72,7 +72,9 @@ class ForwardTimes:
             expected = min(self._expected(fed), seconds) if known is None else known
             if fed in self._once:
                 expected = min(expected, seconds)
-            (self._once.add if known is None else self._once.discard)(fed)
+            self._once.discard(fed)
+            if known is None:
+                self._once.add(fed)
             age = self._forwards - self._last.get(fed, self._forwards)
             self.known[fed] = _blend(expected, seconds, min(_MOST_WEIGHT, _TIME_WEIGHT + _OF_AGE * age))
             self._forwards += 1
@@ -136,7 +138,8 @@ class ForwardTimes:
         if self._hopes is None:
             self.at_most(fed)
             assert self._least is not None
-            least, hopes = (self._least or ((0, 0.0),))[0][1], []
+            hopes = []
+            least = self._least[0][1] if self._least else 0.0
             for size, seconds in self._least:
                 hopes.append((size, max(least, seconds * max(_LEAST_LEFT, _FADES ** self._age(size)))))
                 least = seconds
