@@ -89,6 +89,8 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("gemma3-encoder", "Gemma3ForCausalLM.*decoder-only"),
         ("doge-moe", "DogeForCausalLM.*fed with it"),
         ("t5", "not a causal language model"),
+        ("bart", "BartForCausalLM cannot be used here: a trial forward failed"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel does not keep its state"),
     ],
 )
 def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) -> None:
@@ -96,6 +98,32 @@ def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) ->
     for forwards in ("auto", "transformers"):
         with pytest.raises(ModelError, match=named):
             load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards=forwards)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_logits_depend_on_how_a_text_is_cut_is_refused_whatever_its_kind(dtype: torch.dtype) -> None:
+    """Here each token sees the mean of those that are fed with it, which no configuration would tell."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=dtype)
+    HFRunner(model, 64)
+    scale = 0.05 if dtype == torch.float32 else 3.0  # in half precision only what is far beyond rounding is found
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, _given, rows: rows + scale * rows.mean(1, keepdim=True))
+    with pytest.raises(ModelError, match="depend on which tokens are fed with it"):
+        HFRunner(model, 64)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "minimax-m2", "gemma4", "doge"])
+def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
+    """In half precision experts may be chosen otherwise in some rows."""
+    for seed in range(5):
+        for dtype in ("bfloat16", "float16"):
+            load_runner(str(tiny_model(kind, seed=seed, dtype=dtype)), device=CPU, max_context=64)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_a_context_shorter_than_the_trial(context: int) -> None:
+    runner = load_runner(str(tiny_model()), device=CPU, max_context=context, forwards="transformers")
+    assert (runner.length(), runner.context) == (0, context)
 
 
 @pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide", "gemma4", "doge"])

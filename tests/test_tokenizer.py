@@ -356,6 +356,12 @@ class TestDefaults:
         """As with `generate`; and it is no reason to refuse every request."""
         assert defaults(checkpoint, eos_token_id=eos).eos == known
 
+    def test_an_eos_written_as_a_fraction_is_that_token_and_what_is_no_number_is_told(self, checkpoint: Path) -> None:
+        """`generate` ends at 2.0 as at 2, and refuses the others."""
+        found = defaults(checkpoint, eos_token_id=[2.0, 2.5, "3", None])
+        assert found.eos == (2,)
+        assert found.ignored == ("eos_token_id 2.5", "eos_token_id '3'")
+
     def test_eos_from_the_model_and_from_the_tokenizer(self, checkpoint: Path) -> None:
         assert load_tokenizer(str(checkpoint))[1].eos == (7,)
         assert defaults(checkpoint, do_sample=False).eos == (7,)

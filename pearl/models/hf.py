@@ -16,7 +16,11 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from pearl.errors import ForwardError, ModelError
 from pearl.models.memory import is_of_memory
-from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds
+from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
+
+_TRIED = 8  # tokens of the trial at construction
+_ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are the same but for rounding
+_ALIKE_IN_HALF = 0.97  # of most rows: where experts are chosen, rounding may choose others
 
 
 class FixedLayer(DynamicLayer):
@@ -64,7 +68,7 @@ class HFRunner:
 
     Raises `ModelError` at construction, naming the model, where its cache cannot be rolled back:
     linear-attention and hybrid layers, and windows or chunks shorter than the context, forget or mix what a rollback
-    would need.
+    would need.  And, whatever its kind, where a trial fails or finds that logits depend on how a text is cut.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
@@ -84,6 +88,7 @@ class HFRunner:
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._takes_rows = "logits_to_keep" in accepted
+        self._try()
 
     def length(self, slot: int = 0) -> int:
         """See `ModelRunner.length`."""
@@ -104,8 +109,7 @@ class HFRunner:
             self.rollback(self._length)
             if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
                 # A limit that its configuration does not name, say. On a GPU nothing could be computed after it.
-                cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {cause}.") from error
+                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {_cause(error)}.") from error
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
@@ -132,6 +136,35 @@ class HFRunner:
             # This stream only, not the one that sends rows to the other worker.
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _try(self) -> None:
+        """Feeds a text at once and, from a rollback on, cut. Raises `ModelError` where that fails or differs."""
+        name, count = type(self._model).__name__, min(_TRIED, self.context)
+        tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
+        kept = count // 2
+        try:
+            whole = feed_chain(self, tokens, count)
+            self.rollback(kept)
+            cut = [feed_chain(self, part, len(part)) for part in (tokens[kept : kept + 1], tokens[kept + 1 :]) if part]
+        except Exception as error:
+            if isinstance(error, ModelError) or is_of_memory(error):
+                raise
+            cause = _cause(error.__cause__ or error)
+            raise ModelError(
+                f"{name} cannot be used here: a trial forward failed: {cause}. Use another model."
+            ) from error
+        finally:
+            self.rollback(0)
+        alike = _cosines(whole[kept:], torch.cat(cut))
+        if self.weights in _ALIKE:
+            differs = bool((alike < _ALIKE[self.weights]).any())
+        else:
+            differs = bool(alike.median() < _ALIKE_IN_HALF)
+        if differs:
+            raise ModelError(
+                f"{name} cannot be used here: a token's logits depend on which tokens are fed with it. Use another "
+                "model."
+            )
+
     def _ids(self, tokens: Tokens) -> torch.Tensor:
         """Token ids [1, n] on the device, sent without waiting for it."""
         if isinstance(tokens, torch.Tensor):
@@ -152,6 +185,19 @@ class HFRunner:
         if self._takes_rows:
             arguments["logits_to_keep"] = max(rows, 1)  # 0 would mean all
         return arguments
+
+
+def _cause(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Of each of `rows` [n, vocabulary] with its like, about their means; NaN where these are not finite, and 1 where
+    they are the same.
+    """
+    ours, theirs = (some.double() - some.double().mean(-1, keepdim=True) for some in (rows, others))
+    close = (ours - theirs).abs().amax(-1) <= 1e-5 * rows.double().abs().amax(-1)
+    return torch.where(close, 1.0, torch.nn.functional.cosine_similarity(ours, theirs, dim=-1))
 
 
 def _count_layers(model: PreTrainedModel, context: int) -> int:

@@ -300,7 +300,11 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
         min_p=float(taken["min_p"]),
         repetition_penalty=float(taken["repetition_penalty"]),
         eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
-        ignored=(*_ignored(config, samples), *(f"{name} {value}" for name, value in impossible.items())),
+        ignored=(
+            *_ignored(config, samples),
+            *(f"{name} {value}" for name, value in impossible.items()),
+            *(f"eos_token_id {token!r}" for token in _listed(config.eos_token_id) if not _is_whole(token)),
+        ),
     )
 
 
@@ -322,10 +326,21 @@ def _first(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
 
-def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """A checkpoint's ids that end a text, each once, but for what no token has (as -1): such a one never ends any."""
-    given = eos if isinstance(eos, list) else [eos]
-    return tuple(dict.fromkeys(token for token in given if isinstance(token, int) and 0 <= token < 2**31))
+def _ids(eos: Any) -> tuple[int, ...]:
+    """A checkpoint's ids that end a text, each once, but for what no token has (as -1): such a one never ends any.
+
+    A whole number may be written as 2.0, as `generate` has it.
+    """
+    given = [int(token) for token in _listed(eos) if _is_whole(token)]
+    return tuple(dict.fromkeys(token for token in given if 0 <= token < 2**31))
+
+
+def _listed(eos: Any) -> list[Any]:
+    return [token for token in (eos if isinstance(eos, list) else [eos]) if token is not None]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def _ignored(config: GenerationConfig, samples: bool) -> tuple[str, ...]:
