@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -50,6 +50,7 @@ from pearl.server.figures import Figures
 from pearl.server.listen import Door, Server, bind, name_of
 from pearl.server.requests import read_request
 from pearl.server.shares import Shares
+from pearl.server.timeline import MOST_VIEWERS, Timeline
 from pearl.server.turns import Turns
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import TOY
@@ -928,6 +929,23 @@ def test_so_many_look_on_and_no_more(served: Served, monkeypatch: pytest.MonkeyP
     response = httpx.get(f"{served.url}/v1/timeline", timeout=BOUND)
     assert response.status_code == 429
     assert "retry-after" in response.headers
+
+
+def test_who_has_all_looks_at_the_timeline_leaves_others_their_share(tmp_path: Path) -> None:
+    async def look() -> None:
+        timeline = Timeline(tmp_path)  # no engine runs there: who looks on is told so
+        async with AsyncExitStack() as stack:
+            for _ in range(MOST_VIEWERS):
+                assert timeline.fits("greedy")
+                await stack.enter_async_context(timeline.viewed("greedy"))
+            assert not timeline.fits("greedy")
+            assert timeline.fits("other")
+            await stack.enter_async_context(timeline.viewed("other"))
+            assert not timeline.fits("greedy")
+        assert timeline.fits("greedy")
+        await timeline.close()
+
+    asyncio.run(look())
 
 
 # ---- who may ask ----

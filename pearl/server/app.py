@@ -128,9 +128,9 @@ class App:
         return JSONResponse(self._described)
 
     async def _live(self, request: Request) -> Response:
-        if self._timeline.is_full:
+        if not self._timeline.fits(client := _client(request)):
             raise ApiError(429, f"{MOST_VIEWERS} look at the timeline already; try again later", retry_after=10)
-        return _Live(self._turns, self._timeline)
+        return _Live(self._turns, self._timeline, client)
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -304,8 +304,8 @@ class _Reply(Response):
 class _Live(Response):
     """What both workers do, as server-sent events, until the client goes away or the server ends."""
 
-    def __init__(self, turns: Turns, timeline: Timeline) -> None:
-        self._turns, self._timeline = turns, timeline
+    def __init__(self, turns: Turns, timeline: Timeline, client: str) -> None:
+        self._turns, self._timeline, self._client = turns, timeline, client
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -314,7 +314,7 @@ class _Live(Response):
 
     async def _show(self, send: Send) -> None:
         body = _EventStream(send)
-        async with self._timeline.viewed() as viewer:
+        async with self._timeline.viewed(self._client) as viewer:
             with suppress(ApiError):
                 while True:
                     self._turns.check()

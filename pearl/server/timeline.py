@@ -17,6 +17,7 @@ from typing import Any
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import PearlError
+from pearl.server.shares import Shares
 from pearl.trace.recorder import LOOP, GrowingPart, Record, part_paths
 
 log = logging.getLogger(__name__)
@@ -58,22 +59,25 @@ class Timeline:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._viewers: set[Viewer] = set()
+        self._shares = Shares()
         self._working: asyncio.Task[None] | None = None
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._viewers) >= MOST_VIEWERS
+    def fits(self, client: str) -> bool:
+        """Whether `client` may look on once more."""
+        return self._shares.fits(client, 1, MOST_VIEWERS)
 
     @contextlib.asynccontextmanager
-    async def viewed(self) -> AsyncIterator[Viewer]:
+    async def viewed(self, client: str) -> AsyncIterator[Viewer]:
         viewer = Viewer()
         self._viewers.add(viewer)
+        self._shares.take(client, 1)
         try:
             if self._working is None or self._working.done():
                 self._working = asyncio.create_task(self._work())
             yield viewer
         finally:
             self._viewers.discard(viewer)
+            self._shares.give_back(client, 1)
 
     async def close(self) -> None:
         """Ends the recording, if there is one."""
