@@ -47,6 +47,7 @@ from pearl.trace.reading import read
 from pearl.trace.replay import replay
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.target import TargetWorker
+from pearl.worker.watches import Watches
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.test_llama_runner import KINDS
 from tests.tiny import tiny_model
@@ -398,9 +399,13 @@ def test_a_forward_is_put_off_for_those_whose_draft_is_due(
 ) -> None:
     """Once, and no longer than what it can save."""
     waited: list[float] = []
+    watches = Watches()
+    for request in range(1, 5):
+        watches.open(request, 0.0, draft_lost=False)
+    for request in waiting:
+        watches.wait(request, "window", 0.0)
     target = SimpleNamespace(
-        _waiting=dict.fromkeys(waiting, ("window", 0.0)),
-        _watches=dict.fromkeys(range(1, 5)),
+        _watches=watches,
         _forwards=[SimpleNamespace(request=request) for request in ready],
         _coordinator=SimpleNamespace(speeds=SimpleNamespace(t_draft=t_draft, t_target=lambda fed: 0.05)),
         _gather_until=0.0,

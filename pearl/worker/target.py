@@ -20,7 +20,7 @@ from pearl.errors import (
     RequestError,
     TransportError,
 )
-from pearl.metrics import Stopwatch, fold
+from pearl.metrics import fold
 from pearl.models.calibrate import calibrate_target
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import (
@@ -63,6 +63,7 @@ from pearl.worker.execute import TargetExecutor
 from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
 from pearl.worker.recording import Recordings
+from pearl.worker.watches import Watches
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +109,7 @@ class TargetWorker:
         self._notices = Notices(log)
         self._todo: deque[object] = deque()
         self._forwards: list[Forward] = []  # asked for and not begun: one forward of the model is to do for all
-        self._submitted: dict[int, float] = {}  # when each request came
-        self._watches: dict[int, Stopwatch] = {}  # of the requests that are worked on
-        self._waiting: dict[int, tuple[str, float]] = {}  # request -> cause, since
+        self._watches = Watches()
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
         self._is_ready = False
         self._fronts_told = self._looked = 0.0
@@ -177,7 +176,7 @@ class TargetWorker:
             case Pong() if is_draft:
                 self._tracer.pong(message)
             case Submit() if peer in self._fronts:
-                self._submitted[self._fronts.submit(peer, message)] = time.monotonic()
+                self._watches.submit(self._fronts.submit(peer, message))
                 self._begin()
             case Cancel(request) if peer in self._fronts:
                 self._todo.extend(map(Cancel, self._fronts.numbers(peer, request)))
@@ -257,9 +256,7 @@ class TargetWorker:
         message = self._draft.with_needed_rows(said)
         if message is None:
             return
-        watch = self._watches.get(message.request)
-        if watch is not None:
-            watch.draft_waited = max(watch.draft_waited, message.waited)
+        self._watches.draft_waited(message.request, message.waited)
         working = self._coordinator.running.get(message.request)
         # A token of a block took a search through as many levels, with forwards of many rows or many forwards.
         levels = 1 if working is None else working.request.block
@@ -305,8 +302,7 @@ class TargetWorker:
             return
         log.warning("draft lost: %s; the target goes on alone", why)
         self._draft.lose(why)
-        for watch in self._watches.values():
-            watch.draft_lost = True
+        self._watches.lose_draft()
         self._handle(DraftGone(why))
         self._recordings.done()
 
@@ -315,7 +311,7 @@ class TargetWorker:
         if request in self._watches:
             front = self._fronts.owner(request)
             self._notices.warn(front, "the draft cannot go on with this request: %s; the target goes on alone", why)
-            self._watches[request].draft_lost = True
+            self._watches.lose_draft(request)
         self._handle(DraftGone(why, request))
 
     def _look_after_peers(self) -> None:
@@ -378,14 +374,14 @@ class TargetWorker:
         now = time.monotonic()
         match command:
             case Send(message):
-                self._go_on(getattr(message, "request", -1), now)
+                self._watches.go_on(getattr(message, "request", -1), now)
                 self._draft.send(message)
             case Deliver(Committed() | Preview() as message):
                 if isinstance(message, Committed):
                     message = self._committed(message, now)
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
-                self._waiting.setdefault(request, (cause.value, now))
+                self._watches.wait(request, cause.value, now)
             case End():
                 self._end(command)
             case Cancel():
@@ -398,26 +394,17 @@ class TargetWorker:
 
     def _committed(self, message: Committed, now: float) -> Committed:
         """What the front is told."""
-        if message.request in self._watches:
-            self._watches[message.request].committed(len(message.tokens), now)
+        self._watches.commit(message.request, len(message.tokens), now)
         logprobs = self._executor.logprobs(message.request, message.start, len(message.tokens))
         return replace(message, logprobs=logprobs) if logprobs else message
 
-    def _go_on(self, request: int, now: float) -> None:
-        """A request that waited goes on."""
-        if request in self._waiting:
-            cause, since = self._waiting.pop(request)
-            if request in self._watches:
-                self._watches[request].waited(cause, now - since)
-
     def _compute(self, command: object, request: int, now: float) -> None:
-        self._go_on(request, now)
+        self._watches.go_on(request, now)
         if isinstance(command, Open):
             alone = self._settings.expects_draft and not self._coordinator.draft_context
-            self._watches[request] = Stopwatch(self._submitted.get(request, now), now, draft_lost=alone)
+            self._watches.open(request, now, draft_lost=alone)
         event = self._computed(command, request)
-        if request in self._watches:
-            self._watches[request].busy += time.monotonic() - now
+        self._watches.work([request], time.monotonic() - now)
         if event is not None:
             self._handle(event)
 
@@ -427,7 +414,7 @@ class TargetWorker:
         What the draft says of several requests comes of one forward of its own, in a message for each. Whoever misses
         the target's forward waits for a whole one; the wait is never longer than what it can save them, shared by all.
         """
-        others = self._waiting.keys() & self._watches.keys() - {command.request for command in self._forwards}
+        others = self._watches.waiting - {command.request for command in self._forwards}
         if not others:
             return False
         now, speeds = time.monotonic(), self._coordinator.speeds
@@ -445,15 +432,13 @@ class TargetWorker:
         commands, self._forwards = self._forwards, []
         now, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
         for command in commands:
-            self._go_on(command.request, now)
+            self._watches.go_on(command.request, now)
         is_long = max(len(command.tokens) for command in commands) > MOST_UNANNOUNCED
         if is_long:
             self._announce(fed)
         events = self._forwarded(commands)
         seconds = time.monotonic() - now
-        for command in commands:
-            if command.request in self._watches:
-                self._watches[command.request].busy += seconds
+        self._watches.work((command.request for command in commands), seconds)
         self._work += 1
         if is_long:
             self._prefill_pace = seconds / fed
@@ -487,9 +472,7 @@ class TargetWorker:
             self._mail.send(Heartbeat(self._work, "prefill", tokens, tokens * each), peer)
 
     def _end(self, end: End) -> None:
-        watch = self._watches.pop(end.request, Stopwatch())
-        self._waiting.pop(end.request, None)
-        self._submitted.pop(end.request, None)
+        watch = self._watches.end(end.request)
         speeds = self._coordinator.speeds
         self._fronts.end(
             end,
