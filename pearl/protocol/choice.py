@@ -36,7 +36,9 @@ _FOR_TRIAL = 2 * _STRETCH_TOKENS  # that a text must have left for a trial
 _TO_READ = 256  # tokens that a text must have left for a draft to begin amid it: it has to read all before
 _MOST_HERE = 8.0  # comparisons of one text that count
 _TIMINGS, _RETIMED = 5, 128  # of the target alone, each after twice as many tokens as the one before; the first of them
-_FOR_TIMES = 0.01  # of all time that this may cost
+_FOR_TIMES, _FOR_SURE_TIMES = 0.01, 0.005  # of all time that this may cost; where no such time could change anything
+_SURELY = 1.5  # times as fast as without the draft, even if steps there took nothing beside their forwards
+_AROUND = 3  # steps that such a stretch costs beside its own: the first is not counted, and the draft has to come back
 _TIMED, _SLOWER = (4, 2), 0.75  # steps of the first and of others, where it is slower than that part of the other rate
 _OF_TIMES = 0.25  # weight of a new stretch in what the target's steps take beside their forwards
 
@@ -73,6 +75,8 @@ class Choice:
     _beside: float = 0.0  # seconds that its steps took beside their forwards
     _most_beside: float = 0.0  # one of them
     _alone: tuple[float, int] = (0.0, 0)  # without the draft: seconds that the stretch would have taken, and its tokens
+    _bare: float = 0.0  # of these seconds, the forwards'
+    _of_forwards: float = 0.0  # share of such seconds that the forwards were, in the last comparison
     _skipped: int = 0  # tokens committed while the draft had sent nothing yet
     _gains: float = 0.0  # of this text: the sum of the comparisons
     _compared: float = 0.0  # and their number
@@ -112,6 +116,7 @@ class Choice:
         if self._since is not None and self.overhead is not None:
             before, made = self._alone
             self._alone = before + max(seconds / 2, seconds + self.overhead), made + tokens
+            self._bare += seconds
 
     def stepped(
         self, at: float, tokens: int, seconds: float = 0.0, has_drafted: bool = True, left: int = 1 << 62
@@ -128,7 +133,7 @@ class Choice:
         self.since_tried += tokens
         if not self.rests and not has_drafted and self._skipped < _DRAFTLESS:  # it is still reading the text
             self._skipped += tokens
-            self._since, self._alone = None, (0.0, 0)
+            self._since, self._alone, self._bare = None, (0.0, 0), 0.0
             return False
         if self._since is None:  # what the change-over took is not this way's
             self._since = self._last = at
@@ -177,7 +182,7 @@ class Choice:
         return self._slow >= _IN_A_ROW
 
     def _begin_stretch(self, at: float | None = None) -> None:
-        self._since, self._last, self._alone = at, at or 0.0, (0.0, 0)
+        self._since, self._last, self._alone, self._bare = at, at or 0.0, (0.0, 0), 0.0
         self._tokens = self._steps = self._skipped = 0
         self._longest = self._beside = self._most_beside = 0.0
 
@@ -191,7 +196,7 @@ class Choice:
         took = self._last - self._since
         if 2 * made < self._tokens or not seconds > 0 < took:
             return
-        times = self._tokens / took * seconds / made
+        times, self._of_forwards = self._tokens / took * seconds / made, self._bare / seconds
         weight = min(1.0, self._tokens / _STRETCH_TOKENS)
         gain = min(max(log(times), -log(_MOST_FACTOR)), log(_MOST_FACTOR))
         self._gains, self._compared = self._gains + weight * gain, self._compared + weight
@@ -267,8 +272,10 @@ class Choice:
     def _patience(self) -> int:
         """Tokens between two trials of the way that loses."""
         if self.gain > 0 and self._timings < _TIMINGS:
-            lost = (_TIMED[1] + 1) * (exp(self.gain) - 1)
-            return int(max(_RETIMED << self._timings, min(lost / _FOR_TIMES, _MOST_PATIENCE)))
+            lost = (_TIMED[1] + _AROUND) * (exp(self.gain) - 1)
+            is_sure = exp(self.gain) * min(1.0, self._of_forwards) > _SURELY
+            may_cost = _FOR_SURE_TIMES if is_sure else _FOR_TIMES
+            return int(max(_RETIMED << self._timings, min(lost / may_cost, _MOST_PATIENCE)))
         far = abs(self.gain) / self._error
         # What is lost in the mean, as a share of the time, for the other way may be the better: with a normal error.
         lost = self._error * (exp(-(far**2) / 2) / sqrt(2 * pi) - far * erfc(far / sqrt(2)) / 2)
