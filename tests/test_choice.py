@@ -173,6 +173,25 @@ def test_times_that_were_taken_in_a_bad_moment_do_not_decide_for_long() -> None:
     assert drafted < 1200
 
 
+@pytest.mark.parametrize(("overhead", "least", "most"), [(0.001, 1400, 1500), (0.05, 900, 1050)])
+def test_the_target_alone_is_timed_more_seldom_where_no_such_time_could_change_anything(
+    overhead: float, least: int, most: int
+) -> None:
+    """With the draft three tokens in 0.05 s, without it one in 0.04 s and what is beside: if much, perhaps wrong."""
+    choice, at, timed = Choice(), 1.0, []
+    choice.begin(5000)
+    choice.stepped(at, 0)
+    for written in range(0, 3 * 1000, 3):
+        at += 0.04 + overhead if choice.rests else 0.05
+        made = 1 if choice.rests else 3
+        for _ in range(0 if choice.rests else made):
+            choice.retraced(0.04, 1)
+        if choice.stepped(at, made, 0.04, True, 4000) and choice.rests:
+            timed.append(written)
+    assert choice.overhead == pytest.approx(overhead)
+    assert least <= timed[1] - timed[0] <= most
+
+
 @pytest.mark.parametrize("tokens", [90, 400, 40_000])
 @pytest.mark.parametrize(("drafted", "alone"), [(50.0, 20.0), (20.0, 50.0), (40.0, 50.0), (50.0, 40.0)])
 def test_finding_out_costs_a_hundredth_of_the_time(drafted: float, alone: float, tokens: int) -> None:
