@@ -38,9 +38,7 @@ KINDS = ["llama", "qwen2", "gpt2", "opt", "bloom", "mistral", "gpt-neox", "mistr
 
 
 class TestContract(RunnerContract):
-    @pytest.fixture(
-        params=["llama", "qwen2", "gpt2", "opt", "bloom", "mistral", "gpt-neox", "mistral-wide", "gemma2-wide"]
-    )
+    @pytest.fixture(params=[*KINDS, "gemma4-shared"])
     def runner(self, request: pytest.FixtureRequest) -> HFRunner:
         return load(request.param)
 
@@ -64,7 +62,9 @@ class TestContractCuda(RunnerContract):
         return runner
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "doge"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "gemma4-shared", "doge"]
+)
 def test_greedy_text_equals_generate(kind: str) -> None:
     runner, prompt = load(kind), [20, 30, 40, 50]
     text = list(prompt)
