@@ -112,6 +112,18 @@ def test_a_model_whose_logits_depend_on_how_a_text_is_cut_is_refused_whatever_it
         HFRunner(model, 64)
 
 
+@pytest.mark.parametrize("masked", [float("-inf"), float("nan"), torch.finfo(torch.float32).min, -1e4])
+def test_masked_tokens_do_not_hide_that_logits_depend_on_how_a_text_is_cut(masked: float) -> None:
+    """Beside a mask's numbers those of all other tokens were too small to count, or nothing was compared."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    model.lm_head.register_forward_hook(lambda _module, _given, rows: rows.index_fill(-1, torch.tensor([2, 7]), masked))
+    HFRunner(model, 64)
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, _given, rows: rows + 0.3 * rows.mean(1, keepdim=True))
+    with pytest.raises(ModelError, match="depend on which tokens are fed with it"):
+        HFRunner(model, 64)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "minimax-m2", "gemma4", "doge"])
 def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
     """In half precision experts may be chosen otherwise in some rows."""

@@ -157,7 +157,7 @@ class HFRunner:
             ) from error
         finally:
             self.rollback(0)
-        alike = _cosines(whole[kept:], torch.cat(cut))
+        alike = _cosines(whole, torch.cat([whole[:kept], *cut]))[kept:]
         if self.weights in _ALIKE:
             differs = bool((alike < _ALIKE[self.weights]).any())
         else:
@@ -195,11 +195,17 @@ def _cause(error: BaseException) -> str:
 
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Of each of `rows` [n, vocabulary] with its like, about their means; NaN where these are not finite, and 1 where
-    they are the same.
+    """Of each of `rows` [n, vocabulary] with its like, about their means; and 1 where they are the same.
+
+    Of what is finite, and not the same in all rows: a model may mask tokens, and beside -1e9 nothing else would count.
     """
-    ours, theirs = (some.double() - some.double().mean(-1, keepdim=True) for some in (rows, others))
-    close = (ours - theirs).abs().amax(-1) <= 1e-5 * rows.double().abs().amax(-1)
+    both = torch.stack((rows, others)).double()
+    fixed = (both == both[0, 0]).flatten(0, 1).all(0) | ~both.isfinite().all(0)
+    counts = (~fixed).double()
+    both = both.masked_fill(fixed, 0.0)
+    means = both.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+    ours, theirs = (both - means) * counts
+    close = (ours - theirs).abs().amax(-1) <= 1e-5 * both[0].abs().amax(-1)
     return torch.where(close, 1.0, torch.nn.functional.cosine_similarity(ours, theirs, dim=-1))
 
 
