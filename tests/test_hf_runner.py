@@ -38,9 +38,7 @@ KINDS = ["llama", "qwen2", "gpt2", "opt", "bloom", "mistral", "gpt-neox", "mistr
 
 
 class TestContract(RunnerContract):
-    @pytest.fixture(
-        params=["llama", "qwen2", "gpt2", "opt", "bloom", "mistral", "gpt-neox", "mistral-wide", "gemma2-wide"]
-    )
+    @pytest.fixture(params=[*KINDS, "gemma4-shared"])
     def runner(self, request: pytest.FixtureRequest) -> HFRunner:
         return load(request.param)
 
@@ -64,7 +62,9 @@ class TestContractCuda(RunnerContract):
         return runner
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "doge"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "gemma4-shared", "doge"]
+)
 def test_greedy_text_equals_generate(kind: str) -> None:
     runner, prompt = load(kind), [20, 30, 40, 50]
     text = list(prompt)
@@ -108,6 +108,18 @@ def test_a_model_whose_logits_depend_on_how_a_text_is_cut_is_refused_whatever_it
     scale = 0.05 if dtype == torch.float32 else 3.0  # in half precision only what is far beyond rounding is found
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda _module, _given, rows: rows + scale * rows.mean(1, keepdim=True))
+    with pytest.raises(ModelError, match="depend on which tokens are fed with it"):
+        HFRunner(model, 64)
+
+
+@pytest.mark.parametrize("masked", [float("-inf"), float("nan"), torch.finfo(torch.float32).min, -1e4])
+def test_masked_tokens_do_not_hide_that_logits_depend_on_how_a_text_is_cut(masked: float) -> None:
+    """Beside a mask's numbers those of all other tokens were too small to count, or nothing was compared."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model())
+    model.lm_head.register_forward_hook(lambda _module, _given, rows: rows.index_fill(-1, torch.tensor([2, 7]), masked))
+    HFRunner(model, 64)
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _module, _given, rows: rows + 0.3 * rows.mean(1, keepdim=True))
     with pytest.raises(ModelError, match="depend on which tokens are fed with it"):
         HFRunner(model, 64)
 

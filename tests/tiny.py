@@ -94,6 +94,13 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma-encoder": ("Gemma", _SIZES | {"head_dim": 8, "use_bidirectional_attention": True}),
     "gemma3-encoder": ("Gemma3Text", _GEMMA | {"use_bidirectional_attention": True}),
     "gemma4": ("Gemma4Text", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}),
+    # Its last layer attends to the keys of the one before.
+    "gemma4-shared": (
+        "Gemma4Text",
+        _GEMMA
+        | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}
+        | {"layer_types": ["full_attention", "full_attention"], "num_kv_shared_layers": 1},
+    ),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),

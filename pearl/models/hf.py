@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pearl.errors import ForwardError, ModelError
@@ -21,6 +21,8 @@ from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_ch
 _TRIED = 8  # tokens of the trial at construction
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are the same but for rounding
 _ALIKE_IN_HALF = 0.97  # of most rows: where experts are chosen, rounding may choose others
+# Of a layer that keeps nothing: it attends to the keys of another (Gemma 3n, Gemma 4), or to none. Not in all versions.
+_EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 class FixedLayer(DynamicLayer):
@@ -76,8 +78,9 @@ class HFRunner:
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self._model = model.eval()
         config = model.config.get_text_config(decoder=True)
-        self._layers = [FixedLayer(context) for _ in range(_count_layers(model, context))]
-        self._cache = Cache(layers=list(self._layers))
+        layers = [layer if isinstance(layer, _EMPTY) else FixedLayer(context) for layer in _cached(model, context)]
+        self._layers = [layer for layer in layers if isinstance(layer, FixedLayer)]
+        self._cache = Cache(layers=layers)
         self._length = 0
         self.context = context
         self.vocab_size: int = config.vocab_size
@@ -154,7 +157,7 @@ class HFRunner:
             ) from error
         finally:
             self.rollback(0)
-        alike = _cosines(whole[kept:], torch.cat(cut))
+        alike = _cosines(whole, torch.cat([whole[:kept], *cut]))[kept:]
         if self.weights in _ALIKE:
             differs = bool((alike < _ALIKE[self.weights]).any())
         else:
@@ -192,16 +195,22 @@ def _cause(error: BaseException) -> str:
 
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Of each of `rows` [n, vocabulary] with its like, about their means; NaN where these are not finite, and 1 where
-    they are the same.
+    """Of each of `rows` [n, vocabulary] with its like, about their means; and 1 where they are the same.
+
+    Of what is finite, and not the same in all rows: a model may mask tokens, and beside -1e9 nothing else would count.
     """
-    ours, theirs = (some.double() - some.double().mean(-1, keepdim=True) for some in (rows, others))
-    close = (ours - theirs).abs().amax(-1) <= 1e-5 * rows.double().abs().amax(-1)
+    both = torch.stack((rows, others)).double()
+    fixed = (both == both[0, 0]).flatten(0, 1).all(0) | ~both.isfinite().all(0)
+    counts = (~fixed).double()
+    both = both.masked_fill(fixed, 0.0)
+    means = both.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+    ours, theirs = (both - means) * counts
+    close = (ours - theirs).abs().amax(-1) <= 1e-5 * both[0].abs().amax(-1)
     return torch.where(close, 1.0, torch.nn.functional.cosine_similarity(ours, theirs, dim=-1))
 
 
-def _count_layers(model: PreTrainedModel, context: int) -> int:
-    """Number of cache layers, all of the one kind that can be rolled back; `ModelError` for any other."""
+def _cached(model: PreTrainedModel, context: int) -> list[Any]:
+    """The cache layers that transformers would make; `ModelError` where one is of a kind that cannot be rolled back."""
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     doubtful = (
@@ -228,7 +237,7 @@ def _count_layers(model: PreTrainedModel, context: int) -> int:
             f"{name} cannot be used here: its cache cannot be rolled back after a rejected token "
             f"({', '.join(offending)}). Use a model whose layers all have full attention."
         )
-    return len(layers)
+    return list(layers)
 
 
 def _check_doge(name: str, config: Any, context: int) -> None:
@@ -247,10 +256,10 @@ def _check_doge(name: str, config: Any, context: int) -> None:
 
 
 def _can_roll_back(layer: object, context: int) -> bool:
-    """Whether a cache layer keeps all positions. A window as long as the context does: it never slides."""
+    """Whether a cache layer keeps all positions, or nothing. A window as long as the context does: it never slides."""
     if type(layer) is DynamicSlidingWindowLayer:
         return bool(layer.sliding_window >= context)
-    return type(layer) is DynamicLayer
+    return type(layer) is DynamicLayer or isinstance(layer, _EMPTY)
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
