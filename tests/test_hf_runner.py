@@ -243,7 +243,7 @@ def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPat
     """Custom code may keep its state elsewhere; every rollback would silently do nothing."""
     runner = load()
     forward = runner._model.forward
-    monkeypatch.setattr(runner._model, "forward", lambda **given: forward(**given | {"past_key_values": None}))
+    monkeypatch.setattr(runner._model, "forward", lambda **given: forward(**given | {runner._cache_name: None}))
     with pytest.raises(ModelError, match="LlamaForCausalLM"):
         feed_chain(runner, [3, 4], 1)
 

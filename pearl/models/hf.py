@@ -89,6 +89,7 @@ class HFRunner:
         self.weights = str(model.dtype).removeprefix("torch.")
         self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
         accepted = inspect.signature(model.forward).parameters
+        self._cache_name = cache_name(model)
         self._takes_positions = "position_ids" in accepted
         self._takes_rows = "logits_to_keep" in accepted
         self._try()
@@ -179,7 +180,7 @@ class HFRunner:
     def _arguments(self, end: int, rows: int) -> dict[str, Any]:
         """The other arguments of the forward. No mask: each model derives its own from the cache, in under 0.1 ms."""
         arguments: dict[str, Any] = {
-            "past_key_values": self._cache,
+            self._cache_name: self._cache,
             "use_cache": True,
             "return_dict": True,
         }
@@ -188,6 +189,11 @@ class HFRunner:
         if self._takes_rows:
             arguments["logits_to_keep"] = max(rows, 1)  # 0 would mean all
         return arguments
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """What a model's forward calls the cache that it is given: transformers has another name for it since 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _cause(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from pearl.models.hf import FixedLayer
+from pearl.models.hf import FixedLayer, cache_name
 
 T = TypeVar("T")
 
@@ -141,6 +141,7 @@ class _Batch:
             fed[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
         self._fed, self._mask = fed.to(model.device), mask.to(model.device)
+        self._cache_name = cache_name(model.base_model)
         self._length = 0
         self._alive = torch.arange(len(prompts))  # indices of the unfinished rows
 
@@ -154,8 +155,8 @@ class _Batch:
             input_ids=self._fed,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
         ).last_hidden_state[:, -1]
         self._length = end
         logits = (states[self._alive.to(states.device)] @ self._head.T).float()
