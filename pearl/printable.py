@@ -37,3 +37,8 @@ def log_to_stderr(level: str, who: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter(f"[{who}] %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def cause_of(error: BaseException) -> str:
+    """The first line of what another library's error says, without its full stop; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -129,7 +129,10 @@ def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
     """In half precision experts may be chosen otherwise in some rows."""
     for seed in range(5):
         for dtype in ("bfloat16", "float16"):
-            load_runner(str(tiny_model(kind, seed=seed, dtype=dtype)), device=CPU, max_context=64)
+            spec = str(tiny_model(kind, seed=seed, dtype=dtype))
+            runner = load_runner(spec, device=CPU, dtype=dtype, max_context=64, forwards="transformers")
+            assert isinstance(runner, HFRunner)
+            assert runner.weights == dtype
 
 
 @pytest.mark.parametrize("context", [1, 2, 3])

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from pearl.errors import ForwardError, ModelError
 from pearl.models.memory import is_of_memory
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
+from pearl.printable import cause_of
 
 _TRIED = 8  # tokens of the trial at construction
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are the same but for rounding
@@ -113,7 +114,7 @@ class HFRunner:
             self.rollback(self._length)
             if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
                 # A limit that its configuration does not name, say. On a GPU nothing could be computed after it.
-                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {_cause(error)}.") from error
+                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {cause_of(error)}.") from error
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
@@ -152,7 +153,7 @@ class HFRunner:
         except Exception as error:
             if isinstance(error, ModelError) or is_of_memory(error):
                 raise
-            cause = _cause(error.__cause__ or error)
+            cause = cause_of(error.__cause__ or error)
             raise ModelError(
                 f"{name} cannot be used here: a trial forward failed: {cause}. Use another model."
             ) from error
@@ -194,10 +195,6 @@ class HFRunner:
 def cache_name(model: torch.nn.Module) -> str:
     """What a model's forward calls the cache that it is given: transformers has another name for it since 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _cause(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

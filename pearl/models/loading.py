@@ -25,6 +25,7 @@ from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.memory import available_memory, cache_bytes, check_room, gigabytes, needed
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import ALONE, Group, cut
+from pearl.printable import cause_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -218,9 +219,7 @@ def _explained(spec: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        cause = lines[0].rstrip(".")
-        raise ModelError(f"Model {spec!r} could not be loaded: {cause}. {_advice(error)}") from error
+        raise ModelError(f"Model {spec!r} could not be loaded: {cause_of(error)}. {_advice(error)}") from error
 
 
 def _advice(error: Exception) -> str:
