@@ -236,13 +236,13 @@ def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypa
 
 @pytest.mark.parametrize("start", [0, 1, 500, 511, 512, 1015, 1024, 5000])
 @pytest.mark.parametrize("count", [1, 5, 16, 17, 300, 512, 1100])
-def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more(start: int, count: int) -> None:
-    """How far it looks; and a few rows are always as many, and so are a prompt's."""
-    cut = list(pieces(start, count))
-    assert [stop for _, _, stop in cut[:-1]] == [begin for _, begin, _ in cut[1:]]
-    assert (cut[0][1], cut[-1][2]) == (start, start + count)
-    for rows, begin, stop in cut:
-        assert rows == (FED if count <= FED else PREFILL)
+@pytest.mark.parametrize("rows", [FED, PREFILL])
+def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more(start: int, count: int, rows: int) -> None:
+    """How far it looks; and few rows are always as many, and so are a prompt's."""
+    cut = list(pieces(start, count, rows))
+    assert [stop for _, stop in cut[:-1]] == [begin for begin, _ in cut[1:]]
+    assert (cut[0][0], cut[-1][1]) == (start, start + count)
+    for begin, stop in cut:
         assert stop - begin <= rows
         assert {visible(position) for position in range(begin, stop)} == {visible(begin)}
         assert stop <= visible(begin) <= max(512, 2 * begin)

@@ -392,7 +392,7 @@ def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     machine.handle(Begin(2, 0, (*PROMPT, 8), 9, Sampling(), "ratio", extend_digest(0, (*PROMPT, 8))))
     commands = machine.handle(Drafted(failure="not finite"))
     assert not any(isinstance(command, Send) for command in commands)
-    assert commands[-1] == Draft(0, (*PROMPT, 8), 6, request=2)
+    assert commands[-1] == Draft(0, (*PROMPT, 8), 6, prompt=True, request=2)
 
 
 # ---- several requests ----

@@ -227,7 +227,7 @@ class ModelProposer:
             unfed = self._unfed(text, command)
             guesses, hedges = self._chosen(text, command, len(unfed), beside)
             tokens = [*known(unfed, self.runner), *guesses]
-        feeds = [Feed(tokens, (1 + len(guesses)) * (command.budget > 0), text.slot)]
+        feeds = [Feed(tokens, (1 + len(guesses)) * (command.budget > 0), text.slot, prompt=command.prompt)]
         feeds += [Feed(known([branch.unfed], self.runner), 1, branch.slot) for branch in hedges]
 
         def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:

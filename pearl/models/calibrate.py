@@ -56,7 +56,7 @@ def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, fl
 def _fill(runner: ModelRunner) -> int:
     runner.rollback(0)
     count = max(1, min(_CONTEXT, runner.context - max(FED)))
-    feed_chain(runner, [i % runner.vocab_size for i in range(count)], 0)
+    feed_chain(runner, [i % runner.vocab_size for i in range(count)], 0, prompt=True)
     return count
 
 

@@ -21,12 +21,15 @@ class Feed:
         slot: which sequence the tokens continue.
         parents: None for a chain, in which each token follows the one before. For a tree: the index in `tokens` of each
             token's parent, smaller than its own, or -1 where the token follows the slot's sequence.
+        prompt: whether these are tokens of a prompt. A GPU computes them in its large pieces, however few, and all
+            others in its small ones, however many: the bits of a row depend on the size.
     """
 
     tokens: Tokens
     rows: int
     slot: int = 0
     parents: tuple[int, ...] | None = None
+    prompt: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.tokens) > 0

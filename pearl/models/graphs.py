@@ -1,9 +1,10 @@
 """Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the time that kernels take to start.
 
-A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, and looks at one of a
-few numbers of positions, which the position of its first token decides.  Rows beyond the tokens are padding, discarded;
-positions that a row does not see are masked.  So whatever the forward that a token comes in, the same kernels compute
-its row, over the same shapes: its logits are the same bits.  A forward that crosses a limit is cut there.
+A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, however many tokens are
+fed, and looks at one of a few numbers of positions, which the position of its first token decides.  Rows beyond the
+tokens are padding, discarded; positions that a row does not see are masked.  So whatever the forward that a token comes
+in, the same kernels compute its row, over the same shapes: its logits are the same bits.  A forward that crosses a
+limit is cut there.
 
 What changes from replay to replay, where the tokens start and which they are, stands in a buffer that each forward
 fills.  Ranks that share a model record their exchanges with the rest, all of them at the same forward.
@@ -57,14 +58,12 @@ def ends(context: int, room: int) -> list[int]:
     return sorted({min(visible(position), room) for position in range(context + FED)}, reverse=True)
 
 
-def pieces(start: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a forward of `count` tokens from position `start` on into (rows, start, stop)."""
-    rows, end = FED if count <= FED else PREFILL, start + count
+def pieces(start: int, count: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Cut a forward of `count` tokens from position `start` on into pieces of up to `rows`: (start, stop) of each."""
+    end = start + count
     while start < end:
-        stop = min(end, visible(start))
-        if rows == PREFILL:
-            stop = min(stop, start - start % PREFILL + PREFILL)
-        yield rows, start, stop
+        stop = min(end, visible(start), start + FED if rows == FED else start - start % PREFILL + PREFILL)
+        yield start, stop
         start = stop
 
 
@@ -89,8 +88,8 @@ class Graphs:
         end = start + len(feed.tokens)
         if feed.parents is not None:
             return self._few(feed, start, visible(end - 1), device)[-feed.rows :], start + FED
-        found, written = [], 0
-        for size, begin, stop in pieces(start, len(feed.tokens)):
+        found, written, size = [], 0, PREFILL if feed.prompt else FED
+        for begin, stop in pieces(start, len(feed.tokens), size):
             rows = min(stop - begin, max(0, stop - (end - feed.rows)))
             piece = replace(feed, tokens=feed.tokens[begin - start : stop - start], rows=rows)
             compute = self._few if size == FED else self._many

@@ -5,9 +5,9 @@ and up in another, packed for the CPU.  Keys and values stand in buffers allocat
 this does for one shape of them; `hf` is its reference in the tests.
 
 **Rows do not depend on their company**: the logits of a position are the same bits however its sequence was cut into
-forwards.  On a CPU `matrices` and `attention` see to that.  On a GPU all forwards of few tokens replay recordings of
-one size (`graphs`), longer ones are computed in pieces of one size, and how far a forward looks depends on the
-positions of its tokens alone.
+forwards.  On a CPU `matrices` and `attention` see to that.  On a GPU a prompt is computed in pieces of one size and all
+other tokens in recordings of another (`graphs`), and how far a forward looks depends on the positions of its tokens
+alone; of a cache another text takes only whole pieces of a prompt.
 
 Several ranks can share a model: each has the weights that `shard.cut` leaves it, and its group completes partial sums
 and partial logits.
@@ -202,6 +202,7 @@ class LlamaRunner:
             tree_nodes=FED if self._graphs else _TREE_NODES,
             launches=launches,
             row_invariant=invariant,
+            prompt_piece=PREFILL if self._graphs else 1,
             trees_row_invariant=invariant and self._graphs is None,
         )
 

@@ -24,6 +24,8 @@ class Capabilities:
         launches: whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
+        prompt_piece: positions of a prompt that are computed together. The cache of a prompt can serve another text in
+            whole pieces only, for behind them it has other bits; 1: up to any position.
         trees_row_invariant: whether a tree node's logits have the bits that its path gives when fed as a chain.
     """
 
@@ -31,6 +33,7 @@ class Capabilities:
     tree_nodes: int = 0
     launches: bool = False
     row_invariant: bool = False
+    prompt_piece: int = 1
     trees_row_invariant: bool = False
 
 
@@ -97,9 +100,9 @@ class ModelRunner(Protocol):
         ...
 
 
-def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0) -> torch.Tensor:
+def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0, prompt: bool = False) -> torch.Tensor:
     """Feed one chain; return its logits [rows, vocab_size]."""
-    return runner.forward([Feed(tokens, rows, slot)])[0]
+    return runner.forward([Feed(tokens, rows, slot, prompt=prompt)])[0]
 
 
 def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:

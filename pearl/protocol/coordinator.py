@@ -21,13 +21,14 @@ class Coordinator:
     Args:
         speeds: forward times, acceptance and whether the draft pays, as known so far.
         slots: how many requests are worked on side by side.
+        piece: see `Capabilities.prompt_piece`.
     """
 
-    def __init__(self, speeds: Speeds | None = None, slots: int = 1) -> None:
-        self.speeds = speeds or Speeds()
+    def __init__(self, speeds: Speeds | None = None, slots: int = 1, piece: int = 1) -> None:
+        self.speeds, self.piece = speeds or Speeds(), piece
         self.draft_context = 0  # 0: no draft
         self.running: dict[int, RequestMachine] = {}
-        self._scheduler = Scheduler(slots)
+        self._scheduler = Scheduler(slots, piece)
         self._last: RequestMachine | None = None  # begun last
 
     def handle(self, event: object) -> list[object]:

@@ -65,11 +65,11 @@ class DraftMachine(Machine):
     transitions: ClassVar[Table[Any]] = TRANSITIONS
     anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
-    def __init__(self, slot: int, context: int, counts: Counts, machines: Sequence[DraftMachine]) -> None:
+    def __init__(self, slot: int, context: int, counts: Counts, machines: Sequence[DraftMachine], piece: int) -> None:
         super().__init__()
         self.slot, self.context, self._machines = slot, context, machines
         self.state = State.IDLE
-        self.sequence = TokenSequence()
+        self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
         self.computing = -1  # the request that the running forward is for, should another have begun meanwhile
         self.epoch = 0
@@ -237,13 +237,16 @@ class DraftMachine(Machine):
         start = seq.fed
         is_alone = all(machine is self or machine.begun is None for machine in self._machines)
         chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
-        tokens = tuple(seq.feed(chunk - seq.fed % chunk))
+        count, prompt = chunk - seq.fed % chunk, start < seq.prompt
+        if prompt and seq.piece > 1:  # what follows is computed in other sizes, whenever it came
+            count = min(count, seq.prompt - start)
+        tokens = tuple(seq.feed(count))
         self._in_flight, self.computing = len(tokens), self.begun.request
         self._overtaken = self._hedges = False
         self.state = State.DRAFTING
         known = len(seq.tokens)
         budget = self._until - known if seq.fed == known else 0
-        do(Draft(start, tokens, budget, known - seq.committed, request=self.begun.request))
+        do(Draft(start, tokens, budget, known - seq.committed, prompt=prompt, request=self.begun.request))
 
     @property
     def _may_hedge(self) -> bool:
@@ -326,14 +329,15 @@ class Drafter:
     Args:
         context: tokens that a slot holds.
         slots: how many requests it drafts for side by side.
+        piece: see `Capabilities.prompt_piece`.
     """
 
-    def __init__(self, context: int, slots: int = 1) -> None:
-        self.context = context
+    def __init__(self, context: int, slots: int = 1, piece: int = 1) -> None:
+        self.context, self.piece = context, piece
         self.counts = Counts()
         self.machines: list[DraftMachine] = []
         for slot in range(slots):
-            self.machines.append(DraftMachine(slot, context, self.counts, self.machines))
+            self.machines.append(DraftMachine(slot, context, self.counts, self.machines, piece))
         self._turn = 0  # of the slot that a request takes where none is free
 
     def handle(self, event: object) -> list[object]:

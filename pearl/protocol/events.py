@@ -333,6 +333,7 @@ class Draft:
         hedge: where more than 0 nothing is proposed for the text, for it may not go on: continuations for other
             outcomes are, each of up to so many tokens. `Drafted.paused` tells that no more are worth a forward.
         bonus: the target draws the token behind the text itself: whichever it may be is such an outcome too.
+        prompt: whether `tokens` are of the prefix that the request began with.
     """
 
     start: int
@@ -341,6 +342,7 @@ class Draft:
     pending: int = 0
     hedge: int = 0
     bonus: bool = False
+    prompt: bool = field(default=False, kw_only=True)
     request: int = field(default=-1, kw_only=True)
 
 

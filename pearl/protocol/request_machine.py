@@ -408,6 +408,8 @@ class RequestMachine(Machine):
         if phase is Phase.PREFILL:
             chunk = PREFILL_CHUNK if len(self._running) == 1 else SHARED_CHUNK
             count = min(len(seq.unfed), chunk - seq.fed % chunk)
+            if seq.piece > 1:  # the draft's first tokens are computed in other sizes, whenever they came
+                count = min(count, seq.prompt - seq.fed)
         else:
             count = min(len(seq.unfed), self.submit.limit - 1 - seq.fed)
             phase = Phase.POST_VERIFY if count > 1 else Phase.PRE_VERIFY

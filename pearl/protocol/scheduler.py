@@ -13,10 +13,11 @@ class Scheduler:
 
     Args:
         slots: sequences that the target's runner holds.
+        piece: see `Capabilities.prompt_piece`.
     """
 
-    def __init__(self, slots: int = 1) -> None:
-        self.sequences = [TokenSequence() for _ in range(slots)]
+    def __init__(self, slots: int = 1, piece: int = 1) -> None:
+        self.sequences = [TokenSequence(piece=piece) for _ in range(slots)]
         self._free = list(range(slots))  # first the one that was released first
         self._waiting: deque[Submit] = deque()
 

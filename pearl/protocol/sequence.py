@@ -30,10 +30,15 @@ class TokenSequence:
     """`tokens[:committed]` is the prefix, the rest is pending; `tokens[:fed]` stands, valid, in the KV cache.
 
     `cached` counts what the cache physically holds; where it exceeds `fed` a rollback is due before the next forward.
+    `prompt` counts the tokens that it began with.
+
+    Args:
+        piece: see `Capabilities.prompt_piece`.
     """
 
-    def __init__(self, cached_tokens: Sequence[int] = ()) -> None:
+    def __init__(self, cached_tokens: Sequence[int] = (), piece: int = 1) -> None:
         self.tokens: list[int] = list(cached_tokens)
+        self.piece, self.prompt = piece, len(self.tokens)
         self.committed = 0
         self.fed = self.cached = len(self.tokens)
         self.digest = 0
@@ -60,8 +65,10 @@ class TokenSequence:
         The last token is always fed again, for a forward that yields its row.
         """
         self.fed = min(self.held(prefix), len(prefix) - 1)
+        if self.piece > 1:
+            self.fed = min(self.fed, self.prompt) // self.piece * self.piece
         self.tokens = list(prefix)
-        self.committed = len(prefix)
+        self.committed = self.prompt = len(prefix)
         self.digest = extend_digest(0, prefix)
 
     def extend(self, tokens: Iterable[int]) -> None:

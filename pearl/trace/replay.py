@@ -39,7 +39,12 @@ def replay(trace: Trace) -> Replayed:
     runs = [("target", _decisions(trace.target))] + [("draft", _decisions(draft)) for draft in trace.drafts]
     total = 0
     for worker, decisions in runs:
-        machine = _coordinator(trace, decisions) if worker == "target" else Drafter(_context(trace), _slots(trace))
+        pieces = decisions[0].args.get("piece", 1) if decisions else 1
+        machine = (
+            _coordinator(trace, decisions, pieces)
+            if worker == "target"
+            else Drafter(_context(trace), _slots(trace), pieces)
+        )
         for number, (one, given) in enumerate(zip(decisions, _handled(machine, decisions), strict=True)):
             recorded = one.args.get("commands", [{"type": one.args.get("error")}])
             if given != recorded:
@@ -60,10 +65,10 @@ def _handled(machine: Coordinator | Drafter, decisions: list[Slice]) -> Iterator
             yield [{"type": type(error).__name__}]
 
 
-def _coordinator(trace: Trace, decisions: list[Slice]) -> Coordinator:
+def _coordinator(trace: Trace, decisions: list[Slice], piece: int) -> Coordinator:
     if not decisions or "profile" not in decisions[0].args:
         raise TraceError(f"{trace.path} does not begin with the target's first decision: it cannot be replayed")
-    return Coordinator(Speeds.of(from_plain(decisions[0].args["profile"])), _slots(trace))
+    return Coordinator(Speeds.of(from_plain(decisions[0].args["profile"])), _slots(trace), piece)
 
 
 def _slots(trace: Trace) -> int:

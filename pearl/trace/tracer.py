@@ -171,6 +171,8 @@ class Tracer:
             args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
         if profile is not None:
             args["profile"] = profile
+        if machine.piece > 1:
+            args["piece"] = machine.piece
         self._first = False
         assert self.recorder is not None
         self.recorder.record(LOOP, "busy", "decide", start, end, args)

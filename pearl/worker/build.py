@@ -171,6 +171,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
                 tracer=tracer,
                 beat=lifeline.beat,
                 slots=config.slots,
+                piece=runner.capabilities.prompt_piece,
                 computes=lambda: None if cores is None else occupy(cores),
             )
             with torch.inference_mode():

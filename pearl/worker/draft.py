@@ -50,6 +50,7 @@ class DraftWorker:
         slots: how many requests it drafts for side by side.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
         computes: called once in the thread that is to compute.
+        piece: see `Capabilities.prompt_piece`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DraftWorker:
         beat: Callable[[float], None] = lambda allowance: None,
         slots: int = 1,
         computes: Callable[[], None] = lambda: None,
+        piece: int = 1,
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint = endpoint
@@ -74,9 +76,9 @@ class DraftWorker:
         self._heartbeat_seconds = heartbeat_seconds
         self._launcher_beat = beat
         self._prefill_pace = 0.0  # seconds a token of a long forward, as measured last
-        self._slots = slots
+        self._slots, self._piece = slots, piece
         self._computes = computes
-        self._drafter = Drafter(hello.context, slots)
+        self._drafter = Drafter(hello.context, slots, piece)
         self._tracer = tracer
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
@@ -158,7 +160,7 @@ class DraftWorker:
             if trace.on:
                 self._tracer.start(trace.number)
                 self._execute(Rollback(0))
-                self._drafter = Drafter(self._hello.context, self._slots)
+                self._drafter = Drafter(self._hello.context, self._slots, self._piece)
                 self._decide = self._tracer.deciding(self._drafter)
             else:
                 self._tracer.stop(trace.number)

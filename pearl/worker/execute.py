@@ -276,7 +276,7 @@ class TargetExecutor:
             assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
         began = time.perf_counter()
         feeds = [
-            Feed(command.tokens, command.rows, request.slot, command.parents)
+            Feed(command.tokens, command.rows, request.slot, command.parents, command.phase is Phase.PREFILL)
             for command, request in zip(commands, requests, strict=True)
         ]
         logits = self.runner.forward(feeds)

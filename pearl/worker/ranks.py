@@ -64,18 +64,18 @@ class LeadingRunner(WrappedRunner):
 
 
 def _told(feed: Feed, start: int) -> list[int]:
-    """A feed in numbers: slot, where it starts, rows, how many tokens, which, and their parents (a chain has none)."""
+    """A feed in numbers: slot, start, rows, whether of a prompt, how many tokens, which; 0, or 1 and its parents."""
     parents = [] if feed.parents is None else [1, *feed.parents]
-    return [feed.slot, start, feed.rows, len(feed.tokens), *map(int, feed.tokens), *(parents or [0])]
+    return [feed.slot, start, feed.rows, int(feed.prompt), len(feed.tokens), *map(int, feed.tokens), *(parents or [0])]
 
 
 def _feeds(words: list[int]) -> Iterator[tuple[Feed, int]]:
     """Of `_told`: each feed, and where it starts."""
     while words:
-        slot, start, rows, count = words[:4]
-        tokens, is_tree, words = words[4 : 4 + count], words[4 + count], words[5 + count :]
+        slot, start, rows, prompt, count = words[:5]
+        tokens, is_tree, words = words[5 : 5 + count], words[5 + count], words[6 + count :]
         parents, words = (tuple(words[:count]), words[count:]) if is_tree else (None, words)
-        yield Feed(tokens, rows, slot, parents), start
+        yield Feed(tokens, rows, slot, parents, bool(prompt)), start
 
 
 def dismiss(group: Telling) -> None:

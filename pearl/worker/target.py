@@ -97,7 +97,8 @@ class TargetWorker:
         self._ready, self._stopping = ready, stopping
         self._measured = None if profile else measured
         self._slots = settings.slots
-        self._coordinator = Coordinator(Speeds.of(profile) if profile else None, settings.slots)
+        self._piece = executor.runner.capabilities.prompt_piece
+        self._coordinator = Coordinator(Speeds.of(profile) if profile else None, settings.slots, self._piece)
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
@@ -351,7 +352,7 @@ class TargetWorker:
             self._executor.runner.rollback(0, slot)
         if self._coordinator.speeds.choice.is_spread:
             self._execute(Spread(False))
-        self._coordinator = Coordinator(Speeds.of(self._coordinator.speeds.profile), self._slots)
+        self._coordinator = Coordinator(Speeds.of(self._coordinator.speeds.profile), self._slots, self._piece)
         self._decide = self._tracer.deciding(self._coordinator)
         if self._draft.peer is not None:
             self._handle(DraftJoined(self._draft.context))

@@ -65,7 +65,8 @@ class Loops:
     def __init__(
         self, target: TargetExecutor, draft: DraftExecutor, timing: Timing, slots: int, context: int = 1 << 20
     ) -> None:
-        self._machines = Coordinator(known_speeds(timing), slots), Drafter(context, slots)
+        piece = target.runner.capabilities.prompt_piece
+        self._machines = Coordinator(known_speeds(timing), slots, piece), Drafter(context, slots, piece)
         self._context = context
         self._target, self._draft, self._timing = target, draft, timing
         self._t_target = timing.t_target
