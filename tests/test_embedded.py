@@ -278,3 +278,26 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
     guesses = feed_chain(runners[1], text[:-1], 40).argmax(-1).tolist()
     agreement = sum(a == b for a, b in zip(guesses, text[start:], strict=True)) / 40
     assert agreement > 0.2
+
+
+@pytest.mark.slow
+def test_in_4_bits_the_target_says_what_it_says_in_float32(target: Path) -> None:
+    """What its file holds is the model: the arithmetic may not swap near ties, of which the first words have one."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    runners = [load_runner(str(target), device=CPU, dtype=dtype, max_context=512) for dtype in ("auto", "float32")]
+    divergence = []
+    for said in ("Hello", "Explain gravity to a beginner.", "Write a short poem about the sea.", "List five fruits."):
+        text = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        prompt = len(text)
+        runners[0].rollback(0)
+        runners[1].rollback(0)
+        for _ in range(40):
+            text.append(int(feed_chain(runners[1], text[runners[1].length() :], 1)[0].argmax()))
+        runners[1].rollback(0)
+        few, wanted = (feed_chain(runner, text, len(text) - prompt).log_softmax(-1) for runner in runners)
+        divergence.append((wanted.exp() * (wanted - few)).sum(-1))
+        if said == "Hello":
+            assert few[:8].argmax(-1).tolist() == wanted[:8].argmax(-1).tolist()
+    assert float(torch.cat(divergence).mean()) < 8e-4

@@ -164,6 +164,8 @@ class LlamaRunner:
         self.context, self.vocab_size = context, int(config.vocab_size)
         self.device, self.dtype = model.device, model.dtype
         self.weights = {"": str(model.dtype).removeprefix("torch."), "stored": "4 bits"}.get(rounding, rounding)
+        # Of rounded matrices each result is rounded once more: sums of all layers in float32 make up for half of it.
+        self._residual = torch.float32 if rounding else model.dtype
         self._eps = float(config.rms_norm_eps)
         self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
@@ -355,7 +357,7 @@ class LlamaRunner:
         self, ids: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], place: _Spans | _Fixed
     ) -> torch.Tensor:
         """The last layer's states [n, hidden] of `ids` [n], on every rank. `rope`: cosines and sines of each."""
-        hidden = self._embedding[ids]
+        hidden = self._embedding[ids].to(self._residual)
         leads = self._group.rank == 0  # the residual is added on one rank only: the sum must hold it once
         for number, layer in enumerate(self._layers):
             mixed = self._attend(layer, number, hidden, rope, place)
@@ -391,7 +393,7 @@ class LlamaRunner:
         queries, keys, values = rotated[:, :heads], rotated[:, heads:], states[:, both:]
         if isinstance(place, _Fixed):
             return self._attend_fixed(number, queries, keys, values, place)
-        return self._attend_spans(number, queries * head_dim**-0.5, keys, values, place).to(hidden.dtype)
+        return self._attend_spans(number, queries * head_dim**-0.5, keys, values, place).to(self.dtype)
 
     def _attend_spans(
         self, number: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, place: _Spans

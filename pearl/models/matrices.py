@@ -308,7 +308,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, as transformers computes it: in float32, rounded before the weights.
+    """RMS norm over the last dimension, in the dtype of `weight`.
+
+    As transformers computes it: in float32, rounded before the weights; where `x` is wider than these, after them.
 
     On a CPU in operations of which each rounds once, so that vectorised and scalar code agree; the built-in one is
     composed of more of them, and takes three times as long for a row.
@@ -318,4 +320,6 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     full = x.float()
     inverse = torch.linalg.vector_norm(full, dim=-1, keepdim=True)
     inverse.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    if x.dtype != weight.dtype:
+        return (full * inverse).mul_(weight).to(weight.dtype)
     return (full * inverse).to(x.dtype).mul_(weight)
