@@ -128,6 +128,8 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
     from gguf import GGUFReader
 
+    from pearl.models.gguf_tokenizer import tokenizer_of
+
     reader = GGUFReader(file)
     architecture, said = _said(reader)
     _check_said(architecture, said)
@@ -162,7 +164,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if needed > free:
         sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
     model.save_pretrained(directory)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place, gguf_file=name)
+    tokenizer = tokenizer_of(reader)
     tokenizer.save_pretrained(directory)
     if (file.parent / _GENERATION).is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
