@@ -164,14 +164,14 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if needed > free:
         sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
     model.save_pretrained(directory)
-    tokenizer = tokenizer_of(reader)
+    tokenizer, ends = tokenizer_of(reader)
     tokenizer.save_pretrained(directory)
     if (file.parent / _GENERATION).is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
     else:  # the file's header names no other option
         generation = transformers.GenerationConfig()
     if generation.eos_token_id is None:
-        generation.eos_token_id = tokenizer.eos_token_id
+        generation.eos_token_id = ends or None
     generation.save_pretrained(directory)
 
 
