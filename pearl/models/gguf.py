@@ -21,6 +21,7 @@ from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, s
 
 _GENERATION = "generation_config.json"
 _LOOK_SECONDS = 0.5
+_HEADER = 32 << 20  # bytes, more than a vocabulary takes
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _NORM = "attention.layer_norm_epsilon"
 _EXPERTS = {"expert_used_count": "num_experts_per_tok"}
@@ -82,6 +83,7 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
         dtype = "bfloat16"
 
     def build(building: Path, progress: Progress) -> None:
+        _check_whole(file)
         progress(f"converting {file.name} to {dtype} (once, about a minute for a billion weights)")
         convert(file, building, dtype)
 
@@ -97,6 +99,17 @@ def _check_magic(file: Path) -> None:
         raise ModelError(f"Model {str(file)!r} could not be loaded: {error.strerror}.") from error
     if not is_gguf:
         raise ModelError(f"Model {str(file)!r} could not be loaded: it is no GGUF file. Get it again.")
+
+
+def _check_whole(file: Path) -> None:
+    """One of several parts is refused before anything reads its vocabulary."""
+    with file.open("rb") as opened:
+        count = re.search(rb"split\.count\x02\0\0\0(..)", opened.read(_HEADER), re.DOTALL)  # a number of 16 bits
+    if count and (parts := int.from_bytes(count[1], "little")) > 1:
+        raise ModelError(
+            f"Model {str(file)!r} could not be loaded: it is one of {parts} parts. Merge them with llama.cpp's "
+            "`llama-gguf-split --merge FIRST-PART WHOLE.gguf`, and name WHOLE.gguf."
+        )
 
 
 def convert(file: Path, directory: Path, dtype: str) -> None:

@@ -12,9 +12,12 @@ from unicodedata import normalize
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from pearl.models.tokenizer import OF_GGUF
 from pearl.text import REPLACEMENT
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
+_NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # of each `tokenizer.ggml.model`
+_USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of a "llama"
 _SPACE = "▁"  # sentencepiece's
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -89,56 +92,46 @@ def tokenizer_of(reader: Any) -> tuple[Any, list[int]]:
 
     said = _said(reader)
     ends = _ends(said)
-    if said["model"] == "gpt2":
-        tokenizer, has_bos = _of_merges(said)
-    elif said["model"] == "llama":
-        tokenizer, has_bos = _of_scores(said), True
-    else:
-        sys.exit(f"its tokenizer is of the kind {said['model']!r}, which is not read. Take the model as safetensors")
+    tokenizer, has_bos = _of_merges(said) if said["model"] == "gpt2" else (_of_scores(said), True)
     _add_special(tokenizer, said)
     _frame(tokenizer, said, has_bos)
     _check(tokenizer, said)
+    added = tokenizer.get_added_tokens_decoder()
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: said.get(f"{key}_token_id") for name, key in named.items()}
-    special = {
-        f"{name}_token": tokenizer.get_added_tokens_decoder()[id]
-        for name, id in ids.items()
-        if id is not None
-        and said["token_type"][id] in (_UNKNOWN, _CONTROL)  # a word that is said to be padding is none
-    }
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=said.get("chat_template"), **special)
-    return made, ends
+    about: dict[str, Any] = {f"{name}_token": added[id] for name, id in ids.items() if id in added}  # no ordinary word
+    about |= {"chat_template": said.get("chat_template"), OF_GGUF: True}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
 
 
 def _said(reader: Any) -> dict[str, Any]:
-    """What the file says of its tokenizer, without what it says of no token."""
+    """What the file says of its tokenizer. An id that no token has is as if it were not there."""
     said = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
     said = {name.removeprefix("tokenizer.").removeprefix("ggml."): value for name, value in said.items()}
-    needed = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}.get(said.get("model", ""), ("model",))
-    for name in needed:
+    model = said.get("model")
+    if model not in _NEEDED:
+        sys.exit(f"its tokenizer is of the kind {model!r}, which is not read. Take the model as safetensors")
+    for name in _NEEDED[model]:
         if name not in said:
-            sys.exit(f"it does not say 'tokenizer.ggml.{name}', without which no text can be read")
-    tokens = said["tokens"] = [token or f"[EMPTY_{id}]" for id, token in enumerate(said.get("tokens", ()))]
+            sys.exit(f"it does not say 'tokenizer.ggml.{name}', without which it has no tokenizer")
+    tokens = said["tokens"] = [token or f"[EMPTY_{id}]" for id, token in enumerate(said["tokens"])]
     if len(set(tokens)) < len(tokens):
         sys.exit(f"{len(tokens) - len(set(tokens))} of its tokens are there twice")
-    said["token_type"] = [*said.get("token_type", [_NORMAL] * len(tokens))]
-    if said["model"] == "llama":
-        said = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} | said
-    said["name"] = str(reader.fields["general.name"].contents()) if "general.name" in reader.fields else ""
-    is_none = [name for name, id in said.items() if name.endswith("_token_id") and not 0 <= id < len(tokens)]
-    return {name: said[name] for name in said if name not in is_none}
+    size = len(tokens)
+    ids = {name: id for name, id in said.items() if name.endswith("_token_id")}
+    kept = {name: value for name, value in said.items() if name not in ids or 0 <= value < size}
+    usual = _USUAL_IDS if model == "llama" else {}
+    general = reader.fields.get("general.name")
+    return usual | kept | {"name": str(general.contents()) if general else ""}
 
 
 def _ends(said: dict[str, Any]) -> list[int]:
-    """The ids that end a text, that of `eos_token_id` first. They become control tokens.
-
-    "</s>" is a word of some vocabularies, which mark it as one.
-    """
-    tokens, kinds = said["tokens"], said["token_type"]
-    names = {*_ENDS.split()}
+    """The ids that end a text, that of `eos_token_id` first. These are control tokens, whatever the file says."""
+    tokens, names = said["tokens"], {*_ENDS.split()}
+    kinds = said["token_type"] = [*said.get("token_type", [_NORMAL] * len(tokens))]
     found = [said[f"{key}_token_id"] for key in _END_KEYS if f"{key}_token_id" in said]
     for id, token in enumerate(tokens):
-        if token in names or (token == "</s>" and kinds[id] == _CONTROL):
+        if token in names or (token == "</s>" and kinds[id] == _CONTROL):  # in some vocabularies a word of HTML
             found.append(id)
     for id in found:
         kinds[id] = _CONTROL
@@ -169,12 +162,11 @@ def _of_merges(said: dict[str, Any]) -> tuple[Tokenizer, bool]:
 def _of_scores(said: dict[str, Any]) -> Tokenizer:
     """Sentencepiece's BPE: of two neighbours that are a token, those with the highest score are merged first."""
     tokens, kinds, scores = said["tokens"], said["token_type"], said["scores"]
-    prefix = [normalizers.Prepend(_SPACE)] if said.get("add_space_prefix", True) else []
-    if (
-        not prefix
-    ):  # tokens of spaces are found in the text as it is normalised, and have the names that they have elsewhere
+    if not (has_prefix := _has_prefix(said)):
+        # Tokens of spaces are then found in what the normalizer leaves, and have the names that they have elsewhere.
+        known = {*tokens}
         for id, token in enumerate(tokens):
-            if kinds[id] == _USER_DEFINED and (name := token.replace(" ", _SPACE)) not in tokens:
+            if kinds[id] == _USER_DEFINED and (name := token.replace(" ", _SPACE)) not in known:
                 tokens[id] = name
     ids = {token: id for id, token in enumerate(tokens)}
     found = {token for token, id in ids.items() if kinds[id] not in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
@@ -187,23 +179,29 @@ def _of_scores(said: dict[str, Any]) -> Tokenizer:
     ]
     unknown = tokens[said["unknown_token_id"]] if "unknown_token_id" in said else None
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = [normalizers.Prepend(_SPACE)] * has_prefix
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] * has_prefix
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
 
 
+def _has_prefix(said: dict[str, Any]) -> bool:
+    """Whether a space is put before each text, and before what follows a special token."""
+    return bool(said["model"] == "llama" and said.get("add_space_prefix", True))
+
+
 def _add_special(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
     """Makes each control and user-defined token one that is found in texts before they are split."""
     strips = "phi-3" in (name := said["name"].lower()) or "phi3" in name
-    is_plain = said["model"] == "llama" and not said.get("add_space_prefix", True)
+    is_normalized = said["model"] == "llama" and not _has_prefix(said)
     added = [
         AddedToken(
             token,
             rstrip=strips and token not in _NOT_STRIPPED,
-            normalized=is_plain and kind == _USER_DEFINED,
+            normalized=is_normalized and kind == _USER_DEFINED,
             special=kind != _USER_DEFINED,
         )
         for token, kind in zip(said["tokens"], said["token_type"], strict=True)
