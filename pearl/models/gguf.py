@@ -150,6 +150,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     import torch  # which takes seconds
     import transformers
 
+    tokenizer, ends = tokenizer_of(reader)
     place, name = str(file.parent), file.name
     config = transformers.AutoConfig.from_pretrained(place, gguf_file=name)
     if architecture == "llama" and config.model_type == "mistral":
@@ -177,7 +178,6 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if needed > free:
         sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
     model.save_pretrained(directory)
-    tokenizer, ends = tokenizer_of(reader)
     tokenizer.save_pretrained(directory)
     if (file.parent / _GENERATION).is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
