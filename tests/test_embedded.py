@@ -234,7 +234,7 @@ def test_the_target_directory_is_ordinary(target: Path) -> None:
     config = json.loads((target / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert "quantization_config" not in config
-    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == [2, 0, 4]
     chat = AutoTokenizer.from_pretrained(target).apply_chat_template(
         [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pearl.errors import ModelError
 from pearl.models.gguf import convert
-from pearl.models.kept import Progress, built_once, silent
+from pearl.models.kept import FORMAT, Progress, built_once, silent
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def embedded_target(progress: Progress = silent) -> Path:
     Safe to call from several processes at once: the first converts, the others wait. Raises `ModelError`
     where it cannot be had.
     """
-    return built_once(f"smollm2-135m-instruct-{TARGET_SHA256[:12]}", _build_target, progress)
+    return built_once(f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress)
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
@@ -52,7 +52,7 @@ def embedded_draft(progress: Progress = silent) -> Path:
     def build(building: Path, progress: Progress) -> None:
         _build_draft(target, building, progress)
 
-    return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}", build, progress)
+    return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)
 
 
 def _build_target(building: Path, progress: Progress) -> None:

@@ -21,6 +21,7 @@ from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, s
 
 _GENERATION = "generation_config.json"
 _LOOK_SECONDS = 0.5
+_HEADER = 32 << 20  # bytes, more than a vocabulary takes
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _NORM = "attention.layer_norm_epsilon"
 _EXPERTS = {"expert_used_count": "num_experts_per_tok"}
@@ -82,6 +83,7 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
         dtype = "bfloat16"
 
     def build(building: Path, progress: Progress) -> None:
+        _check_whole(file)
         progress(f"converting {file.name} to {dtype} (once, about a minute for a billion weights)")
         convert(file, building, dtype)
 
@@ -97,6 +99,17 @@ def _check_magic(file: Path) -> None:
         raise ModelError(f"Model {str(file)!r} could not be loaded: {error.strerror}.") from error
     if not is_gguf:
         raise ModelError(f"Model {str(file)!r} could not be loaded: it is no GGUF file. Get it again.")
+
+
+def _check_whole(file: Path) -> None:
+    """One of several parts is refused before anything reads its vocabulary."""
+    with file.open("rb") as opened:
+        count = re.search(rb"split\.count\x02\0\0\0(..)", opened.read(_HEADER), re.DOTALL)  # a number of 16 bits
+    if count and (parts := int.from_bytes(count[1], "little")) > 1:
+        raise ModelError(
+            f"Model {str(file)!r} could not be loaded: it is one of {parts} parts. Merge them with llama.cpp's "
+            "`llama-gguf-split --merge FIRST-PART WHOLE.gguf`, and name WHOLE.gguf."
+        )
 
 
 def convert(file: Path, directory: Path, dtype: str) -> None:
@@ -128,6 +141,8 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
     from gguf import GGUFReader
 
+    from pearl.models.gguf_tokenizer import tokenizer_of
+
     reader = GGUFReader(file)
     architecture, said = _said(reader)
     _check_said(architecture, said)
@@ -135,6 +150,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     import torch  # which takes seconds
     import transformers
 
+    tokenizer, ends = tokenizer_of(reader)
     place, name = str(file.parent), file.name
     config = transformers.AutoConfig.from_pretrained(place, gguf_file=name)
     if architecture == "llama" and config.model_type == "mistral":
@@ -162,14 +178,13 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if needed > free:
         sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
     model.save_pretrained(directory)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place, gguf_file=name)
     tokenizer.save_pretrained(directory)
     if (file.parent / _GENERATION).is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
     else:  # the file's header names no other option
         generation = transformers.GenerationConfig()
     if generation.eos_token_id is None:
-        generation.eos_token_id = tokenizer.eos_token_id
+        generation.eos_token_id = ends or None
     generation.save_pretrained(directory)
 
 

@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 
 CONVERTED = "converted"  # the cache's part that is bounded; the embedded pair stands beside it
 DEFAULT_GIGABYTES = 50.0
-_FORMAT = 4  # of what is kept; raise it where the same files would be converted otherwise
+FORMAT = 5  # of what is kept; raise it where the same files would be converted otherwise
 _SIZES = "sizes.json"
 _IN_USE = 24 * 3600.0  # seconds since it was used: what a convenience must not displace
 
@@ -47,7 +47,7 @@ def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] 
 
     By path, size and time of a file; or by its name and `contents`, where that does not take long.  Raises `OSError`.
     """
-    found: list[object] = [_FORMAT, version("transformers"), *also]
+    found: list[object] = [FORMAT, version("transformers"), *also]
     for path in files:
         if contents:
             found.append((path.name, hashlib.blake2b(path.read_bytes()).hexdigest()))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pearl.models.recorded import RecordedTexts
 
+OF_GGUF = "of_gguf"  # in a tokenizer_config.json that we made of a GGUF file
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
@@ -247,15 +248,27 @@ def _from_checkpoint(path: str, trust_remote_code: bool) -> tuple[Tokenizer, Gen
     directory = None if trust_remote_code or not Path(path).is_dir() else Path(path)
     if directory is not None and (kept := kept_tokenizer.read(directory)) is not None:
         return kept, GenerationDefaults(**{name: _hashable(value) for name, value in kept.settings.items()})
-    from transformers import AutoTokenizer
-
-    of_transformers = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    of_transformers = read_tokenizer(path, trust_remote_code)
     tokenizer = HFTokenizer(of_transformers)
     defaults = _defaults(_generation_config(path, trust_remote_code), tokenizer.eos)
     if directory is not None:
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
         kept_tokenizer.keep(directory, of_transformers, tokenizer, asdict(defaults), digest)
     return tokenizer, defaults
+
+
+def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """transformers' tokenizer of a checkpoint.
+
+    That of a GGUF file is read as we wrote it: AutoTokenizer splits texts of any Qwen 2 by a rule of its own.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    about = Path(path) / "tokenizer_config.json"
+    is_of_gguf = about.is_file() and json.loads(about.read_text()).get(OF_GGUF)
+    kind: Any = PreTrainedTokenizerFast if is_of_gguf else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return tokenizer
 
 
 def _hashable(value: Any) -> Any:

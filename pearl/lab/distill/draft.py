@@ -23,7 +23,7 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.teacher import Teacher
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.loading import load_model
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, read_tokenizer
 
 # The matrices (and their biases) whose products a layer adds to the states, by the names in transformers' models.
 _WRITES = r"(self_attn|attention|self_attention|attn|mlp)\.(o_proj|down_proj|dense|out_proj|c_proj|dense_4h_to_h)\."
@@ -212,9 +212,9 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
 
 
 def _save_tokenizer(target: str, directory: Path) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig
 
     path = resolve_checkpoint(target)
-    AutoTokenizer.from_pretrained(path).save_pretrained(directory)
+    read_tokenizer(path).save_pretrained(directory)
     if (Path(path) / "generation_config.json").is_file():
         GenerationConfig.from_pretrained(path).save_pretrained(directory)
