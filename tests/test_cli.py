@@ -20,10 +20,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pearl.cli import _COMMANDS, cli, main
+from pearl.cli import _COMMANDS, cli, main, paper
 from pearl.cli.generate import summary
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig, load_settings
 from pearl.engine import Engine, Result, preflight
+from pearl.lab.bench import others
 from pearl.metrics import Statistics
 from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
@@ -418,6 +419,27 @@ def test_help_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_help_of_no_command_imports_what_computes() -> None:
+    """That of six commands took ten seconds of CPU, for torch. Within groups too."""
+    code = (
+        "import sys\nimport click\nfrom pearl.cli import cli\n"
+        "def help_of(command, words):\n"
+        "    cli.main([*words, '--help'], standalone_mode=False)\n"
+        "    for name in command.list_commands(click.Context(command)) if isinstance(command, click.Group) else []:\n"
+        "        help_of(command.get_command(click.Context(command), name), [*words, name])\n"
+        "    if heavy := {'torch', 'transformers', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules):\n"
+        "        sys.exit(f'{words}: {heavy}')\n"
+        "help_of(cli, [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_studies_that_can_be_named_are_those_that_there_are() -> None:
+    """The command's own list is there so that its help needs no torch."""
+    assert tuple(others.STUDIES) == paper.STUDIES
 
 
 def test_what_starts_an_engine_imports_no_more_than_it_takes() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -18,26 +18,15 @@ from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
 from pearl.config import MAX_SLOTS, SamplingParams, Settings
 from pearl.errors import ConfigError
-from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import (
-    AR,
-    AR_ON_ALL,
-    NGRAM_ON_ALL,
-    Measured,
-    Plan,
-    check_comparable,
-    devices_of,
-    emulated,
-    measure,
-    rows_for,
-)
-from pearl.lab.bench.slots import measure_slots
-from pearl.lab.bench.summary import Figures, document, figures, over_alone
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 from pearl.models.checkpoint import is_toy
 from pearl.printable import log_to_stderr
+
+if TYPE_CHECKING:
+    from pearl.lab.bench.run import Measured, Plan
+    from pearl.lab.bench.summary import Figures
 
 _COUNT = click.IntRange(min=1)
 _MOST_AT_ONCE = 64  # requests of one front
@@ -91,6 +80,9 @@ def bench(
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
+    from pearl.lab.bench.run import measure
+    from pearl.lab.bench.summary import document
+
     for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name}: a benchmark runs all methods and windows, untraced; choose some with --rows")
@@ -118,6 +110,8 @@ def _plan(
     together: bool | None,
     raw: bool,
 ) -> Plan:
+    from pearl.lab.bench.run import AR, AR_ON_ALL, NGRAM_ON_ALL, Plan, check_comparable, devices_of, emulated, rows_for
+
     config = settings.engine
     check_comparable(config)
     if not config.has_draft:
@@ -166,6 +160,8 @@ def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingPar
 
 
 def _print(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> None:
+    from pearl.lab.bench.summary import figures, over_alone
+
     found = figures(plan, measured)
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
     console = table_console(sum(len(name) + 1 for name in sets if len(sets) > 1))
@@ -257,6 +253,10 @@ def slots_(
     All texts are submitted at once to an engine with each of COUNTS slots (1 2 4 8 unless given); these take turns.
     An emulated pair is set against the same requests under a virtual clock, in which nothing but forwards takes time.
     """
+    from pearl.lab.bench import plots
+    from pearl.lab.bench.run import check_comparable, emulated
+    from pearl.lab.bench.slots import measure_slots
+
     config, toys = settings.engine, emulated(settings.engine)
     check_comparable(config)
     if config.slots != 1:
@@ -322,5 +322,7 @@ def _print_slots(result: dict[str, Any], seconds: float, taken: Taken) -> None:
 @click.option("--png", type=_PATH, required=True, help="The picture.")
 def plot(result: Path, png: Path) -> None:
     """Draw RESULT, the --json of pearl bench or of pearl bench paper."""
+    from pearl.lab.bench import plots
+
     plots.draw(read_json(result), png)
     click.echo(png)
