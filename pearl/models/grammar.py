@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pearl.config.sampling import Schema
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
 from pearl.models.schema_cost import check_regex, check_schema
@@ -28,7 +29,7 @@ _MOST_REVIVED = 8  # times that one text's parser is begun anew: it reads the wh
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
-def grammar_of(json_schema: str | None, regex: str | None) -> str:
+def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
     """What workers are told of what a user asks for: "json_schema" or "regex", a line feed, and the text of it.
 
     Empty where nothing is asked for. Raises `RequestError` where it is no schema or expression that can be kept to, or
