@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _COUNT = click.IntRange(min=1)
 _MOST_AT_ONCE = 64  # requests of one front
 _PATH = click.Path(path_type=Path)
-_QUICK = {"limit": 2, "max_tokens": 64, "repeats": 1}
-_DEFAULT = {"limit": 10, "max_tokens": 128, "repeats": 1}
+_QUICK = {"limit": 1, "max_tokens": 64, "repeats": 1}
+_DEFAULT = {"limit": 4, "max_tokens": 128, "repeats": 1}
 _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
 
 
@@ -42,12 +42,12 @@ _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
     multiple=True,
     metavar="[NAME=]FILE",
     help="humaneval; questions, summaries or edits, 20 of ours each; or a .jsonl file of prompts, questions or turns. "
-    "Repeatable.  [default: humaneval]",
+    "Repeatable.  [default: these three of ours]",
 )
-@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 10]")
+@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 4]")
 @click.option("--repeats", type=_COUNT, metavar="N", help="Rounds over all prompts.  [default: 1]")
 @click.option("--rows", multiple=True, metavar="NAME", help="Only this row, and ar. Repeatable; a wrong one lists all.")
-@click.option("--quick", is_flag=True, help="2 prompts of each set, 64 tokens: a first look in a few minutes.")
+@click.option("--quick", is_flag=True, help="A prompt of each set, 64 tokens: a first look in a few minutes.")
 @click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
 @click.option(
     "--together/--apart",
@@ -143,7 +143,7 @@ def read_sets(prompts: Sequence[str], limit: int, toys: bool) -> list[Task]:
     if toys and not prompts:
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
     found: list[Task] = []
-    for given in prompts or (HUMANEVAL,):
+    for given in prompts or OURS:
         name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
         if any(task.set == name for task in found):
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
@@ -231,8 +231,8 @@ bench.add_command(paper)
 
 @bench.command("slots")
 @click.argument("counts", nargs=-1, type=click.IntRange(1, MAX_SLOTS))
-@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.  [default: humaneval]")
-@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 16]")
+@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.")
+@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 5]")
 @click.option("--rounds", type=_COUNT, default=3, show_default=True, metavar="N", help="After one to warm up.")
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @click.option("--png", type=_PATH, help="A picture.")
@@ -261,7 +261,7 @@ def slots_(
     check_comparable(config)
     if config.slots != 1:
         raise ConfigError("--slots: name the numbers of slots as arguments, such as: pearl bench slots 1 2 4 8")
-    tasks = read_sets(prompts, limit or 16, toys)
+    tasks = read_sets(prompts, limit or 5, toys)
     if len(tasks) > _MOST_AT_ONCE:
         raise ConfigError(f"{len(tasks)} texts at once are too many, an engine takes {_MOST_AT_ONCE}: give --limit")
     params = _sampling(settings.sampling, 300 if toys else 64, toys)

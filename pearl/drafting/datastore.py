@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pearl.document import parse_json
 from pearl.drafting.ngram import MOST_MATCHED
 from pearl.errors import ConfigError
+from pearl.extras import installing
 from pearl.models.tokenizer import vocabulary_digest
 from pearl.text import Tokenizer
 
@@ -327,7 +328,7 @@ def suffix_array(tokens: bytearray, width: int) -> Any:
         from pydivsufsort import divsufsort
     except ImportError:
         raise ConfigError(
-            "building a datastore needs pydivsufsort: install the extra, pip install 'pearl-runtime[datastore]'"
+            f"building a datastore needs pydivsufsort: install the extra, {installing('datastore')}"
         ) from None
     order = divsufsort(np.frombuffer(tokens, dtype=np.uint8))  # of bytes: every `width`-th suffix is one of tokens
     order = order[order % width == 0]
