@@ -20,11 +20,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pearl.cli import _COMMANDS, cli, main, paper
+from pearl.cli import _COMMANDS, chat, cli, generate, main, paper
 from pearl.cli.generate import summary
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig, load_settings
 from pearl.engine import Engine, Result, preflight
 from pearl.lab.bench import others
+from pearl.lab.distill.prompts import read_prompts
 from pearl.metrics import Statistics
 from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
@@ -233,6 +234,31 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         options = [p for p in command.params if isinstance(p, click.Option)]
         assert {p.name for p in options if not p.hidden} == fields | more | {"config"}
         assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
+
+
+def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="\n"))  # as Python opens it
+
+
+def test_a_piped_prompt_has_no_byte_order_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pipe(monkeypatch, b"\xef\xbb\xbfTwo\r\nlines")
+    assert generate._prompt(None) == "Two\r\nlines"
+
+
+def test_no_file_of_prompts_has_one(tmp_path: Path) -> None:
+    (tmp_path / "it.txt").write_bytes(b"\xef\xbb\xbfHello")
+    assert read_prompts(tmp_path / "it.txt") == ["Hello"]
+
+
+def test_piped_messages_end_where_their_lines_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a file with CRLF ended with CR."""
+    heard: list[str] = []
+    _pipe(monkeypatch, b"\xef\xbb\xbf12\r\n34")
+    monkeypatch.setattr(chat.Chat, "answer", lambda self, message: heard.append(message))
+    monkeypatch.setattr(sys, "argv", ["pearl", "chat", *PAIR])
+    with pytest.raises(SystemExit):
+        main()
+    assert heard == ["12", "34"]
 
 
 def test_help_tells_defaults() -> None:

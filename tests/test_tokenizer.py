@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -423,3 +424,14 @@ class TestLoading:
     def test_no_such_model(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="no such"):
             load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))
+
+
+def test_a_missing_sentencepiece_is_told(tmp_path: Path) -> None:
+    """transformers says that tiktoken is missing."""
+    if find_spec("sentencepiece"):
+        pytest.skip("it is not missing here")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is sentencepiece's: pip install sentencepiece"):
+        load_tokenizer(str(tmp_path))

@@ -159,7 +159,7 @@ def _header_text(directory: Path) -> str:
         raise ConfigError(f"{directory} is no datastore: it has no {HEADER}; `pearl datastore build` makes one")
     if path.stat().st_size > _MOST_HEADER:
         raise ConfigError(f"datastore {directory} is damaged: {HEADER} is too large")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def _parsed(directory: Path, text: str) -> Header:

@@ -32,7 +32,7 @@ def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
     Raises `ConfigError`.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:count]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()][:count]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error}") from None
     jsonl = path.suffix == ".jsonl"
