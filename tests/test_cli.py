@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -234,6 +235,23 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         options = [p for p in command.params if isinstance(p, click.Option)]
         assert {p.name for p in options if not p.hidden} == fields | more | {"config"}
         assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize("fits", [16, 500], ids=["a part does not fit", "the file does not fit"])
+def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: int) -> None:
+    """It ended with 0 and left its parts. A limit on a file's size stands for the disk's."""
+    command = [sys.executable, "-m", "pearl", "generate", *SHORT, "--max-tokens", "300", "--json", "123"]
+    done = subprocess.run(
+        [*command, "--trace", str(tmp_path / "t.json")],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (fits << 10, fits << 10)),
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "cannot write the trace" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert len(json.loads(done.stdout)["tokens"]) == 300, "its text is there all the same"
 
 
 def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:

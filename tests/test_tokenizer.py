@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -264,6 +265,17 @@ class TestKeptTokenizer:
         monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
         for _ in range(2):
             assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+
+    def test_on_a_full_disk_all_works(self, cache: Path, checkpoint: Path) -> None:
+        """The tokenizers library raises a bare Exception. A limit on a file's size stands for the disk's."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        try:
+            for _ in range(2):
+                assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not list(cache.glob("tokenizer-*/"))
 
     def test_what_would_not_give_the_same_is_not_kept(
         self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
