@@ -254,6 +254,43 @@ def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: 
     assert len(json.loads(done.stdout)["tokens"]) == 300, "its text is there all the same"
 
 
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_what_an_encoding_lacks_is_escaped(
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, json_flag: list[str]
+) -> None:
+    """Under LANG=C or PYTHONIOENCODING=ascii it was a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    toy = "toy:vocab=400,alpha=0.8"
+    run = pearl_here("generate", "123", "--target", toy, "--draft", toy, "--max-tokens", "30", *json_flag)
+    assert run.returncode == 0
+    text = written.getvalue().decode("ascii")
+    assert "\\u01" in text
+    assert not json_flag or "\\u01" in ascii(json.loads(text)["text"])
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "PEARL_CACHE", None])
+def test_a_path_that_is_no_utf8_is_refused_by_name(
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+) -> None:
+    place = tmp_path / "bad\udcff"
+    place.mkdir()
+    model = ["--target", "embedded" if variable == "PEARL_CACHE" else TOY, "--draft", "none", "--method", "ar"]
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    if variable:
+        monkeypatch.setenv(variable, str(place))
+    else:
+        model[1] = str(place)
+    run = pearl_here("generate", "123", *model)
+    assert run.returncode == 2
+    assert f"{'$' + variable if variable else 'target'}: " in run.stderr
+    assert "is not UTF-8" in run.stderr
+
+
 def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="\n"))  # as Python opens it
 

@@ -47,7 +47,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
             _print_as_it_comes(stream, quiet=as_json)
             result = stream.result
     if as_json:
-        click.echo(json.dumps(_document(settings, result), ensure_ascii=False))
+        click.echo(json.dumps(_document(settings, result)))
     else:
         console.print(summary(settings, result))
 

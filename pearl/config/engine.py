@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from pearl.config.decoding import DRAFTLESS, MAX_WINDOW, DecodingConfig, wide_window
-from pearl.config.section import Section
+from pearl.config.section import Section, check_utf8
 from pearl.device import Device
 from pearl.drafting.registry import STOPS
 from pearl.errors import ConfigError
@@ -133,6 +133,11 @@ class EngineConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="How much to log on stderr."
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _utf8(cls, value: object, info: ValidationInfo) -> object:
+        return check_utf8(value, str(info.field_name)) if isinstance(value, str) else value
 
     @field_validator("target_device", "draft_device")
     @classmethod
