@@ -35,3 +35,7 @@ def __getattr__(name: str) -> object:
     if name in _ROOMS:
         return getattr(import_module(_ROOMS[name]), name)
     raise AttributeError(f"module 'pearl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -20,10 +21,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pearl.cli import _COMMANDS, cli, main
+from pearl.cli import _COMMANDS, chat, cli, generate, main, paper
 from pearl.cli.generate import summary
 from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig, load_settings
 from pearl.engine import Engine, Result, preflight
+from pearl.lab.bench import others
+from pearl.lab.distill.prompts import read_prompts
 from pearl.metrics import Statistics
 from pearl.printable import printable
 from tests.conftest import TOY, greedy_text
@@ -234,6 +237,85 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
 
 
+@pytest.mark.parametrize("fits", [16, 500], ids=["a part does not fit", "the file does not fit"])
+def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: int) -> None:
+    """It ended with 0 and left its parts. A limit on a file's size stands for the disk's."""
+    command = [sys.executable, "-m", "pearl", "generate", *SHORT, "--max-tokens", "300", "--json", "123"]
+    done = subprocess.run(
+        [*command, "--trace", str(tmp_path / "t.json")],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (fits << 10, fits << 10)),
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "cannot write the trace" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert len(json.loads(done.stdout)["tokens"]) == 300, "its text is there all the same"
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_what_an_encoding_lacks_is_escaped(
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, json_flag: list[str]
+) -> None:
+    """Under LANG=C or PYTHONIOENCODING=ascii it was a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    toy = "toy:vocab=400,alpha=0.8"
+    run = pearl_here("generate", "123", "--target", toy, "--draft", toy, "--max-tokens", "30", *json_flag)
+    assert run.returncode == 0
+    text = written.getvalue().decode("ascii")
+    assert "\\u01" in text
+    assert not json_flag or "\\u01" in ascii(json.loads(text)["text"])
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "PEARL_CACHE", None])
+def test_a_path_that_is_no_utf8_is_refused_by_name(
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+) -> None:
+    place = tmp_path / "bad\udcff"
+    place.mkdir()
+    model = ["--target", "embedded" if variable == "PEARL_CACHE" else TOY, "--draft", "none", "--method", "ar"]
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    if variable:
+        monkeypatch.setenv(variable, str(place))
+    else:
+        model[1] = str(place)
+    run = pearl_here("generate", "123", *model)
+    assert run.returncode == 2
+    assert f"{'$' + variable if variable else 'target'}: " in run.stderr
+    assert "is not UTF-8" in run.stderr
+
+
+def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="\n"))  # as Python opens it
+
+
+def test_a_piped_prompt_has_no_byte_order_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pipe(monkeypatch, b"\xef\xbb\xbfTwo\r\nlines")
+    assert generate._prompt(None) == "Two\r\nlines"
+
+
+def test_no_file_of_prompts_has_one(tmp_path: Path) -> None:
+    (tmp_path / "it.txt").write_bytes(b"\xef\xbb\xbfHello")
+    assert read_prompts(tmp_path / "it.txt") == ["Hello"]
+
+
+def test_piped_messages_end_where_their_lines_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a file with CRLF ended with CR."""
+    heard: list[str] = []
+    _pipe(monkeypatch, b"\xef\xbb\xbf12\r\n34")
+    monkeypatch.setattr(chat.Chat, "answer", lambda self, message: heard.append(message))
+    monkeypatch.setattr(sys, "argv", ["pearl", "chat", *PAIR])
+    with pytest.raises(SystemExit):
+        main()
+    assert heard == ["12", "34"]
+
+
 def test_help_tells_defaults() -> None:
     run = pearl("generate", "--help")
     assert run.returncode == 0
@@ -418,6 +500,27 @@ def test_help_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_help_of_no_command_imports_what_computes() -> None:
+    """That of six commands took ten seconds of CPU, for torch. Within groups too."""
+    code = (
+        "import sys\nimport click\nfrom pearl.cli import cli\n"
+        "def help_of(command, words):\n"
+        "    cli.main([*words, '--help'], standalone_mode=False)\n"
+        "    for name in command.list_commands(click.Context(command)) if isinstance(command, click.Group) else []:\n"
+        "        help_of(command.get_command(click.Context(command), name), [*words, name])\n"
+        "    if heavy := {'torch', 'transformers', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules):\n"
+        "        sys.exit(f'{words}: {heavy}')\n"
+        "help_of(cli, [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_studies_that_can_be_named_are_those_that_there_are() -> None:
+    """The command's own list is there so that its help needs no torch."""
+    assert tuple(others.STUDIES) == paper.STUDIES
 
 
 def test_what_starts_an_engine_imports_no_more_than_it_takes() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+import pearl
 from pearl.config import (
     SECTIONS,
     UNSUPPORTED,
@@ -285,3 +288,25 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     target = {"device": "auto", "dtype": "auto", "tp": 1, "pace": None}
     expected = {"role": "target", "spec": "embedded", "device_map": "balanced", **target, **both}
     assert asdict(config.model("target")) == expected
+
+
+def test_a_type_checker_without_our_plugin_takes_what_the_settings_take(tmp_path: Path) -> None:
+    """Every field seemed to be required, for they see only a default that is named. README's `stop` is a list."""
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nfollow_imports = silent\n[mypy-torch.*,transformers.*,numpy.*,rich.*]\nfollow_imports = skip\n"
+    )
+    (tmp_path / "use.py").write_text(
+        "from pearl import DecodingConfig, EngineConfig, SamplingParams\n"
+        'SamplingParams(temperature=0.7, stop=["end"], logit_bias={3: 1.0}, json_schema={"type": "object"})\n'
+        'DecodingConfig(method="sd"), EngineConfig(target="toy")\n'
+        'SamplingParams(temperature="hot")\n'
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", "--cache-dir=cache", "use.py"]
+    environment = os.environ | {"MYPYPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    (error, _) = done.stdout.splitlines()
+    assert error.startswith('use.py:4: error: Argument "temperature"')
+
+
+def test_the_package_lists_what_it_offers() -> None:
+    assert set(pearl.__all__) <= set(dir(pearl))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from pearl.drafting.guesser import Guesser, fused, text_index
 from pearl.drafting.ngram import MOST_MATCHED, Candidate, NgramIndex, anchored, guess_tree
 from pearl.engine import Engine
 from pearl.errors import ConfigError
+from pearl.extras import installing
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.experiments import tune
 from pearl.lab.experiments.guessing import Generated, replay
@@ -242,7 +244,7 @@ def test_a_build_that_fails_removes_what_it_wrote(tmp_path: Path, monkeypatch: p
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pearl-runtime\[datastore\]'"):
+    with pytest.raises(ConfigError, match=re.escape(installing("datastore"))):
         make(tmp_path, [[1]])
 
 

@@ -639,7 +639,7 @@ def test_nothing_is_too_extreme() -> None:
 @pytest.mark.parametrize("passes", [True, False])
 def test_check_tells_by_its_exit_code(passes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = [checks.Check("one", "a", 2.0, 2.01), checks.Check("other", "b", 5, 5 if passes else 4, exact=True)]
-    monkeypatch.setattr("pearl.cli.check.checks", lambda tokens, seed: iter(made))
+    monkeypatch.setattr("pearl.lab.experiments.checks.checks", lambda tokens, seed: iter(made))
     result = invoked("check", "--json", str(tmp_path / "c.json"), code=0 if passes else 1)
     assert result.exit_code == (0 if passes else 1)
     assert ("FAIL" in result.output) is not passes

@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
     {"pearl.drafting.registry"},  # of the packages above, what configuration and codec read: no torch
     {"pearl.decoding.registry"},
     {"pearl.device", "pearl.document"},
-    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
+    {"pearl.errors", "pearl.extras", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}

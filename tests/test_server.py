@@ -37,6 +37,7 @@ from pearl.client.stream import Result
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
+from pearl.extras import installing
 from pearl.metrics import Statistics
 from pearl.server import app as app_module
 from pearl.server import listen as listen_module
@@ -1546,7 +1547,7 @@ def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     run = CliRunner().invoke(cli, ["serve", "--http", "127.0.0.1:0"])
     assert isinstance(run.exception, ConfigError)
-    assert "pip install 'pearl-runtime[server]'" in str(run.exception)
+    assert installing("server") in str(run.exception)
 
 
 def test_api_errors_are_openais() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,17 @@ class TestKeptTokenizer:
         for _ in range(2):
             assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
 
+    def test_on_a_full_disk_all_works(self, cache: Path, checkpoint: Path) -> None:
+        """The tokenizers library raises a bare Exception. A limit on a file's size stands for the disk's."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+        try:
+            for _ in range(2):
+                assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not list(cache.glob("tokenizer-*/"))
+
     def test_what_would_not_give_the_same_is_not_kept(
         self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -423,3 +436,14 @@ class TestLoading:
     def test_no_such_model(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="no such"):
             load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))
+
+
+def test_a_missing_sentencepiece_is_told(tmp_path: Path) -> None:
+    """transformers says that tiktoken is missing."""
+    if find_spec("sentencepiece"):
+        pytest.skip("it is not missing here")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is sentencepiece's: pip install sentencepiece"):
+        load_tokenizer(str(tmp_path))

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from pearl.cli import cli
 from pearl.errors import ConfigError, TraceError
+from pearl.extras import installing
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
@@ -270,7 +271,7 @@ def test_a_missing_library_is_named(run: tuple[Outcome, Path], tmp_path: Path, m
         monkeypatch.setitem(sys.modules, name, None)
     result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), "--png", str(tmp_path / "g")])
     assert isinstance(result.exception, TraceError)
-    assert "pearl-runtime[plot]" in str(result.exception)
+    assert installing("plot") in str(result.exception)
 
 
 def _chromium() -> str | None:

@@ -212,6 +212,9 @@ def main() -> None:
     is full or standard output is closed.
     """
     closed = _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks becomes an escape, not a traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()

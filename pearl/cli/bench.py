@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -18,32 +18,21 @@ from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
 from pearl.config import MAX_SLOTS, SamplingParams, Settings
 from pearl.errors import ConfigError
-from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import (
-    AR,
-    AR_ON_ALL,
-    NGRAM_ON_ALL,
-    Measured,
-    Plan,
-    check_comparable,
-    devices_of,
-    emulated,
-    measure,
-    rows_for,
-)
-from pearl.lab.bench.slots import measure_slots
-from pearl.lab.bench.summary import Figures, document, figures, over_alone
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 from pearl.models.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
+if TYPE_CHECKING:
+    from pearl.lab.bench.run import Measured, Plan
+    from pearl.lab.bench.summary import Figures
+
 _COUNT = click.IntRange(min=1)
 _MOST_AT_ONCE = 64  # requests of one front
 _PATH = click.Path(path_type=Path)
-_QUICK = {"limit": 2, "max_tokens": 64, "repeats": 1}
-_DEFAULT = {"limit": 10, "max_tokens": 128, "repeats": 1}
+_QUICK = {"limit": 1, "max_tokens": 64, "repeats": 1}
+_DEFAULT = {"limit": 4, "max_tokens": 128, "repeats": 1}
 _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
 
 
@@ -53,12 +42,12 @@ _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
     multiple=True,
     metavar="[NAME=]FILE",
     help="humaneval; questions, summaries or edits, 20 of ours each; or a .jsonl file of prompts, questions or turns. "
-    "Repeatable.  [default: humaneval]",
+    "Repeatable.  [default: these three of ours]",
 )
-@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 10]")
+@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 4]")
 @click.option("--repeats", type=_COUNT, metavar="N", help="Rounds over all prompts.  [default: 1]")
 @click.option("--rows", multiple=True, metavar="NAME", help="Only this row, and ar. Repeatable; a wrong one lists all.")
-@click.option("--quick", is_flag=True, help="2 prompts of each set, 64 tokens: a first look in a few minutes.")
+@click.option("--quick", is_flag=True, help="A prompt of each set, 64 tokens: a first look in a few minutes.")
 @click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
 @click.option(
     "--together/--apart",
@@ -91,6 +80,9 @@ def bench(
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
+    from pearl.lab.bench.run import measure
+    from pearl.lab.bench.summary import document
+
     for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name}: a benchmark runs all methods and windows, untraced; choose some with --rows")
@@ -118,6 +110,8 @@ def _plan(
     together: bool | None,
     raw: bool,
 ) -> Plan:
+    from pearl.lab.bench.run import AR, AR_ON_ALL, NGRAM_ON_ALL, Plan, check_comparable, devices_of, emulated, rows_for
+
     config = settings.engine
     check_comparable(config)
     if not config.has_draft:
@@ -149,7 +143,7 @@ def read_sets(prompts: Sequence[str], limit: int, toys: bool) -> list[Task]:
     if toys and not prompts:
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
     found: list[Task] = []
-    for given in prompts or (HUMANEVAL,):
+    for given in prompts or OURS:
         name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
         if any(task.set == name for task in found):
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
@@ -166,6 +160,8 @@ def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingPar
 
 
 def _print(plan: Plan, measured: Measured, seconds: float, taken: Taken) -> None:
+    from pearl.lab.bench.summary import figures, over_alone
+
     found = figures(plan, measured)
     sets = list(dict.fromkeys(task.set for task in plan.tasks))
     console = table_console(sum(len(name) + 1 for name in sets if len(sets) > 1))
@@ -235,8 +231,8 @@ bench.add_command(paper)
 
 @bench.command("slots")
 @click.argument("counts", nargs=-1, type=click.IntRange(1, MAX_SLOTS))
-@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.  [default: humaneval]")
-@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 16]")
+@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.")
+@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 5]")
 @click.option("--rounds", type=_COUNT, default=3, show_default=True, metavar="N", help="After one to warm up.")
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @click.option("--png", type=_PATH, help="A picture.")
@@ -257,11 +253,15 @@ def slots_(
     All texts are submitted at once to an engine with each of COUNTS slots (1 2 4 8 unless given); these take turns.
     An emulated pair is set against the same requests under a virtual clock, in which nothing but forwards takes time.
     """
+    from pearl.lab.bench import plots
+    from pearl.lab.bench.run import check_comparable, emulated
+    from pearl.lab.bench.slots import measure_slots
+
     config, toys = settings.engine, emulated(settings.engine)
     check_comparable(config)
     if config.slots != 1:
         raise ConfigError("--slots: name the numbers of slots as arguments, such as: pearl bench slots 1 2 4 8")
-    tasks = read_sets(prompts, limit or 16, toys)
+    tasks = read_sets(prompts, limit or 5, toys)
     if len(tasks) > _MOST_AT_ONCE:
         raise ConfigError(f"{len(tasks)} texts at once are too many, an engine takes {_MOST_AT_ONCE}: give --limit")
     params = _sampling(settings.sampling, 300 if toys else 64, toys)
@@ -322,5 +322,7 @@ def _print_slots(result: dict[str, Any], seconds: float, taken: Taken) -> None:
 @click.option("--png", type=_PATH, required=True, help="The picture.")
 def plot(result: Path, png: Path) -> None:
     """Draw RESULT, the --json of pearl bench or of pearl bench paper."""
+    from pearl.lab.bench import plots
+
     plots.draw(read_json(result), png)
     click.echo(png)

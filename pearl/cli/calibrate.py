@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -13,12 +14,13 @@ from pearl.cli.numbers import STDOUT, Number, json_option, table_console, write_
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.errors import ConfigError
-from pearl.lab.bench.calibrate import PROMPTS, Calibration, calibrate
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import check_comparable, emulated
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 from pearl.worker import profile
+
+if TYPE_CHECKING:
+    from pearl.lab.bench.calibrate import Calibration
 
 _TOKENS = 64
 
@@ -40,6 +42,9 @@ def calibrate_pair(
     (up to --max-tokens, 64 by default), reads the times from traces, and predicts each method's speed by the simulator.
     Says so when speculation does not pay. Engines of this pair on this machine begin with what it found.
     """
+    from pearl.lab.bench.calibrate import PROMPTS, calibrate
+    from pearl.lab.bench.run import check_comparable, emulated
+
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
     check_comparable(settings.engine)

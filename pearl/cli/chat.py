@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from pearl.cli.commands import COMMANDS, Leave, run_command
-from pearl.cli.console import SafeConsole
+from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply, legend
@@ -267,8 +267,7 @@ def chat(
             with raw_keys(), ended_by_signals():
                 _run_interactive(talk, LineReader(COMMANDS, remember=history))
         else:
-            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-            for line in sys.stdin:
+            for line in text_input("replace", newline=None):
                 if line.strip():
                     talk.answer(line.rstrip("\n"))
 

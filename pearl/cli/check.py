@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
-from pearl.lab.experiments.checks import CLOSE, Check, checks
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.checks import Check
 
 
 @click.command()
@@ -27,6 +30,8 @@ def check(tokens: int, seed: int, to: Path | None) -> None:
     decoding after Leviathan et al.; and the expected number of rejections after Yin et al., with models whose
     distributions are known.
     """
+    from pearl.lab.experiments.checks import checks
+
     done: list[Check] = []
     with Console(stderr=True, highlight=False).status("simulating") as status:
         for one in checks(tokens, seed):
@@ -41,6 +46,8 @@ def check(tokens: int, seed: int, to: Path | None) -> None:
 
 
 def _print(done: Sequence[Check]) -> None:
+    from pearl.lab.experiments.checks import CLOSE
+
     table = Table("claim", "setting", box=None, padding=(0, 2, 0, 0))
     for column in ("closed form", "simulated", "difference"):
         table.add_column(column, justify="right")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -16,12 +17,13 @@ from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
-from pearl.lab.bench import plots
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words
-from pearl.lab.bench.run import Measured, Plan, check_comparable, devices_of, emulated, measure
-from pearl.lab.bench.ways import DEFAULT, Compared, Surprise, compared, document, rows_of
 from pearl.printable import log_to_stderr
+
+if TYPE_CHECKING:
+    from pearl.lab.bench.run import Measured, Plan
+    from pearl.lab.bench.ways import Compared
 
 _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
@@ -29,8 +31,8 @@ _PATH = click.Path(path_type=Path)
 
 @click.command(cls=SettingsCommand)
 @click.argument("ways", nargs=-1, metavar="[METHOD[,NAME=VALUE...]]...")
-@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.  [default: humaneval]")
-@click.option("--limit", type=_COUNT, default=5, show_default=True, metavar="N", help="Prompts of each set.")
+@click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.")
+@click.option("--limit", type=_COUNT, default=2, show_default=True, metavar="N", help="Prompts of each set.")
 @click.option("--repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Rounds over all prompts.")
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @click.option("--no-perplexity", is_flag=True, help="Do not load the target once more to read what was written.")
@@ -57,6 +59,10 @@ def compare(
     dozen. They take turns, text by text, beside ar, at temperature 1 unless --temperature says otherwise. Perplexity is
     that of their texts under the target; energy is told where the machine tells it.
     """
+    from pearl.lab.bench import plots
+    from pearl.lab.bench.run import measure
+    from pearl.lab.bench.ways import Surprise, compared, document
+
     for name in DecodingConfig.model_fields:  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             flag = name.replace("_", "-")
@@ -84,6 +90,9 @@ def compare(
 
 
 def _plan(settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int, repeats: int, raw: bool) -> Plan:
+    from pearl.lab.bench.run import Plan, check_comparable, devices_of, emulated
+    from pearl.lab.bench.ways import DEFAULT, rows_of
+
     config = settings.engine
     check_comparable(config)
     rows = rows_of(config, ways or [way for way in DEFAULT if config.has_draft or way == "ngram"])

@@ -5,7 +5,11 @@ Apart from `terminal`, which imports the library that the chat's line takes: eve
 
 from __future__ import annotations
 
+import codecs
+import io
+import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 import click
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -23,6 +27,15 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def text_input(errors: str, newline: str | None = "") -> TextIO:
+    """Standard input without a byte order mark; `errors` and `newline` as of `open`. To be called before it is read."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        encoding = codecs.lookup(sys.stdin.encoding).name
+        wider = "utf-8-sig" if encoding in ("utf-8", "ascii") else encoding
+        sys.stdin.reconfigure(encoding=wider, errors=errors, newline=newline)
+    return sys.stdin
 
 
 def say(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -12,11 +12,10 @@ from rich.table import Table
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, Times, json_option, table_console, write_json
 from pearl.drafting.disco import read_classifier
-from pearl.lab.experiments.disco import train as training
 from pearl.lab.experiments.estimate import speedup
-from pearl.lab.experiments.recorded import timing_of
-from pearl.lab.experiments.stops import Stopped, side_by_side
-from pearl.models.recorded import read_texts
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.stops import Stopped
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _T_DRAFT = click.option("--t-draft", type=Times(), help="Of a draft forward; 1:10,4:12: by tokens fed.  [default: 10]")
@@ -46,6 +45,10 @@ def train(
     is the target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest
     window, are chosen by the time that method sd then takes at the given forward times.
     """
+    from pearl.lab.experiments.disco import train as training
+    from pearl.lab.experiments.recorded import timing_of
+    from pearl.models.recorded import read_texts
+
     recorded = read_texts(texts)
     with SafeConsole(stderr=True).status("training") as status:
         found = training(recorded, timing_of(t_draft, t_target), seed, status.update)
@@ -80,6 +83,10 @@ def stops(
     Methods sd and pearl with each policy and with the oracle, which stops where the next token would be wrong: no
     policy can need fewer calls. The best static window and the best threshold are those of these texts.
     """
+    from pearl.lab.experiments.recorded import timing_of
+    from pearl.lab.experiments.stops import side_by_side
+    from pearl.models.recorded import read_texts
+
     recorded, timing = read_texts(texts), timing_of(t_draft, t_target)
     header = recorded.header
     known = None if classifier is None else read_classifier(classifier, header.target, header.draft)

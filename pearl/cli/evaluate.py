@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -11,13 +12,12 @@ from rich.table import Table
 
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import named_file
-from pearl.lab.distill.evaluate import TOPS, Figures, GreedyAnswers, as_dict, evaluate
-from pearl.lab.distill.plot import plot
 from pearl.lab.distill.prompts import read_prompts
-from pearl.lab.distill.teacher import choose_device, load_teacher
 from pearl.models.kept import cache_directory
-from pearl.models.loading import load_model
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+
+if TYPE_CHECKING:
+    from pearl.lab.distill.evaluate import Figures
 
 _PATH = click.Path(path_type=Path)
 
@@ -54,6 +54,11 @@ def evaluate_draft(
     The target answers the prompts of each FILE (.jsonl with "prompt", "question" or "turns"; or one a line) greedily;
     both models then read the answers. NAME names the file in the table.
     """
+    from pearl.lab.distill.evaluate import GreedyAnswers, as_dict, evaluate
+    from pearl.lab.distill.plot import plot
+    from pearl.lab.distill.teacher import choose_device, load_teacher
+    from pearl.models.loading import load_model
+
     sets = {name: read_prompts(path, limit) for name, path in map(named_file, prompts)}
     where = choose_device(device)
     console = Console(stderr=True, highlight=False)
@@ -74,6 +79,8 @@ def evaluate_draft(
 
 
 def _table(found: dict[str, Figures]) -> Table:
+    from pearl.lab.distill.evaluate import TOPS
+
     table = Table("", *found, box=None, padding=(0, 2, 0, 0))
     rows: dict[str, list[object]] = {
         "tokens": [f"{of.tokens:,}" for of in found.values()],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -16,17 +17,11 @@ from pearl.client.request import Prompt
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError
-from pearl.lab.bench.calibrate import PROMPTS
-from pearl.lab.bench.exactness import (
-    Finding,
-    References,
-    check_combinations,
-    check_guesses,
-    check_rows,
-    check_texts,
-)
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
+
+if TYPE_CHECKING:
+    from pearl.lab.bench.exactness import Finding, References
 
 _TOKENS = 48
 _ROWS = 300
@@ -50,6 +45,9 @@ def check_bits(
     With --combinations the texts are those of pearl with look-ahead, lookup and branches, each on or off, and with
     either window.
     """
+    from pearl.lab.bench.calibrate import PROMPTS
+    from pearl.lab.bench.exactness import check_combinations, check_guesses, check_rows, check_texts
+
     if combinations and not settings.engine.has_draft:
         raise ConfigError("--combinations are of what guesses beside a draft: leave --draft none out")
     log_to_stderr("error" if kill else settings.engine.log_level, "front")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -17,10 +18,10 @@ from pearl.client.request import resolve_sampling
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
-from pearl.lab.experiments.front import Price, front
-from pearl.lab.experiments.plots import prices
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
-from pearl.worker.build import make_runner, place
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.front import Price
 
 _TOKENS = 48  # of a text, where --max-tokens does not say
 
@@ -42,6 +43,10 @@ def front_command(
     rejections of opt add up to one number, the distance between the models; in the rules' own texts, which the bias
     leads elsewhere, they are measured.
     """
+    from pearl.lab.experiments.front import front
+    from pearl.lab.experiments.plots import prices
+    from pearl.worker.build import make_runner, place
+
     config = settings.engine
     if not config.has_draft:
         raise ConfigError("--draft none: these rules judge what a draft proposes")

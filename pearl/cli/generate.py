@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from pearl import __version__
-from pearl.cli.console import SafeConsole
+from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import DRAFTLESS, Settings
@@ -47,7 +47,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
             _print_as_it_comes(stream, quiet=as_json)
             result = stream.result
     if as_json:
-        click.echo(json.dumps(_document(settings, result), ensure_ascii=False))
+        click.echo(json.dumps(_document(settings, result)))
     else:
         console.print(summary(settings, result))
 
@@ -57,7 +57,7 @@ def _prompt(prompt: str | None) -> str:
         return prompt
     if sys.stdin.isatty():
         click.echo("prompt (end with Ctrl-D):", err=True)
-    text = sys.stdin.read()
+    text = text_input("surrogateescape").read()  # halves of surrogate pairs are refused with the prompt
     if not text.strip():
         raise ConfigError('no prompt: give one as an argument or on standard input, e.g. pearl generate "Hello!"')
     return text

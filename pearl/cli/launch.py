@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from pearl.engine import Engine, Progress, torchrun
 from pearl.engine.attach import attach
 from pearl.engine.card import find_card
 from pearl.engine.launcher import LocalLauncher
-from pearl.errors import ConfigError
+from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -59,6 +60,8 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             engine = Engine.launched_by(launcher, progress)
     with engine:
         yield engine
+    if engine.trace_errors:  # they are in the log; the command prints its text first
+        click.get_current_context().call_on_close(lambda: sys.exit(TraceError.exit_code))
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def named_file(argument: str) -> tuple[str, Path]:
 def read_json(path: Path) -> Any:
     """The parsed file. Raises `ConfigError` if it cannot be read or is not JSON."""
     try:
-        return parse_json(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -19,14 +19,16 @@ from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, table_
 from pearl.cli.texts import replay_pairs
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
-from pearl.lab.bench import guesses, others, plots, results, tables
-from pearl.lab.bench.baselines import Baseline, expected_seconds, measured_baselines
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.paper import TABLES, Pair, pairs
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
+if TYPE_CHECKING:
+    from pearl.lab.bench.baselines import Baseline
+
 _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
+STUDIES = ("theory", "disco", "sssd", "mjsd")  # of `lab.bench.others`, which takes torch; a test compares the two
 _QUICK = {"tokens": 60, "texts": 1}
 GUESSES = "sssd"  # the paper of which tables by source, cost and temperature are made
 _GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts that these are made of
@@ -53,7 +55,7 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
 @click.option(
     "--paper",
     "other",
-    type=click.Choice(list(others.STUDIES)),
+    type=click.Choice(STUDIES),
     help="Of another paper: what of it can be measured on the embedded pair, with --prompts.",
 )
 @click.option(
@@ -100,6 +102,8 @@ def paper(
     decode, so the figures include the runtime's own cost. With --texts the pairs replay recorded texts at these forward
     times: PEARL as published beside look-ahead, lookup and branches.
     """
+    from pearl.lab.bench.baselines import Baseline
+
     embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
     if parts and file is None:
         raise ConfigError("--parts is for recorded texts: --texts FILE")
@@ -163,6 +167,9 @@ def _run(
     seed: int,
     simulate_only: bool,
 ) -> dict[str, Any]:
+    from pearl.lab.bench import tables
+    from pearl.lab.bench.baselines import expected_seconds, measured_baselines
+
     began, stolen, done, measured = time.monotonic(), Stolen(), [], []
     with Bars(SafeConsole(stderr=True)) as bars:
         if not simulate_only:
@@ -188,6 +195,8 @@ def _study(
     name: str, tasks: Sequence[Task], tokens: int, guessed: Sequence[Task], datastore: Path | None, to: Path | None
 ) -> None:
     """`guessed`: what is answered for the tables of guesses, which need more texts than times do; none: no tables."""
+    from pearl.lab.bench import guesses, others
+
     began, stolen, about = time.monotonic(), Stolen(), others.STUDIES[name]
     config = EngineConfig(datastore=None if datastore is None else str(datastore))
     with Bars(SafeConsole(stderr=True)) as bars:
@@ -213,6 +222,8 @@ def _study(
 
 
 def _print_guesses(console: Console, found: dict[str, Any]) -> None:
+    from pearl.lab.bench import guesses
+
     console.print("", _table("Tokens in a forward", guesses.SIZE_COLUMNS, 1, guesses.sizes_in_words(found)))
     rows = guesses.temperatures_in_words(found)
     console.print("", _table("Temperatures", guesses.TEMPERATURE_COLUMNS, 2, rows))
@@ -221,6 +232,8 @@ def _print_guesses(console: Console, found: dict[str, Any]) -> None:
 
 def _write(page: Path, result: dict[str, Any]) -> None:
     """The page's section; beside the page the JSON and the picture that it is made of."""
+    from pearl.lab.bench import plots, results
+
     picture = page.with_name("paper.png")
     plots.draw(result, picture)
     results.write_page(page, result, picture.name)
@@ -228,6 +241,8 @@ def _write(page: Path, result: dict[str, Any]) -> None:
 
 
 def _print(result: dict[str, Any]) -> None:
+    from pearl.lab.bench import results
+
     console = table_console()
     for name, cells in result["tables"].items():
         console.print(_table(results.title(name), results.COLUMNS, 2, results.rows(cells)))

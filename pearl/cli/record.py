@@ -13,10 +13,7 @@ from pearl.client.request import resolve_sampling
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
-from pearl.lab.experiments.recording import record as recording
-from pearl.models.recorded import Header, write_texts
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
-from pearl.worker.build import make_runner, place
 
 _TOKENS = 128  # of an answer, where --max-tokens does not say
 
@@ -34,6 +31,10 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     --temperature says otherwise; then the texts are those of the coupled rule. What is recorded can be replayed at any
     speed: by pearl simulate --texts FILE, and in real processes as the models replay:FILE.
     """
+    from pearl.lab.experiments.recording import record as recording
+    from pearl.models.recorded import Header, write_texts
+    from pearl.worker.build import make_runner, place
+
     config = settings.engine
     if not config.has_draft:
         raise ConfigError("--draft none: what is recorded is what a draft would have said")

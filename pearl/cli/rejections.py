@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
-from pearl.lab.experiments.plots import rejections_and_bias
-from pearl.lab.experiments.rejections import TOKENS, Rejections, chains, limit, rejections
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.rejections import Rejections
 
 
 @click.command(name="rejections")
@@ -26,6 +28,9 @@ def rejections_command(texts: int, seed: int, png: Path | None, to: Path | None)
     are the sum of the distances between the two models; batch drafts save some of these, and no number of them all; opt
     pays for each rejection less with as much bias, uno with more.
     """
+    from pearl.lab.experiments.plots import rejections_and_bias
+    from pearl.lab.experiments.rejections import TOKENS, chains, limit, rejections
+
     with Console(stderr=True, highlight=False).status("simulating") as status:
         done = list(rejections(texts, seed, status.update))
     limits = {chain.name: limit(chain) for chain in chains(seed)}
@@ -38,6 +43,8 @@ def rejections_command(texts: int, seed: int, png: Path | None, to: Path | None)
 
 
 def _print(done: Sequence[Rejections], limits: dict[str, float], texts: int) -> None:
+    from pearl.lab.experiments.rejections import TOKENS
+
     table = Table("", "rule", box=None, padding=(0, 2, 0, 0))
     for column in ("rejections\nexpected", "\nmeasured, 95%", "bias\nexpected", "\nmeasured, 95%"):
         table.add_column(column, justify="right")

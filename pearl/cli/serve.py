@@ -15,6 +15,7 @@ from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import torchrun
 from pearl.errors import ConfigError
+from pearl.extras import installing
 
 if TYPE_CHECKING:
     from pearl.server.listen import Door
@@ -77,5 +78,5 @@ def _bind(address: str, key: str | None, queue: int, model: str | None) -> Door:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
             raise
-        raise ConfigError("--http needs the extra `server`: pip install 'pearl-runtime[server]'") from None
+        raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
     return bind(address, key, queue, model)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -24,14 +24,13 @@ from pearl.cli.sweep import sweep
 from pearl.cli.texts import ablations, print_ablations
 from pearl.document import damaged
 from pearl.errors import ConfigError, TraceError
-from pearl.lab.experiments import texts
-from pearl.lab.experiments.compare import compare
 from pearl.lab.experiments.estimate import Estimate, speedup
-from pearl.lab.experiments.recorded import Recorded, recorded, timing_of
-from pearl.lab.experiments.workload import Totals, Workload, guessers, independent, run
-from pearl.models.recorded import read_texts
 from pearl.protocol.messages import Decoding
 from pearl.trace.reading import read
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.recorded import Recorded
+    from pearl.lab.experiments.workload import Totals, Workload
 
 _SILENT_SECONDS = 5.0  # without a line, where there is no terminal
 _BLOCK = 20  # texts whose luck balances
@@ -80,6 +79,9 @@ def simulate(
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
+    from pearl.lab.experiments.compare import compare
+    from pearl.models.recorded import read_texts
+
     if datastore is not None and file is None and trace is None:
         raise ConfigError("--datastore is for recorded texts: name them with --texts or --trace")
     began = time.monotonic()
@@ -137,6 +139,10 @@ def _of_texts(
     seed: int,
     **others: Any,
 ) -> Workload:
+    from pearl.lab.experiments import texts
+    from pearl.lab.experiments.recorded import timing_of
+    from pearl.models.recorded import read_texts
+
     for name, value in others.items():
         if value is not None:
             raise ConfigError(f"--{name} is what --texts tells: leave one of them out")
@@ -144,6 +150,8 @@ def _of_texts(
 
 
 def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:
+    from pearl.lab.experiments.recorded import recorded
+
     for name, value in given.items():
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is what --trace tells: leave one of them out")
@@ -154,6 +162,9 @@ def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, s
 
 def _again(record: Recorded, seed: int) -> Totals:
     """The recording's own method, with all that guessed beside the draft where the trace tells enough of it."""
+    from pearl.lab.experiments import texts
+    from pearl.lab.experiments.workload import run
+
     if record.texts is None:
         return run(record.workload, record.published)
     decoding = record.decoding
@@ -172,6 +183,9 @@ def _independent(
     jitter: float,
     seed: int,
 ) -> Workload:
+    from pearl.lab.experiments.recorded import timing_of
+    from pearl.lab.experiments.workload import independent
+
     timing = timing_of(t_draft, t_target, delay, jitter)
     return independent(timing, 0.8 if acceptance is None else acceptance, requests or 200, tokens or 128, seed, _BLOCK)
 
@@ -245,6 +259,8 @@ def _row(totals: Totals, over_ar: Estimate) -> list[str]:
 
 
 def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
+    from pearl.lab.experiments.workload import guessers
+
     share = again.tokens_per_second / record.tokens_per_second
     click.echo(
         f"{trace}: {again.name}: {record.tokens_per_second:.2f} tokens/s as recorded, {again.tokens_per_second:.2f} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -11,11 +12,11 @@ from rich.table import Table
 
 from pearl.cli.numbers import POSITIVE, Number, Times, write_json
 from pearl.errors import ConfigError
-from pearl.lab.experiments import plots, sweeps
 from pearl.lab.experiments.estimate import Estimate
-from pearl.lab.experiments.recorded import interpolated
-from pearl.lab.experiments.sweeps import Point
-from pearl.lab.simulate import Timing
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.sweeps import Point
+    from pearl.lab.simulate import Timing
 
 _AXES = {  # name -> label, from seconds to its unit
     "jitter": ("jitter: standard deviation of a forward, as a share of it", 1.0),
@@ -61,6 +62,10 @@ def sweep(
     --acceptance.  jitter, delay: at what delay between two hosts does PEARL stop paying?  foreseen: what branches can
     give at most, with its closed form.  lookup: by how often the draft's own lookup is right.
     """
+    from pearl.lab.experiments import sweeps
+    from pearl.lab.experiments.recorded import interpolated
+    from pearl.lab.simulate import Timing
+
     luck = sweeps.Luck(tokens, repeats, seed)
     timing = Timing(t_draft / 1e3, interpolated({n: ms / 1e3 for n, ms in t_target.items()}))
     along: dict[str, Callable[[], Iterator[Point]]] = {
@@ -93,6 +98,8 @@ def _followed(name: str, points: Iterator[Point]) -> list[Point]:
 
 
 def _draw(name: str, points: Sequence[Point], timing: Timing, path: Path) -> None:
+    from pearl.lab.experiments import plots
+
     if name in _AXES:
         title = f"t_draft {timing.t_draft * 1e3:g} ms, t_target(1) {timing.t_target(1) * 1e3:g} ms"
         plots.lines(points, name, *_AXES[name], title, path)
@@ -101,6 +108,8 @@ def _draw(name: str, points: Sequence[Point], timing: Timing, path: Path) -> Non
 
 
 def _print_ends(points: Sequence[Point], axis: str) -> None:
+    from pearl.lab.experiments import sweeps
+
     label, scale = _AXES[axis]
     table = Table("acceptance", box=None, padding=(0, 2, 0, 0))
     pairs = [(m, o) for m in points[0].speedups for o in (sweeps.SD, None) if m != sweeps.SD]
@@ -117,6 +126,7 @@ def _print_ends(points: Sequence[Point], axis: str) -> None:
 
 def _end(group: Sequence[Point], axis: str, method: str, other: str | None, scale: float, most: float) -> str:
     """Where `method` stops paying, and between where this may be."""
+    from pearl.lab.experiments import sweeps
 
     def told(of: Callable[[Estimate], float]) -> str:
         end = sweeps.stops_paying(group, axis, method, other, of)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,17 +17,21 @@ from pearl.cli.numbers import STDOUT, table_console, write_json
 from pearl.drafting.datastore import Datastore
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.paper import Pair
-from pearl.lab.bench.replayed import Replayed, document, replayed
-from pearl.lab.experiments import texts
 from pearl.lab.experiments.estimate import speedup
-from pearl.lab.experiments.workload import Totals, Workload
-from pearl.models.recorded import Header, RecordedTexts, read_texts
+
+if TYPE_CHECKING:
+    from pearl.lab.bench.replayed import Replayed
+    from pearl.lab.experiments.workload import Totals, Workload
+    from pearl.models.recorded import Header, RecordedTexts
 
 _DRAFTED = ("model", "lookup", "branch")  # who drafted a token, as statistics name them
 
 
 def ablations(recorded: RecordedTexts, workload: Workload, directory: Path | None = None) -> list[Totals]:
     """`directory`: of a datastore."""
+    from pearl.lab.experiments import texts
+    from pearl.lab.experiments.workload import Totals
+
     done = list[Totals]()
     store = Datastore(directory, recorded.header.vocab_size, verified=True) if directory is not None else None
     with Console(stderr=True, highlight=False).status("simulating") as status:
@@ -75,6 +80,9 @@ def replay_pairs(
     pairs: Sequence[Pair], file: Path, *, run: int, tokens: int, seed: int, parts: bool, to: Path | None
 ) -> None:
     """Prints each pair with each method, or writes it to `to`; see `replayed`."""
+    from pearl.lab.bench.replayed import Replayed, document, replayed
+    from pearl.models.recorded import read_texts
+
     began, stolen, done = time.monotonic(), Stolen(), list[Replayed]()
     with Bars(SafeConsole(stderr=True)) as bars:
         for pair in pairs:

@@ -23,7 +23,16 @@ from pearl.client.recording import Recording, logged_not_raised
 from pearl.client.request import Prompt, as_prompts, check_length, encode, submission
 from pearl.client.stream import Result, Stream
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.errors import ConfigError, EngineClosed, StartError, TargetLost, TraceError, TransportError, error_named
+from pearl.errors import (
+    ConfigError,
+    EngineClosed,
+    PearlError,
+    StartError,
+    TargetLost,
+    TraceError,
+    TransportError,
+    error_named,
+)
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -134,6 +143,7 @@ class Client:
         self.ahead = 0  # requests of others that come before ours, as told last
         self._silence = Silence(10 * _READ_SECONDS)  # the target's
         self._welcome: Welcome | None = None
+        self.untraced: list[PearlError] = []  # why no trace was written at its end
         self._recording = Recording(directory, taken=config.trace is not None)
         self._endpoint = ZmqConnection(address, channel_keys(config.keys, directory))
 
@@ -170,7 +180,7 @@ class Client:
             self._closed = True
             return
         if self._recording.active:
-            with logged_not_raised():
+            with logged_not_raised() as self.untraced:
                 self.stop_trace()
         self._closed = True
         with self._turns:  # a reader would be left with a closed socket in its hands

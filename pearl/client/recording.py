@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from pearl.errors import TargetLost, TraceError
+from pearl.errors import PearlError, TargetLost, TraceError
 from pearl.protocol.messages import Message, Trace
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, part_paths
@@ -114,9 +114,11 @@ class Recording:
 
 
 @contextlib.contextmanager
-def logged_not_raised() -> Iterator[None]:
-    """For the end of an engine: a trace that cannot be written does not make its texts wrong."""
+def logged_not_raised() -> Iterator[list[PearlError]]:
+    """For the end of an engine: a trace that cannot be written does not make its texts wrong. Yields why."""
+    raised: list[PearlError] = []
     try:
-        yield
+        yield raised
     except (TraceError, TargetLost) as error:
+        raised.append(error)
         log.error("no trace: %s", error)

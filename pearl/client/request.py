@@ -144,7 +144,7 @@ def submission(
             decoding.stop_parameters,
         ),
         () if params.ignore_eos else defaults.eos,
-        params.stop,
+        tuple(params.stop),
         preview,
         params.logprobs,
     )
@@ -163,7 +163,7 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, promp
         chosen(params.repetition_penalty, defaults.repetition_penalty),
         params.presence_penalty,
         params.frequency_penalty,
-        tuple(pair for pair in params.logit_bias if pair[1]),
+        tuple(pair for pair in dict(params.logit_bias).items() if pair[1]),
         grammar,
         defaults.eos if grammar else (),
     )

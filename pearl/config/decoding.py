@@ -42,10 +42,10 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
     optional field a parameter.
     """
     summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
-    choice = Field(next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
+    choice = Field(default=next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
     policies = "; ".join(f"{spec.name}: {spec.description}" for spec in STOPS.values())
     stop = Field(
-        FIXED,
+        default=FIXED,
         description=f"Where the draft ends a window before its bound. {policies}. For methods {', '.join(STOPPING)}; "
         f"under sd --gamma is then the bound, {CAP} by default. It changes no text but that of sd under a rule whose "
         "text depends on drafts, and never its distribution.",
@@ -58,7 +58,7 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
         described = " ".join(f"Of {whose} {owner}: {one}: {one.description}." for owner, one in declared.items())
         low, high = min(one.low for one in declared.values()), max(one.high for one in declared.values())
         kind = next(iter(declared.values())).kind
-        fields[name] = (kind | None, Field(None, ge=low, le=high, description=described))
+        fields[name] = (kind | None, Field(default=None, ge=low, le=high, description=described))
     return create_model(section.__name__, __base__=section, __doc__=section.__doc__, __module__=__name__, **fields)
 
 
@@ -67,29 +67,33 @@ class DecodingConfig(Section):
     """How a request is decoded: the method, its window, the acceptance rule and that rule's parameters."""
 
     method: Literal["auto", "ar", "ngram", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
-        "auto",
+        default="auto",
         description="auto: pearl or ngram, what is faster, found out while a text is written; ar: target alone; "
         "ngram: target alone, verifying guesses from the text so far; sd: draft and "
         "target in turn; ssd: the same, but the draft prepares for what the target may decide meanwhile; pearl and its "
         "two ablations.",
     )
-    window: Literal["stream", "fixed"] = Field("stream", description="stream: no full windows; fixed: the paper's.")
-    gamma: int | None = Field(None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c.")
+    window: Literal["stream", "fixed"] = Field(
+        default="stream", description="stream: no full windows; fixed: the paper's."
+    )
+    gamma: int | None = Field(
+        default=None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c."
+    )
     rule: str = next(iter(RULES))
     draft_stop: str = FIXED
     look_ahead: Guesses = Field(
-        None,
+        default=None,
         description="Most guesses, n-grams of the text so far, that the target verifies in a forward beside what is "
         "drafted: of these so many as make most tokens a second; 0 or off: none, as published. Default, auto: "
         f"{LOOK_AHEAD} for ngram and pearl, which alone take them.",
     )
     draft_lookup: Guesses = Field(
-        None,
+        default=None,
         description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, of which "
         f"it likewise takes what pays; 0 or off: none, as published. Default, auto: {DRAFT_LOOKUP} for pearl, else 0.",
     )
     branches: Outcomes = Field(
-        None,
+        default=None,
         description="Most outcomes other than the expected one that the draft prepares for, in rows of its forwards "
         "that cost little; 0 or off: none, as published. Default, auto: "
         f"{BRANCHES} for pearl and ssd, else 0.",

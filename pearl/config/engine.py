@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from pearl.config.decoding import DRAFTLESS, MAX_WINDOW, DecodingConfig, wide_window
-from pearl.config.section import Section
+from pearl.config.section import Section, check_utf8
 from pearl.device import Device
 from pearl.drafting.registry import STOPS
 from pearl.errors import ConfigError
@@ -31,92 +31,113 @@ class EngineConfig(Section):
     """What is fixed for an engine's life: the pair, where it runs and how its processes talk."""
 
     target: str = Field(
-        "embedded",
+        default="embedded",
         description="Target model: embedded, directory, hub id, .gguf file, toy:vocab=32,alpha=0.8, or replay:FILE, "
         "recorded texts (see pearl simulate record --help).",
     )
-    draft: str = Field("embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram.")
-    target_device: str = Field("auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).")
-    draft_device: str = Field("auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread.")
+    draft: str = Field(
+        default="embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram."
+    )
+    target_device: str = Field(
+        default="auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned)."
+    )
+    draft_device: str = Field(
+        default="auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread."
+    )
     target_dtype: DType = Field(
-        "auto",
+        default="auto",
         description="Weights of the target; auto: the checkpoint's; on a CPU 4 bits where they are so in the file, and "
         "float32 where it has no instructions for bfloat16. int8 and int4, on CPUs, round them to another model.",
     )
     draft_dtype: DType = Field(
-        "auto",
+        default="auto",
         description="Of the draft. int8 and int4, on CPUs: it guesses a little worse. auto is int4 there for a draft "
         "of 100M weights or more, and int8 for others if the CPU has no instructions for bfloat16.",
     )
     target_tp: int = Field(
-        1, ge=1, description="Tensor parallelism: ranks that share the target, each on its part of target_device."
+        default=1,
+        ge=1,
+        description="Tensor parallelism: ranks that share the target, each on its part of target_device.",
     )
     draft_tp: int = Field(
-        1, ge=1, validate_default=True, description="Likewise, ranks that share the draft and draft_device."
+        default=1, ge=1, validate_default=True, description="Likewise, ranks that share the draft and draft_device."
     )
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
-        "auto", description="How a target on several GPUs is spread over them."
+        default="auto", description="How a target on several GPUs is spread over them."
     )
     forwards: Literal["auto", "eager", "transformers"] = Field(
-        "auto",
+        default="auto",
         description="auto: our own forward pass where it knows the model; eager: on a GPU neither recorded nor "
         "chained; transformers: always theirs.",
     )
     exact: bool = Field(
-        False,
+        default=False,
         description="Refuse a model whose logits depend on how many tokens are fed together: all but our own forward.",
     )
-    max_context: int | None = Field(None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192.")
+    max_context: int | None = Field(
+        default=None, ge=2, description="Tokens of KV cache; default: the model's, at most 8192."
+    )
     slots: int = Field(
-        1,
+        default=1,
         ge=1,
         le=MAX_SLOTS,
         description="Requests that are worked on side by side, each in a KV cache of its own; others wait.",
     )
     datastore: str | None = Field(
-        None,
+        default=None,
         description="Directory of texts from which ngram and pearl guess too, beside the text so far; see "
         "pearl datastore --help.",
     )
     habits: bool = Field(
-        False,
+        default=False,
         description="ngram and pearl guess too from what the target has written for earlier requests: counts of a few "
         "tokens in a row, in its worker's memory. For fronts that may see by its speed what a text has in common with "
         "those of others.",
     )
     disco: str | None = Field(
-        None,
+        default=None,
         description="File with the classifier of --draft-stop disco for this pair, as pearl disco train has made it.",
     )
-    target_pace: Seconds | None = Field(None, description="Emulation: seconds that each target forward lasts.")
-    draft_pace: Seconds | None = Field(None, description="Emulation: seconds that each draft forward lasts.")
+    target_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each target forward lasts.")
+    draft_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each draft forward lasts.")
     control: str = Field(
-        "ipc",
+        default="ipc",
         description="Control channel: ipc (private socket files), tcp (127.0.0.1), or for two hosts tcp://HOST:PORT, "
         "an address of the target's host; PORT * is a free one.",
     )
     keys: str | None = Field(
-        None,
+        default=None,
         validate_default=True,
         description="File of the keys that secure the control channel; pearl keys FILE makes one.",
     )
     tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
-        "auto", description="How dense draft distributions travel; auto: ZeroMQ frames, between GPUs too."
+        default="auto", description="How dense draft distributions travel; auto: ZeroMQ frames, between GPUs too."
     )
-    draft_timeout: Seconds = Field(10.0, description="Seconds of silence after which the draft counts as lost.")
-    target_timeout: Seconds = Field(120.0, description="Seconds of silence after which the target counts as lost.")
-    startup_timeout: Seconds = Field(900.0, description="Seconds within which both models must be loaded.")
+    draft_timeout: Seconds = Field(default=10.0, description="Seconds of silence after which the draft counts as lost.")
+    target_timeout: Seconds = Field(
+        default=120.0, description="Seconds of silence after which the target counts as lost."
+    )
+    startup_timeout: Seconds = Field(default=900.0, description="Seconds within which both models must be loaded.")
     profile: str = Field(
-        "auto",
+        default="auto",
         description="What is known of the pair's speeds at start: auto (of this pair on this machine, as pearl "
         "calibrate has kept it, if it has), none, or such a file.",
     )
     draft_restarts: int = Field(
-        3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
+        default=3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
     )
-    trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
-    trace: str | None = Field(None, description="File to write a timeline of both workers to; see pearl trace --help.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="How much to log on stderr.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with a checkpoint.")
+    trace: str | None = Field(
+        default=None, description="File to write a timeline of both workers to; see pearl trace --help."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="How much to log on stderr."
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _utf8(cls, value: object, info: ValidationInfo) -> object:
+        return check_utf8(value, str(info.field_name)) if isinstance(value, str) else value
 
     @field_validator("target_device", "draft_device")
     @classmethod

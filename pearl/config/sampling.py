@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import (
     Field,
@@ -31,21 +32,32 @@ MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or what is made of it
 MAX_LOGPROBS = 20  # tokens told of at each place, as OpenAI's; JSON has no infinity, so theirs is the least, too
 LEAST_LOGPROB = -9999.0
 
+if TYPE_CHECKING:  # what a caller may give; the validators below make of it what is kept
+    Stops = Sequence[str]
+    Biases = Mapping[int, float] | Sequence[tuple[int, float]]
+    Schema = str | Mapping[str, Any]
+else:
+    Stops, Biases, Schema = tuple[str, ...], tuple[tuple[int, float], ...], str
+
 
 class SamplingParams(Section):
     """How tokens are drawn and where the text ends. None: the checkpoint's own default, as transformers reads it."""
 
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; default: the checkpoint's.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="Keep the k likeliest tokens; 0: all.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Keep the likeliest tokens that hold this probability.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="Default: drawn, and reported.")
-    sample: int = Field(0, ge=0, lt=2**63, description="Index of this sample under one seed.")
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens to generate; default: up to the context.")
-    stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
-    ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
+    temperature: float | None = Field(default=None, ge=0, description="0 is greedy; default: the checkpoint's.")
+    top_k: int | None = Field(default=None, ge=0, lt=2**31, description="Keep the k likeliest tokens; 0: all.")
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="Keep the likeliest tokens that hold this probability."
+    )
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
+    seed: int | None = Field(default=None, ge=0, lt=2**64, description="Default: drawn, and reported.")
+    sample: int = Field(default=0, ge=0, lt=2**63, description="Index of this sample under one seed.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens to generate; default: up to the context."
+    )
+    stop: Stops = Field(default=(), description="End before any of these strings (may be given several times).")
+    ignore_eos: bool = Field(default=False, description="Do not end at an end-of-sequence token.")
     logprobs: int | None = Field(
-        None,
+        default=None,
         ge=0,
         le=MAX_LOGPROBS,
         description="Tell of each token its log probability under the target, and of so many of the likeliest tokens "
@@ -53,32 +65,32 @@ class SamplingParams(Section):
     )
 
     repetition_penalty: float | None = Field(
-        None,
+        default=None,
         ge=LEAST_REPETITION_PENALTY,
         le=MOST_REPETITION_PENALTY,
         description="Above 1: make tokens that prompt or text have less likely; default: the checkpoint's.",
     )
     presence_penalty: float = Field(
-        0.0,
+        default=0.0,
         ge=-MOST_PENALTY,
         le=MOST_PENALTY,
         description="Is taken from the logit of each token that was generated.",
     )
     frequency_penalty: float = Field(
-        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="Likewise, times how often it was."
+        default=0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="Likewise, times how often it was."
     )
-    logit_bias: tuple[tuple[int, float], ...] = Field(
-        (),
+    logit_bias: Biases = Field(
+        default=(),
         max_length=MAX_BIASES,
         description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several times).",
     )
-    json_schema: str | None = Field(
-        None,
+    json_schema: Schema | None = Field(
+        default=None,
         description='Write JSON that this JSON schema allows; {"type": "object"} is any object.',
         json_schema_extra={"metavar": "JSON"},
     )
     regex: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         max_length=MAX_GRAMMAR // 16,
         description="Write what this regular expression matches, and end.",

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from pearl.errors import ConfigError
+from pearl.printable import is_unicode
 
 # Known elsewhere, not here: refused by name, so that nobody believes they took effect.
 UNSUPPORTED = {
@@ -41,6 +42,13 @@ class Section(BaseModel):
         except ValidationError as error:
             problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_told(e)}" for e in error.errors())
             raise ConfigError("; ".join(problems)) from None
+
+
+def check_utf8(value: str, setting: str) -> str:
+    """Raises `ConfigError` for bytes that are not UTF-8, of a path as a rule: libraries that take them as text fail."""
+    if not is_unicode(value):
+        raise ConfigError(f"{setting}: {value!r} is not UTF-8; name another, or a link to it")
+    return value
 
 
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ def _text(file: File) -> str | None:
 
 
 def _records(path: Path, fields: Sequence[str]) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pearl.document import parse_json
 from pearl.drafting.ngram import MOST_MATCHED
 from pearl.errors import ConfigError
+from pearl.extras import installing
 from pearl.models.tokenizer import vocabulary_digest
 from pearl.text import Tokenizer
 
@@ -158,7 +159,7 @@ def _header_text(directory: Path) -> str:
         raise ConfigError(f"{directory} is no datastore: it has no {HEADER}; `pearl datastore build` makes one")
     if path.stat().st_size > _MOST_HEADER:
         raise ConfigError(f"datastore {directory} is damaged: {HEADER} is too large")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def _parsed(directory: Path, text: str) -> Header:
@@ -327,7 +328,7 @@ def suffix_array(tokens: bytearray, width: int) -> Any:
         from pydivsufsort import divsufsort
     except ImportError:
         raise ConfigError(
-            "building a datastore needs pydivsufsort: install the extra, pip install 'pearl-runtime[datastore]'"
+            f"building a datastore needs pydivsufsort: install the extra, {installing('datastore')}"
         ) from None
     order = divsufsort(np.frombuffer(tokens, dtype=np.uint8))  # of bytes: every `width`-th suffix is one of tokens
     order = order[order % width == 0]

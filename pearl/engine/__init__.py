@@ -17,6 +17,7 @@ from pearl.client.request import Prompt
 from pearl.client.stream import Piece, Result, Stream
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine.launcher import Launcher, LocalLauncher
+from pearl.errors import PearlError
 from pearl.models.kept import Progress, silent
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
 from pearl.protocol.messages import Welcome
@@ -171,6 +172,11 @@ class Engine:
     def stop_trace(self) -> Path:
         """Ends the recording and writes its file, whose path it returns. After a `TraceError` it can be tried again."""
         return self._client.stop_trace()
+
+    @property
+    def trace_errors(self) -> list[PearlError]:
+        """Of a closed engine: why a trace that it was to write is not there."""
+        return [*self._client.untraced, *self._launcher.untraced]
 
     def begin_live_trace(self) -> Path:
         """As `start_trace`, for who reads what the workers write as they write it (`pearl.trace.recorder.GrowingPart`).

@@ -8,7 +8,7 @@ from pathlib import Path
 from pearl.config import EngineConfig
 from pearl.engine import Engine
 from pearl.engine.card import read_card
-from pearl.errors import ConfigError
+from pearl.errors import ConfigError, PearlError
 from pearl.models.kept import Progress, silent
 
 
@@ -25,6 +25,7 @@ class AttachedLauncher:
             raise ConfigError(f"{directory} holds no running engine")
         self.config = EngineConfig(**card.config | {"trace": None})
         self.directory = directory
+        self.untraced: list[PearlError] = []
         self._address = card.address
 
     def launch(self, progress: Progress) -> str:

@@ -17,10 +17,10 @@ from pearl.config import EngineConfig
 from pearl.engine.card import write_card
 from pearl.engine.preflight import check_classifier, check_datastore, check_models, check_profile, check_toys
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
-from pearl.errors import PearlError, StartError, TransportError
+from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.models.kept import Progress
 from pearl.trace.chrome import merge
-from pearl.trace.recorder import being_written
+from pearl.trace.recorder import being_written, part_paths
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.zeromq import ensured_keys
 from pearl.worker.settings import WorkerSettings
@@ -35,10 +35,14 @@ class Launcher(Life, Protocol):
 
     Attributes:
         directory: the engine's, of sockets and keys, which nobody but this user can reach.
+        untraced: why the trace of the workers' whole life was not written at their end.
     """
 
     config: EngineConfig
     directory: Path
+
+    @property
+    def untraced(self) -> list[PearlError]: ...
 
     @property
     def draft_pid(self) -> int | None:
@@ -78,6 +82,8 @@ class LocalLauncher:
     def __init__(self, config: EngineConfig, others_elsewhere: bool = False) -> None:
         self.config = config
         self.directory = private_directory()
+        self.untraced: list[PearlError] = []
+        self._began = time.time()
         self.target: Ranks | None = None
         self.draft: DraftKeeper | None = None
         self._elsewhere = others_elsewhere
@@ -179,10 +185,22 @@ class LocalLauncher:
         self._end(END_SECONDS)
         if self.config.trace:
             path, deadline = Path(self.config.trace), time.monotonic() + _LAST_WORDS_SECONDS
-            with logged_not_raised():
+            with logged_not_raised() as self.untraced:
                 while being_written(path) and time.monotonic() < deadline:  # the draft may be another process's
                     time.sleep(_LOOK_SECONDS)
-                merge(path)
+                self._merge(path)
+
+    def _merge(self, path: Path) -> None:
+        """Leaves no parts behind."""
+        parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
+        try:
+            if not all(part.stat().st_size for part in parts):
+                raise TraceError(f"cannot write the trace {path}: a worker's part of it did not fit the disk")
+            merge(path)
+        except TraceError:
+            for part in parts:
+                part.unlink(missing_ok=True)
+            raise
 
     def _end(self, seconds: float) -> None:
         """Once. A second thread waits until it is done. `seconds`: how long each has to end by itself."""

@@ -90,6 +90,10 @@ class TorchrunLauncher:
         self._first = LocalLauncher(config, others_elsewhere=True)
         self.config, self.directory, self.remedy = config, self._first.directory, self._first.remedy
 
+    @property
+    def untraced(self) -> list[PearlError]:
+        return self._first.untraced
+
     def launch(self, progress: Progress) -> str:
         self._store.set(_DIRECTORY, str(self.directory))  # now, for the target's ranks meet there
         address = self._first.launch(progress)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pearl.config.sampling import Schema
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
+from pearl.extras import installing
 from pearl.models.schema_cost import check_regex, check_schema
 from pearl.text import Tokenizer, token_bytes
 
@@ -21,14 +23,14 @@ if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner with
     from llguidance import LLMatcher, LLTokenizer
 
 _T = TypeVar("_T")
-_MISSING = "needs the package llguidance: pip install 'pearl-runtime[structured]'"
+_MISSING = "needs the package llguidance: "
 _NO_TOKEN = "NoExtensionBias"  # begins what llguidance says where the vocabulary cannot write how a grammar goes on
 _BESIDE = 2  # ids beyond the model's own: see `_Vocabulary`
 _MOST_REVIVED = 8  # times that one text's parser is begun anew: it reads the whole text again
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
-def grammar_of(json_schema: str | None, regex: str | None) -> str:
+def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
     """What workers are told of what a user asks for: "json_schema" or "regex", a line feed, and the text of it.
 
     Empty where nothing is asked for. Raises `RequestError` where it is no schema or expression that can be kept to, or
@@ -41,7 +43,7 @@ def grammar_of(json_schema: str | None, regex: str | None) -> str:
     try:
         _checked(grammar)
     except ImportError:
-        raise RequestError(f"{kind} {_MISSING}") from None
+        raise RequestError(f"{kind} {_MISSING}{installing('structured')}") from None
     except ValueError as error:
         raise RequestError(f"{kind} cannot be kept to: {_short(str(error))}") from None
     return grammar
@@ -186,7 +188,7 @@ class Guides:
         try:
             from llguidance import LLMatcher
         except ImportError:
-            raise GrammarError(f"a grammar {_MISSING}") from None
+            raise GrammarError(f"a grammar {_MISSING}{installing('structured')}") from None
         try:
             written = _checked(grammar)
         except ValueError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from pearl.config.section import check_utf8
 from pearl.errors import ConfigError, ModelError
 
 Progress = Callable[[str], None]
@@ -37,7 +38,7 @@ def silent(_message: str) -> None:
 def cache_directory() -> Path:
     """Where converted models are kept; not created here."""
     if chosen := os.environ.get("PEARL_CACHE"):
-        return Path(chosen).expanduser()
+        return Path(check_utf8(chosen, "$PEARL_CACHE")).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pearl"
 

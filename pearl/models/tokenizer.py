@@ -13,6 +13,7 @@ import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from pearl.config import MOST_EOS, SamplingParams
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
+from pearl.models.hub import in_cache
 from pearl.models.kept import Progress, silent
 from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
 from pearl.text import REPLACEMENT, Tokenizer, Tools, check_characters
@@ -60,6 +62,7 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "eta_cutoff": 0.0,
     "top_h": None,
 }
+_FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  # package -> what is imported
 # What is honoured, and its value where it is not set.
 _SETTINGS: Mapping[str, float] = {
     "temperature": 1.0,
@@ -190,7 +193,7 @@ def load_tokenizer(
     try:
         tokenizer, defaults = _from_checkpoint(checkpoint, trust_remote_code)
     except Exception as error:  # whatever files, their readers and a model's own code may raise
-        cause = " ".join(str(error).split()) or type(error).__name__
+        cause = _lacking_sentencepiece(checkpoint) or " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
             f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
             "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
@@ -269,6 +272,16 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     kind: Any = PreTrainedTokenizerFast if is_of_gguf else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     return tokenizer
+
+
+def _lacking_sentencepiece(checkpoint: str) -> str:
+    """What to install for tokens that are in a model of sentencepiece alone, where transformers asks for tiktoken."""
+    directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
+    if directory is None or (directory / "tokenizer.json").is_file():
+        return ""
+    models = [path for path in directory.glob("*.model") if path.read_bytes()[:1] == b"\n"]  # tiktoken's are text
+    missing = [name for name, module in _FOR_SENTENCEPIECE.items() if find_spec(module) is None]
+    return f"{models[0].name} is sentencepiece's: pip install {' '.join(missing)}" if models and missing else ""
 
 
 def _hashable(value: Any) -> Any:

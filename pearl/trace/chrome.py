@@ -75,7 +75,7 @@ def write(trace: Path, parts: list[Part]) -> None:
             file.write("\n]}\n")
         temporary.replace(trace)
     except OSError as error:
-        raise TraceError(f"cannot write the trace {trace}: {error.strerror}; its parts are left") from None
+        raise TraceError(f"cannot write the trace {trace}: {error.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from pearl.errors import ConfigError, TraceError
+from pearl.extras import installing
 from pearl.trace.chrome import committed
 from pearl.trace.reading import Arrow, Slice, Trace
 
@@ -302,7 +303,7 @@ def png(charts: Sequence[Chart], path: Path) -> None:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError:
-        raise TraceError("drawing this needs matplotlib: pip install 'pearl-runtime[plot]'") from None
+        raise TraceError(f"drawing this needs matplotlib: {installing('plot')}") from None
     figure = Figure(figsize=(13, 1.9 + 2.6 * len(charts)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     scale = (

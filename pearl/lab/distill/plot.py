@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pearl.errors import ConfigError
+from pearl.extras import installing
 from pearl.lab.distill.evaluate import BINS, TOPS, Figures
 
 
@@ -16,7 +17,7 @@ def plot(found: Mapping[str, Figures], title: str, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install 'pearl-runtime[plot]'") from None
+        raise ConfigError(f"pictures need matplotlib: {installing('plot')}") from None
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from pearl.document import parse_json
 from pearl.errors import ConfigError
-from pearl.lab.distill.answers import Answer, answer, batched
-from pearl.lab.distill.benchmarks import is_benchmark
-from pearl.lab.distill.teacher import Teacher
+
+if TYPE_CHECKING:
+    import torch
+
+    from pearl.lab.distill.answers import Answer
+    from pearl.lab.distill.teacher import Teacher
 
 _TEMPERATURE, _TOP = 1.0, 64  # of sampling invented prompts, among the _TOP likeliest tokens
 _TURNS_PER_PROMPT = 1.15  # invented: some are empty, duplicates or benchmark prompts
@@ -31,7 +32,7 @@ def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
     Raises `ConfigError`.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:count]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()][:count]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error}") from None
     jsonl = path.suffix == ".jsonl"
@@ -57,6 +58,8 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
 
 def training_prompts(paths: Sequence[Path]) -> list[str]:
     """All prompts of some files. Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid."""
+    from pearl.lab.distill.benchmarks import is_benchmark
+
     found = [(text, path) for path in paths for text in read_prompts(path)]
     for text, path in found:
         if is_benchmark(text):
@@ -94,6 +97,11 @@ def invent(
 
     Raises `ConfigError` without openings for a target without a chat template.
     """
+    import torch
+
+    from pearl.lab.distill.answers import answer, batched
+    from pearl.lab.distill.benchmarks import is_benchmark
+
     if not openings and not teacher.encode_start(""):
         raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
     draw = random.Random(int(torch.randint(2**62, (), generator=generator)))

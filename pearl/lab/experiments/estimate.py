@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, log10, sqrt
+from typing import TYPE_CHECKING
 
-from pearl.lab.experiments.workload import Totals
+if TYPE_CHECKING:
+    from pearl.lab.experiments.workload import Totals
 
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 97.5%, by degrees of freedom from 1 on
 _MOST_DIGITS = 3  # behind the point

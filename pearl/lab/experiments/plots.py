@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl.errors import ConfigError
+from pearl.extras import installing
 from pearl.lab.experiments.estimate import Estimate
 from pearl.lab.experiments.front import Price
 from pearl.lab.experiments.rejections import Rejections
@@ -90,7 +91,7 @@ def figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install 'pearl-runtime[plot]'") from None
+        raise ConfigError(f"pictures need matplotlib: {installing('plot')}") from None
     made = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(made)
     return made

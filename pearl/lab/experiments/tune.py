@@ -39,7 +39,7 @@ def read_generated(paths: Sequence[Path], vocab_size: int) -> list[Generated]:
 
 def _lines(path: Path, vocab_size: int) -> Iterator[Generated]:
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with path.open(encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _generated(line, vocab_size, f"{path} line {number}")

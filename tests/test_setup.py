@@ -1,0 +1,109 @@
+"""scripts/setup and the container's file, with a pip that notes what it is asked for and has what the case says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pearl import extras
+
+ROOT = Path(__file__).parents[1]
+PIP = """#!/bin/sh
+case "$*" in *"import torch"*) exit 1 ;; esac
+echo "$@" >>"$PIP_LOG"
+case "$*" in *whl/cpu*) has=$INDEX ;; *2.13.0+cpu*) has=$MIRROR ;; *) has=yes ;; esac
+[ "$has" = yes ] || { echo "ERROR: No matching distribution found" >&2; exit 1; }
+"""
+CASES = [
+    (["yes", "no"], ["+cpu"]),
+    (["no", "yes"], ["+cpu", "whl/cpu"]),
+    (["no", "no"], ["+cpu", "whl/cpu", "torch==2.13.0"]),
+]
+
+
+class Machine:
+    """A copy of the scripts, and the commands that pip got."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self._log = place, place / "pip.log"
+        (place / ".venv/bin").mkdir(parents=True)
+        for name in ("scripts/setup", "pyproject.toml"):
+            (place / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, place / name)
+        for name in (".venv/bin/python", "python3"):
+            (place / name).write_text(PIP)
+            (place / name).chmod(0o755)
+
+    def run(self, *command: str, mirror: str = "yes", index: str = "no") -> subprocess.CompletedProcess[str]:
+        told = {"PYTHON": sys.executable, "PIP_LOG": str(self._log), "MIRROR": mirror, "INDEX": index}
+        told |= {"PATH": f"{self.place}:/usr/bin:/bin", "TORCH": "torch==2.13.0+cpu"}
+        self._log.write_text("")
+        return subprocess.run(
+            command, cwd=self.place, env=os.environ | told, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    @property
+    def asked(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="with a GPU torch is another one")
+@pytest.mark.parametrize(("has", "wanted"), CASES)
+def test_torch_is_the_cpu_build_wherever_one_is_to_be_had(tmp_path: Path, has: list[str], wanted: list[str]) -> None:
+    """Gigabytes of CUDA came under the title "0.2 GB", and what pip had said was thrown away."""
+    machine = Machine(tmp_path)
+    done = machine.run("scripts/setup", mirror=has[0], index=has[1])
+    assert done.returncode == 0, done.stderr
+    for words, command in zip(wanted, machine.asked, strict=False):
+        assert words in command
+    assert len(machine.asked) == len(wanted) + 1, "and PEARL itself"
+    fell_back = len(wanted) == 3
+    assert ("several GB" in done.stderr) == fell_back
+    assert ("No matching distribution" in done.stderr) == fell_back
+
+
+@pytest.mark.parametrize(("has", "wanted"), CASES)
+def test_the_containers_torch_comes_likewise(tmp_path: Path, has: list[str], wanted: list[str]) -> None:
+    (step,) = re.findall(r"^RUN (python3 -c (?:.*\\\n)*.*)$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE)
+    machine = Machine(tmp_path)
+    done = machine.run("sh", "-c", step, mirror=has[0], index=has[1])
+    assert done.returncode == 0, done.stderr
+    assert [words in command for words, command in zip(wanted, machine.asked, strict=True)] == [True] * len(wanted)
+    assert ("several GB" in done.stderr) == (len(wanted) == 3)
+
+
+def test_extras_are_installed_once_and_where_type_checkers_find_them(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.run("scripts/setup", "plot", "server")
+    assert machine.asked[-1].endswith(".[plot,server] --disable-pip-version-check -q")
+    assert "editable_mode=compat" in machine.asked[-1], "through an import hook they find no types"
+    machine.run("scripts/setup", "server")
+    assert machine.asked == []
+    machine.run("scripts/setup", "server", "bench")
+    assert "[server,bench]" in machine.asked[-1]
+    refused = machine.run("scripts/setup", "plots")
+    assert refused.returncode == 1
+    assert "no extra 'plots'" in refused.stderr
+
+
+def test_what_is_missing_can_be_installed_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install 'pearl-runtime[plot]'` works nowhere: no index has the package."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert extras.installing("plot") == "scripts/setup plot"
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    assert re.fullmatch(r"pip install 'matplotlib[^']+'", extras.installing("plot"))
+    for path in (ROOT / "pearl").rglob("*.py"):
+        assert "pip install 'pearl-runtime[" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(("name", "kept"), [("Dockerfile", "/cache"), ("pearl.service", "/var/cache/pearl")])
+def test_models_from_the_hub_outlive_a_container_and_a_service(name: str, kept: str) -> None:
+    said = (ROOT / "launch" / name).read_text()
+    assert f"PEARL_CACHE={kept} HF_HOME={kept}/huggingface" in said
