@@ -258,6 +258,55 @@ class TestKeptTokenizer:
         with pytest.raises(RequestError, match="no chat template"):
             encode(byte_level(), Chat(chat[:1], tools))
 
+    @pytest.mark.parametrize(
+        ("template", "told"),
+        [
+            ("{% for m in messages %}{% for c in m.tool_calls %}{{ '>' + c.function.arguments }}", '>{"x": 2}'),
+            ("{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x + 1 }}", "3"),
+            ("{% for m in messages %}{{ m.content + '.' }}{% for c in m.tool_calls or [] %}", "a\nb."),
+        ],
+    )
+    @pytest.mark.parametrize("arguments", [{"x": 2}, '{"x": 2}'])
+    def test_each_template_gets_arguments_and_contents_as_it_takes_them(
+        self, cache: Path, checkpoint: Path, template: str, told: str, arguments: object
+    ) -> None:
+        """DeepSeek's join arguments as text: TypeError, which was an HTTP 500, as was the content in parts."""
+        (checkpoint / "chat_template.jinja").write_text(template + "{% endfor %}{% endfor %}")
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        if "content" in template:
+            chat = [{"role": "user", "content": parts}]
+        for _ in range(2):
+            assert load_tokenizer(str(checkpoint))[0].chat_text(chat) == told
+
+    @pytest.mark.parametrize(
+        ("raises", "quoted"),
+        [
+            ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+            ("{{ {}.popitem() }}", "SecurityError|KeyError|access to"),
+            ("{{ 1 // 0 }}", "ZeroDivisionError"),
+            ("{{ 'x'.index('y') }}", "ValueError: substring not found"),
+            ("{{ messages[9].content }}", "has no element 9"),
+        ],
+    )
+    def test_whatever_a_template_raises_is_told(self, cache: Path, checkpoint: Path, raises: str, quoted: str) -> None:
+        (checkpoint / "chat_template.jinja").write_text(raises)
+        for _ in range(2):
+            with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
+                load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
+
+    def test_the_template_for_tools_is_taken_with_tools(self, cache: Path, checkpoint: Path) -> None:
+        """Of a checkpoint whose templates have names: from the second start on the one without tools was taken."""
+        tokenizer = backend_of(byte_level())
+        tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+        tokenizer.save_pretrained(checkpoint)
+        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
+        assert isinstance(kept, KeptTokenizer)
+        for each in (made, kept):
+            assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
+            assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
+
     def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))

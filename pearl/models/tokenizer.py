@@ -21,7 +21,7 @@ from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.models.kept import Progress, silent
-from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
+from pearl.models.kept_tokenizer import KeptTokenizer, rendered
 from pearl.text import REPLACEMENT, Tokenizer, Tools, check_characters
 
 if TYPE_CHECKING:
@@ -117,11 +117,13 @@ class HFTokenizer:
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
-        with refusals_explained():
-            made = self._tokenizer.apply_chat_template(
-                messages, tools=None if tools is None else [*tools], add_generation_prompt=True, tokenize=False
-            )
-        return str(made)
+        told: Any = None if tools is None else [*tools]
+
+        def render(given: list[dict[str, Any]]) -> str:
+            of = self._tokenizer
+            return str(of.apply_chat_template(given, tools=told, add_generation_prompt=True, tokenize=False))
+
+        return rendered(render, messages)
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
