@@ -285,3 +285,21 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     target = {"device": "auto", "dtype": "auto", "tp": 1, "pace": None}
     expected = {"role": "target", "spec": "embedded", "device_map": "balanced", **target, **both}
     assert asdict(config.model("target")) == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("gamma", 4), ("window", "fixed"), ("rule", "uno"), ("candidates", 2)])
+@pytest.mark.parametrize("method", ["ar", "ngram"])
+def test_what_a_method_does_not_read_is_refused_where_it_was_asked_for(
+    tmp_path: Path, name: str, value: object, method: str
+) -> None:
+    """It was ignored without a word. A file for another method can still be used with one flag."""
+    both = {"rule": "spectr", name: value} if name == "candidates" else {name: value}
+    path = tmp_path / "pair.yaml"
+    path.write_text("\n".join(f"{key}: {said}" for key, said in both.items()))
+    with pytest.raises(ConfigError, match=f"is for methods with a draft, and {method} has none"):
+        load_settings(None, {"method": method, **both})
+    assert load_settings(path, {"method": method}).decoding.method == method
+    path.write_text(path.read_text() + f"\nmethod: {method}\n")
+    with pytest.raises(ConfigError, match=f"and {method} has none"):
+        load_settings(path, {})
+    assert load_settings(path, {"method": "pearl"}).decoding.method == "pearl"

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
-from pearl.client.request import Chat, encode
+from pearl.client.request import Chat, encode, submission
+from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import ModelError, RequestError
 from pearl.models.kept_tokenizer import KeptTokenizer
 from pearl.models.tokenizer import (
@@ -418,6 +419,16 @@ class TestDefaults:
         assert defaults(checkpoint, do_sample=False).eos == (1,)
         (checkpoint / "generation_config.json").unlink()
         assert load_tokenizer(str(checkpoint))[1].eos == (1,)
+
+    @pytest.mark.parametrize(("tokens", "asked", "limit"), [(10, None, 15), (10, 20, 30), (60, None, 64), (10, 2, 12)])
+    def test_a_checkpoints_limit_is_the_default(
+        self, checkpoint: Path, tokens: int, asked: int | None, limit: int
+    ) -> None:
+        """It gives way to what the caller asks for and to the context, of 64 here; it was not read."""
+        found = defaults(checkpoint, max_new_tokens=5, eos_token_id=1)
+        assert found == load_tokenizer(str(checkpoint))[1] == GenerationDefaults(eos=(1,), max_tokens=5)
+        params = SamplingParams(seed=1, max_tokens=asked)
+        assert submission(1, [1] * tokens, 64, params, found, DecodingConfig()).limit == limit
 
     def test_what_is_not_supported_is_named(self, checkpoint: Path) -> None:
         """Qwen2.5's repetition_penalty of 1.05 is honoured; 1.0 or what only sampling reads changes nothing."""

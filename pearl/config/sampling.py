@@ -41,7 +41,9 @@ class SamplingParams(Section):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Default: drawn, and reported.")
     sample: int = Field(0, ge=0, lt=2**63, description="Index of this sample under one seed.")
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens to generate; default: up to the context.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Most tokens to generate; default: the checkpoint's, else up to the context."
+    )
     stop: tuple[str, ...] = Field((), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(False, description="Do not end at an end-of-sequence token.")
     logprobs: int | None = Field(

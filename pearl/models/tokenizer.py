@@ -73,7 +73,7 @@ _SETTINGS: Mapping[str, float] = {
 class GenerationDefaults:
     """The generation settings of a checkpoint, for those that the user does not set.
 
-    temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off.
+    temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off. max_tokens None: up to the context.
     `ignored` names options of its generation_config.json that would change the text and are not supported, or whose
     values cannot be, a top_k of -1 for one.
     """
@@ -85,6 +85,7 @@ class GenerationDefaults:
     eos: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
     repetition_penalty: float = 1.0
+    max_tokens: int | None = None
 
 
 class HFTokenizer:
@@ -293,14 +294,16 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
     samples = bool(config.do_sample)
     said = {name: getattr(config, name) for name in _SETTINGS}
     unset = {**_SETTINGS, "top_k": 50 if samples and said["top_k"] is None else 0}
+    said["max_tokens"] = config.max_new_tokens
     impossible = {name: value for name, value in said.items() if value is not None and not _is_possible(name, value)}
-    taken = {name: _first(value, unset[name]) for name, value in (said | dict.fromkeys(impossible)).items()}
+    taken = {name: _first(value, unset.get(name)) for name, value in (said | dict.fromkeys(impossible)).items()}
     return GenerationDefaults(
         temperature=float(taken["temperature"]) if samples else 0.0,
         top_k=int(taken["top_k"]),
         top_p=float(taken["top_p"]),
         min_p=float(taken["min_p"]),
         repetition_penalty=float(taken["repetition_penalty"]),
+        max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
         eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
         ignored=(
             *_ignored(config, samples),
