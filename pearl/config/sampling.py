@@ -148,8 +148,8 @@ class SamplingParams(Section):
         return value
 
     def with_seed(self) -> SamplingParams:
-        """Itself, with a seed drawn where none was given."""
-        return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+        """Itself, with a seed drawn where none was given: one that a JavaScript number holds too."""
+        return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(53)})
 
 
 def stop_problem(stops: Sequence[str]) -> str | None:
