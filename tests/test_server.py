@@ -1002,6 +1002,33 @@ def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:
     assert form.status_code == 415
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://[x"}, 403),
+        ({"origin": "http://127.0.0.1"}, 200),
+        ({"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({}, 200),
+    ],
+)
+def test_a_page_of_another_origin_gets_no_text_and_no_timeline(
+    served: Served, headers: dict[str, str], status: int
+) -> None:
+    """Frames on the timeline began it and took its viewers' places; only the host was looked at."""
+    headers = headers | {"host": "127.0.0.1"}
+    text = httpx.post(f"{served.url}/v1/completions", json=body("completions"), headers=headers, timeout=BOUND)
+    with httpx.stream("GET", f"{served.url}/v1/timeline", headers=headers, timeout=BOUND) as timeline:
+        assert (text.status_code, timeline.status_code) == (status, status)
+    for response in (text, timeline, httpx.get(f"{served.url}/", headers=headers, timeout=BOUND)):
+        assert response.headers["cross-origin-resource-policy"] == "same-origin"
+        assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
+
+
 def test_addresses() -> None:
     with pytest.raises(ConfigError, match="takes an API key"):
         bind("0.0.0.0:0", None, 1, None)

@@ -14,7 +14,8 @@ import uvicorn
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
-from pearl.server.app import Access, App
+from pearl.server.access import Access
+from pearl.server.app import App
 from pearl.server.connection import MOST_HEADER, BoundedProtocol
 from pearl.server.turns import Turns
 
