@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -52,6 +53,7 @@ from pearl.server.requests import read_request
 from pearl.server.shares import Shares
 from pearl.server.timeline import MOST_VIEWERS, Timeline
 from pearl.server.turns import Turns
+from pearl.transport import descriptors
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import TOY
 
@@ -1543,6 +1545,38 @@ def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) ->
     assert server.wait(BOUND) == code
     assert "Traceback" not in server.stderr.read()
     server.stderr.close()
+    unit = (Path(__file__).parents[1] / "launch" / "pearl.service").read_text()
+    assert code == 0 or f"SuccessExitStatus={code}\n" in unit, "else systemctl stop leaves the unit failed"
+    assert f"\n| {code} | |" in (Path(__file__).parents[1] / "pearl" / "protocol" / "README.md").read_text()
+
+
+def test_a_lack_of_descriptors_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was thousands of tracebacks a second: asyncio tries as often as connections may wait."""
+    resource_module, most = descriptors.resource, descriptors.resource.getrlimit(descriptors.resource.RLIMIT_NOFILE)[1]
+    limits: list[object] = []
+    monkeypatch.setattr(resource_module, "setrlimit", lambda what, limit: limits.append((what, limit)))
+
+    async def lacks(server: Server) -> None:
+        await server.startup([])
+        for _ in range(1000):
+            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            context = {"message": "socket.accept() out of system resource", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    with closing(bind("127.0.0.1:0", None, 8, None)) as door, chatting_engine() as engine:
+        served = Served(engine, door)
+        served.server.config.load()
+        monkeypatch.setattr(asyncio, "run", lambda coroutine: coroutine.close())
+        door.serve(engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
+        monkeypatch.undo()
+        served.server.lifespan = served.server.config.lifespan_class(served.server.config)
+        asyncio.run(lacks(served.server))
+        served.turns.close()
+    assert limits == [(resource_module.RLIMIT_NOFILE, (most, most))]
+    assert served.server.config.backlog <= 128
+    (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "Too many open files. Raise the limit" in told.message
+    assert told.exc_info is None
 
 
 def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
