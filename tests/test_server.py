@@ -918,19 +918,32 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
     assert tokens(again)
 
 
-def test_a_timeline_begins_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks while a text is written is told to wait, and the text goes on."""
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """New texts wait for it. It waited for a pause, and said that the workers did not answer."""
     monkeypatch.setattr("pearl.client.recording._RECORD_SECONDS", 0.5)
     with (
-        chatting_engine(target_pace=0.05, draft_pace=0.01) as engine,
+        chatting_engine(target_pace=0.05, draft_pace=0.01, slots=slots) as engine,
         Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
-        ThreadPoolExecutor(1) as pool,
+        ThreadPoolExecutor(2 * slots) as pool,
     ):
-        first = pool.submit(lambda: served.post(max_tokens=60, ignore_eos=True))
-        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
-        seen = looked_on(served, lambda: None, lambda seen: "recording" in seen[-1] if seen else False)
-        assert any("another front's text" in event.get("problem", "") for event in seen)
-        assert first.result(BOUND).status_code == 200
+        is_steady = threading.Event()
+
+        def load() -> set[int]:
+            codes = set()
+            while not is_steady.is_set():
+                codes.add(served.post(max_tokens=30, ignore_eos=True).status_code)
+            return codes
+
+        loads = [pool.submit(load) for _ in range(2 * slots)]
+        try:
+            until(lambda: served.figure("vllm:num_requests_waiting") == slots)
+            seen = looked_on(served, lambda: None, lambda seen: any("tokens" in event for event in seen))
+        finally:
+            is_steady.set()
+        assert not any("problem" in event for event in seen)
+        assert [each.result(BOUND) for each in loads] == [{200}] * 2 * slots
+        until(lambda: not list(engine.directory.glob("trace-*")))
 
 
 def test_so_many_look_on_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
