@@ -115,6 +115,12 @@ class Detokenizer:
         self._given_whole = self._whole_characters()  # how much of it no further token can alter
         self._pending = ""
 
+    def is_special(self, token: int) -> bool:
+        """Has no text, as special tokens. Decoded twice over, for a decoder may strip one leading space."""
+        if token not in self._silent:
+            self._silent[token] = not self._tokenizer.decode([token, token])
+        return self._silent[token]
+
     @property
     def held(self) -> str:
         """The text held back as it reads if no more tokens come, less what cannot be a character yet."""
@@ -122,7 +128,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Take the next token; return the text that becomes final with it."""
-        if self._is_silent(token):
+        if self.is_special(token):
             return ""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
@@ -151,13 +157,7 @@ class Detokenizer:
         return len(next((text for text in texts if not text.endswith(REPLACEMENT)), self._given))
 
     def _spoken(self, tokens: Iterator[int]) -> Iterator[int]:
-        return (token for token in tokens if not self._is_silent(token))
-
-    def _is_silent(self, token: int) -> bool:
-        """Has no text, as special tokens. Decoded twice over, for a decoder may strip one leading space."""
-        if token not in self._silent:
-            self._silent[token] = not self._tokenizer.decode([token, token])
-        return self._silent[token]
+        return (token for token in tokens if not self.is_special(token))
 
     def _is_byte(self, token: int) -> bool:
         return _BYTE_PIECE.fullmatch(self._tokenizer.token(token) or "") is not None
@@ -238,6 +238,13 @@ class StopMatcher:
         self._tail = text[keep:]
         return text[:keep]
 
+    def end(self, text: str, stop: str) -> str:
+        """Take the last text, which `stop` follows, unless a stop in it comes first; return as `push`."""
+        shown = self.push(text)
+        if self.matched is None:
+            shown, self.matched = shown + self.flush(), stop
+        return shown
+
     def completes(self, text: str) -> bool:
         """Whether a stop would match if `text` came next; changes nothing."""
         return self.matched is None and bool(text) and self._find(self._tail + text) is not None
@@ -271,6 +278,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, frozenset(stops)
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._matcher = StopMatcher(stops)
 
@@ -282,6 +290,9 @@ class TextStream:
         """Take the next committed token; return the text that may be shown for good."""
         if self.stopped:
             return ""
+        if self._stops and self._detokenizer.is_special(token):
+            name = self._tokenizer.token(token) or ""
+            return self._matcher.end(self._detokenizer.flush(), name) if name in self._stops else ""
         shown = self._matcher.push(self._detokenizer.push(token))
         if self._matcher.completes(held := self._detokenizer.held):
             shown += self._matcher.push(held)

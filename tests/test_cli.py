@@ -178,6 +178,8 @@ def test_method_ar_needs_no_draft(pearl_here: Callable[..., subprocess.Completed
         (["x", "y"], "unexpected extra argument"),
         ([], "no prompt"),
         (["-"], "no prompt"),
+        ([""], "no prompt"),
+        (["--method", "ar", "--gamma", "4", "x"], "gamma is for methods with a draft"),
     ],
 )
 def test_mistakes_are_refused_with_what_to_do(

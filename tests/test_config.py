@@ -151,9 +151,9 @@ def test_one_stop_or_several() -> None:
 
 def test_seeds_are_drawn_only_where_none_was_given() -> None:
     assert SamplingParams(seed=0).with_seed().seed == 0
-    drawn = {SamplingParams().with_seed().seed for _ in range(4)}
-    assert None not in drawn
-    assert len(drawn) == 4
+    drawn = [SamplingParams().with_seed().seed or 0 for _ in range(16)]
+    assert len(set(drawn)) == 16
+    assert 0 < max(drawn) < 2**53, "JavaScript, which reads usage.pearl.seed, has no other whole numbers"
 
 
 @pytest.mark.parametrize(
@@ -310,3 +310,21 @@ def test_a_type_checker_without_our_plugin_takes_what_the_settings_take(tmp_path
 
 def test_the_package_lists_what_it_offers() -> None:
     assert set(pearl.__all__) <= set(dir(pearl))
+
+
+@pytest.mark.parametrize(("name", "value"), [("gamma", 4), ("window", "fixed"), ("rule", "uno"), ("candidates", 2)])
+@pytest.mark.parametrize("method", ["ar", "ngram"])
+def test_what_a_method_does_not_read_is_refused_where_it_was_asked_for(
+    tmp_path: Path, name: str, value: object, method: str
+) -> None:
+    """It was ignored without a word. A file for another method can still be used with one flag."""
+    both = {"rule": "spectr", name: value} if name == "candidates" else {name: value}
+    path = tmp_path / "pair.yaml"
+    path.write_text("\n".join(f"{key}: {said}" for key, said in both.items()))
+    with pytest.raises(ConfigError, match=f"is for methods with a draft, and {method} has none"):
+        load_settings(None, {"method": method, **both})
+    assert load_settings(path, {"method": method}).decoding.method == method
+    path.write_text(path.read_text() + f"\nmethod: {method}\n")
+    with pytest.raises(ConfigError, match=f"and {method} has none"):
+        load_settings(path, {})
+    assert load_settings(path, {"method": "pearl"}).decoding.method == "pearl"

@@ -90,6 +90,7 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("doge-moe", "DogeForCausalLM.*fed with it"),
         ("t5", "not a causal language model"),
         ("bart", "BartForCausalLM cannot be used here: a trial forward failed"),
+        ("roberta", "RobertaForCausalLM cannot be used here: its own forward counts positions otherwise"),
         ("openai-gpt", "OpenAIGPTLMHeadModel does not keep its state"),
     ],
 )

@@ -126,6 +126,21 @@ def test_an_impossible_token_is_a_number_too() -> None:
     assert json.loads(json.dumps(told, allow_nan=False))["content"][0]["logprob"] == -9999.0
 
 
+def test_tokens_of_one_text_and_parts_of_characters_are_told_apart() -> None:
+    """In `/v1/completions`: one part of a character was left of several, and each counted as a character."""
+    of = [b"a", b"a", b"\xe4", b"\xbd", b"\xa0", "ü".encode(), b"x"]
+    answer = Answer(False, "m", spell=of.__getitem__)
+    parts = [answer._logprobs(0, tokens, [m.Logprobs(-1.0, ((2, -2.0), (3, -3.0), (0, -4.0), (1, -5.0)))] * len(tokens))
+             for tokens in ([1, 2], [3, 4, 5, 6])]  # fmt: skip
+    assert all(parts)
+    tokens = [text for part in parts for text in part["tokens"]]  # type: ignore[index]
+    assert tokens == ["a", r"bytes:\xe4", r"bytes:\xbd", r"bytes:\xa0", "ü", "x"]
+    assert [offset for part in parts for offset in part["text_offset"]] == [0, 1, 1, 1, 2, 3]  # type: ignore[index]
+    first, second = parts[0]["top_logprobs"]  # type: ignore[index]
+    assert first == {r"bytes:\xe4": -2.0, r"bytes:\xbd": -3.0, "token_id:0": -4.0, "a": -1.0}
+    assert second == {r"bytes:\xe4": -1.0, r"bytes:\xbd": -3.0, "a": -4.0, "token_id:1": -5.0}
+
+
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("top", [0, 2])
 @pytest.mark.parametrize("length", [0, 1, 64, 200])

@@ -353,6 +353,26 @@ def test_a_draft_is_started_again_later_each_time(
     assert [seconds for seconds in clock.waits if seconds >= 1] == expected
 
 
+def test_a_launch_that_made_no_process_is_no_death(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the limit of open files a draft was given up for good after seven seconds, as if it had died each time."""
+    shortage = [OSError(24, "Too many open files"), RuntimeError("can't start new thread")] * 4
+    left: list[Any] = [DeadDraft(), *shortage, DeadDraft(), *shortage, DeadDraft()]
+
+    def launch(*_: object, **__: object) -> Any:
+        if isinstance(each := left.pop(0), Exception):
+            raise each
+        return each
+
+    monkeypatch.setattr(DraftKeeper, "_launch", launch)
+    keeper = DraftKeeper(EngineConfig(draft_restarts=2), "", tmp_path)
+    keeper._closing = clock = Clock()  # type: ignore[assignment]
+    keeper._watch()
+    assert not left
+    each = [1, 2, 4, 8, 16, 30, 30, 30]
+    assert [seconds for seconds in clock.waits if seconds >= 1] == [1, *each, 2, *each]
+    assert keeper.restarts == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_lost_target_is_a_named_error_in_bounded_time(temporary: Path, number: signal.Signals) -> None:
     with Engine(LONG_TOY, LONG_TOY, target_timeout=3.0) as engine:

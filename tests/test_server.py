@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -53,6 +54,7 @@ from pearl.server.requests import read_request
 from pearl.server.shares import Shares
 from pearl.server.timeline import MOST_VIEWERS, Timeline
 from pearl.server.turns import Turns
+from pearl.transport import descriptors
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import TOY
 
@@ -649,6 +651,13 @@ def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
     assert served.post(**nothing).json()["choices"] == served.post().json()["choices"]
 
 
+def test_a_bias_of_a_token_that_the_model_lacks_names_its_field(served: Served) -> None:
+    """The target knows which it has; what it refused was told as a fault of the prompt."""
+    for path in ("completions", "chat/completions"):
+        response = served.post(path, logit_bias={"9999": 1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
+
+
 def test_a_model_without_a_chat_template_says_so(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -910,19 +919,32 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
     assert tokens(again)
 
 
-def test_a_timeline_begins_between_two_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks while a text is written is told to wait, and the text goes on."""
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """New texts wait for it. It waited for a pause, and said that the workers did not answer."""
     monkeypatch.setattr("pearl.client.recording._RECORD_SECONDS", 0.5)
     with (
-        chatting_engine(target_pace=0.05, draft_pace=0.01) as engine,
+        chatting_engine(target_pace=0.05, draft_pace=0.01, slots=slots) as engine,
         Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
-        ThreadPoolExecutor(1) as pool,
+        ThreadPoolExecutor(2 * slots) as pool,
     ):
-        first = pool.submit(lambda: served.post(max_tokens=60, ignore_eos=True))
-        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
-        seen = looked_on(served, lambda: None, lambda seen: "recording" in seen[-1] if seen else False)
-        assert any("another front's text" in event.get("problem", "") for event in seen)
-        assert first.result(BOUND).status_code == 200
+        is_steady = threading.Event()
+
+        def load() -> set[int]:
+            codes = set()
+            while not is_steady.is_set():
+                codes.add(served.post(max_tokens=30, ignore_eos=True).status_code)
+            return codes
+
+        loads = [pool.submit(load) for _ in range(2 * slots)]
+        try:
+            until(lambda: served.figure("vllm:num_requests_waiting") == slots)
+            seen = looked_on(served, lambda: None, lambda seen: any("tokens" in event for event in seen))
+        finally:
+            is_steady.set()
+        assert not any("problem" in event for event in seen)
+        assert [each.result(BOUND) for each in loads] == [{200}] * 2 * slots
+        until(lambda: not list(engine.directory.glob("trace-*")))
 
 
 def test_so_many_look_on_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -994,6 +1016,33 @@ def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:
         f"{served.url}/v1/completions", content=b"{}", headers={"content-type": "text/plain"}, timeout=BOUND
     )
     assert form.status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://[x"}, 403),
+        ({"origin": "http://127.0.0.1"}, 200),
+        ({"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({}, 200),
+    ],
+)
+def test_a_page_of_another_origin_gets_no_text_and_no_timeline(
+    served: Served, headers: dict[str, str], status: int
+) -> None:
+    """Frames on the timeline began it and took its viewers' places; only the host was looked at."""
+    headers = headers | {"host": "127.0.0.1"}
+    text = httpx.post(f"{served.url}/v1/completions", json=body("completions"), headers=headers, timeout=BOUND)
+    with httpx.stream("GET", f"{served.url}/v1/timeline", headers=headers, timeout=BOUND) as timeline:
+        assert (text.status_code, timeline.status_code) == (status, status)
+    for response in (text, timeline, httpx.get(f"{served.url}/", headers=headers, timeout=BOUND)):
+        assert response.headers["cross-origin-resource-policy"] == "same-origin"
+        assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
 
 
 def test_addresses() -> None:
@@ -1510,6 +1559,38 @@ def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) ->
     assert server.wait(BOUND) == code
     assert "Traceback" not in server.stderr.read()
     server.stderr.close()
+    unit = (Path(__file__).parents[1] / "launch" / "pearl.service").read_text()
+    assert code == 0 or f"SuccessExitStatus={code}\n" in unit, "else systemctl stop leaves the unit failed"
+    assert f"\n| {code} | |" in (Path(__file__).parents[1] / "pearl" / "protocol" / "README.md").read_text()
+
+
+def test_a_lack_of_descriptors_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was thousands of tracebacks a second: asyncio tries as often as connections may wait."""
+    resource_module, most = descriptors.resource, descriptors.resource.getrlimit(descriptors.resource.RLIMIT_NOFILE)[1]
+    limits: list[object] = []
+    monkeypatch.setattr(resource_module, "setrlimit", lambda what, limit: limits.append((what, limit)))
+
+    async def lacks(server: Server) -> None:
+        await server.startup([])
+        for _ in range(1000):
+            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            context = {"message": "socket.accept() out of system resource", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    with closing(bind("127.0.0.1:0", None, 8, None)) as door, chatting_engine() as engine:
+        served = Served(engine, door)
+        served.server.config.load()
+        monkeypatch.setattr(asyncio, "run", lambda coroutine: coroutine.close())
+        door.serve(engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
+        monkeypatch.undo()
+        served.server.lifespan = served.server.config.lifespan_class(served.server.config)
+        asyncio.run(lacks(served.server))
+        served.turns.close()
+    assert limits == [(resource_module.RLIMIT_NOFILE, (most, most))]
+    assert served.server.config.backlog <= 128
+    (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "Too many open files. Raise the limit" in told.message
+    assert told.exc_info is None
 
 
 def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

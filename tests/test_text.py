@@ -295,6 +295,25 @@ class TestTextStream:
         shown = [stream.push(token) for token in ids_of(tokenizer, text + stop)]
         assert ("".join(shown), stream.stopped) == (text, True)
 
+    @pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()])
+    @pytest.mark.parametrize(
+        ("text", "stops", "shown"),
+        [
+            ("cat", ["x", "</s>"], "cat"),
+            ("the a", ["abc", "</s>"], "the a"),
+            ("你", ["</s>"], "你"),
+            ("cat", ["a", "</s>"], "c"),
+        ],
+    )
+    def test_a_special_token_ends_a_text_where_its_name_is_a_stop(
+        self, tokenizer: HFTokenizer, text: str, stops: list[str], shown: str
+    ) -> None:
+        """It has no text, so nothing ended there. Text that was held back for more of it or for a stop is all shown."""
+        start, end = 0, 1
+        stream = TextStream(tokenizer, [start], stops)
+        parts = [stream.push(token) for token in [start, *ids_of(tokenizer, text), end]]
+        assert ("".join(parts).strip(), stream.stopped, stream.finish()) == (shown, True, "")
+
     def test_half_an_emoji_is_no_stop(self) -> None:
         """Cut amid an emoji, the text so far reads U+FFFD: that is not what a stop of U+FFFD asks for."""
         tokenizer = byte_level()

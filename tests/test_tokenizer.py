@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
-from pearl.client.request import Chat, encode
+from pearl.client.request import Chat, encode, submission
+from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import ModelError, RequestError
 from pearl.models.kept_tokenizer import KeptTokenizer
 from pearl.models.tokenizer import (
@@ -260,6 +261,55 @@ class TestKeptTokenizer:
         with pytest.raises(RequestError, match="no chat template"):
             encode(byte_level(), Chat(chat[:1], tools))
 
+    @pytest.mark.parametrize(
+        ("template", "told"),
+        [
+            ("{% for m in messages %}{% for c in m.tool_calls %}{{ '>' + c.function.arguments }}", '>{"x": 2}'),
+            ("{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x + 1 }}", "3"),
+            ("{% for m in messages %}{{ m.content + '.' }}{% for c in m.tool_calls or [] %}", "a\nb."),
+        ],
+    )
+    @pytest.mark.parametrize("arguments", [{"x": 2}, '{"x": 2}'])
+    def test_each_template_gets_arguments_and_contents_as_it_takes_them(
+        self, cache: Path, checkpoint: Path, template: str, told: str, arguments: object
+    ) -> None:
+        """DeepSeek's join arguments as text: TypeError, which was an HTTP 500, as was the content in parts."""
+        (checkpoint / "chat_template.jinja").write_text(template + "{% endfor %}{% endfor %}")
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        if "content" in template:
+            chat = [{"role": "user", "content": parts}]
+        for _ in range(2):
+            assert load_tokenizer(str(checkpoint))[0].chat_text(chat) == told
+
+    @pytest.mark.parametrize(
+        ("raises", "quoted"),
+        [
+            ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+            ("{{ {}.popitem() }}", "SecurityError|KeyError|access to"),
+            ("{{ 1 // 0 }}", "ZeroDivisionError"),
+            ("{{ 'x'.index('y') }}", "ValueError: substring not found"),
+            ("{{ messages[9].content }}", "has no element 9"),
+        ],
+    )
+    def test_whatever_a_template_raises_is_told(self, cache: Path, checkpoint: Path, raises: str, quoted: str) -> None:
+        (checkpoint / "chat_template.jinja").write_text(raises)
+        for _ in range(2):
+            with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
+                load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
+
+    def test_the_template_for_tools_is_taken_with_tools(self, cache: Path, checkpoint: Path) -> None:
+        """Of a checkpoint whose templates have names: from the second start on the one without tools was taken."""
+        tokenizer = backend_of(byte_level())
+        tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+        tokenizer.save_pretrained(checkpoint)
+        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
+        assert isinstance(kept, KeptTokenizer)
+        for each in (made, kept):
+            assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
+            assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
+
     def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
@@ -382,6 +432,16 @@ class TestDefaults:
         assert defaults(checkpoint, do_sample=False).eos == (1,)
         (checkpoint / "generation_config.json").unlink()
         assert load_tokenizer(str(checkpoint))[1].eos == (1,)
+
+    @pytest.mark.parametrize(("tokens", "asked", "limit"), [(10, None, 15), (10, 20, 30), (60, None, 64), (10, 2, 12)])
+    def test_a_checkpoints_limit_is_the_default(
+        self, checkpoint: Path, tokens: int, asked: int | None, limit: int
+    ) -> None:
+        """It gives way to what the caller asks for and to the context, of 64 here; it was not read."""
+        found = defaults(checkpoint, max_new_tokens=5, eos_token_id=1)
+        assert found == load_tokenizer(str(checkpoint))[1] == GenerationDefaults(eos=(1,), max_tokens=5)
+        params = SamplingParams(seed=1, max_tokens=asked)
+        assert submission(1, [1] * tokens, 64, params, found, DecodingConfig()).limit == limit
 
     def test_what_is_not_supported_is_named(self, checkpoint: Path) -> None:
         """Qwen2.5's repetition_penalty of 1.05 is honoured; 1.0 or what only sampling reads changes nothing."""

@@ -885,9 +885,9 @@ def test_a_draft_that_never_answers_holds_up_no_recording(tmp_path: Path) -> Non
     tracer = Tracer(None, lambda number: Recorder(tmp_path / f"{number}.part", {"role": "target"}))
     recordings = Recordings(tracer, lambda message, peer: posted.append((message, peer)), lambda: None)
     begin, end = messages.Trace(1, True), messages.Trace(1, False)
-    for wish in (begin, end):
-        recordings.wish(b"front", wish)
+    recordings.wish(b"front", begin)
     assert recordings.begin_or_end() == begin
+    recordings.wish(b"front", end)
     asked = time.monotonic()
     recordings.look(asked + 30)
     assert recordings.begin_or_end() is None, "it waits"
@@ -897,6 +897,25 @@ def test_a_draft_that_never_answers_holds_up_no_recording(tmp_path: Path) -> Non
     recordings.done(begin)
     assert posted == [(begin, b"front")], "a late answer is none"
     assert recordings.begin_or_end() == end
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_recording_that_is_given_up_before_it_begins_never_does(tmp_path: Path, leaves: bool) -> None:
+    """It began once there was a pause, for nobody, and its parts stayed."""
+    posted: list[Any] = []
+    tracer = Tracer(None, lambda number: Recorder(tmp_path / f"{number}.part", {"role": "target"}))
+    recordings = Recordings(tracer, lambda message, peer: posted.append((message, peer)), lambda: None)
+    recordings.wish(b"front", messages.Trace(1, True))
+    recordings.wish(b"other", messages.Trace(2, True))
+    assert recordings.fronts == {b"front", b"other"}, "they wait, and must hear that the target lives"
+    if leaves:
+        recordings.lose(b"front")
+    else:
+        recordings.wish(b"front", messages.Trace(1, False))
+    assert recordings.begin_or_end() == messages.Trace(2, True)
+    assert not posted
+    tracer.stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["2.part"]
 
 
 def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:

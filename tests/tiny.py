@@ -113,6 +113,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
     "bert": ("Bert", _SIZES),
+    "roberta": ("Roberta", _SIZES | {"is_decoder": True, "pad_token_id": 1}),
     "bart": ("Bart", {"d_model": 32, "decoder_layers": 3, "decoder_ffn_dim": 64, "decoder_attention_heads": 4}),
     "openai-gpt": ("OpenAIGPT", {"n_embd": 32, "n_head": 4}),
     "t5": ("T5", _T5),

@@ -208,8 +208,8 @@ def _say_if_possible(text: str) -> None:
 def main() -> None:
     """Entry point. Prints a `PearlError` in a line or two and exits with its code.
 
-    Other exit codes: 130 for Ctrl-C, 1 for a broken pipe (click's own), 4 if output cannot be written because the disk
-    is full or standard output is closed.
+    Other exit codes: 130 for Ctrl-C, 143 for SIGTERM where a command ends in order by it, 1 for a broken pipe (click's
+    own), 4 if output cannot be written because the disk is full or standard output is closed.
     """
     closed = _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):

@@ -101,7 +101,7 @@ class Chat:
             )
         sampling = self.sampling
         if sampling.max_tokens and sampling.max_tokens > room:
-            sampling = sampling.model_copy(update={"max_tokens": None})  # the context is the tighter limit
+            sampling = sampling.model_copy(update={"max_tokens": room})  # the context is the tighter limit
         watch = Stopwatch(submitted=time.monotonic())
         stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
         self._show(stream, watch)

@@ -37,7 +37,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     standard error. If the model has a chat template it is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
-    text = "" if torchrun.rank() else _prompt(prompt)  # before loading anything; torchrun's other rank needs none
+    text = "" if torchrun.rank() else _prompt(prompt, raw)  # before loading anything; torchrun's other rank needs none
     if connect is None:
         settings.engine.check_decoding(settings.decoding)
     with running(settings.engine, console, connect) as engine:
@@ -52,15 +52,15 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
         console.print(summary(settings, result))
 
 
-def _prompt(prompt: str | None) -> str:
-    if prompt is not None and prompt != "-":
-        return prompt
-    if sys.stdin.isatty():
-        click.echo("prompt (end with Ctrl-D):", err=True)
-    text = text_input("surrogateescape").read()  # halves of surrogate pairs are refused with the prompt
-    if not text.strip():
+def _prompt(prompt: str | None, raw: bool) -> str:
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            click.echo("prompt (end with Ctrl-D):", err=True)
+        # Halves of surrogate pairs are refused with the prompt.
+        prompt, raw = text_input("surrogateescape").read(), False
+    if not raw and not prompt.strip():  # --raw "" is a text from the tokenizer's own first token
         raise ConfigError('no prompt: give one as an argument or on standard input, e.g. pearl generate "Hello!"')
-    return text
+    return prompt
 
 
 def _print_as_it_comes(stream: Stream, quiet: bool) -> None:

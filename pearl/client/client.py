@@ -290,9 +290,9 @@ class Client:
         """See `Engine.stop_trace`."""
         return self._recording.stop(self)
 
-    def begin_live_trace(self) -> Path:
+    def begin_live_trace(self, wanted: Callable[[], bool]) -> Path:
         """See `Engine.begin_live_trace`."""
-        return self._recording.begin_live(self)
+        return self._recording.begin_live(self, wanted)
 
     def end_live_trace(self) -> None:
         """See `Engine.end_live_trace`."""

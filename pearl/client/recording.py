@@ -57,11 +57,14 @@ class Recording:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
         self._asked = (path, self._begin(talk))
 
-    def begin_live(self, talk: Talk) -> Path:
-        """Begins to record for nobody but who reads the workers' parts as they grow: what these are named after."""
+    def begin_live(self, talk: Talk, wanted: Callable[[], bool]) -> Path:
+        """Begins to record for nobody but who reads the workers' parts as they grow: what these are named after.
+
+        Waits for the end of all texts that are being written, as long as it is `wanted`.
+        """
         if self._taken or self.active:
             raise TraceError("this engine is recording a trace already")
-        number = self._begin(talk)
+        number = self._begin(talk, wanted)
         self._asked = (asked_for(self._directory, number), number)
         return self._asked[0]
 
@@ -74,16 +77,16 @@ class Recording:
         try:
             self._ask(Trace(number, False), talk)
         finally:
-            for part in part_paths(parts):
-                part.unlink(missing_ok=True)
+            _remove(parts)
 
-    def _begin(self, talk: Talk) -> int:
+    def _begin(self, talk: Talk, wanted: Callable[[], bool] | None = None) -> int:
         """The number of the recording."""
         number = secrets.randbits(62) + 1
         try:
-            self._ask(Trace(number, True), talk)
+            self._ask(Trace(number, True), talk, wanted)
         except BaseException:
             talk.post(Trace(number, False))  # should it have begun, or be about to
+            _remove(asked_for(self._directory, number))
             raise
         return number
 
@@ -97,20 +100,29 @@ class Recording:
         self._asked = None
         return path
 
-    def _ask(self, trace: Trace, talk: Talk) -> None:
-        """Returns once both workers do."""
+    def _ask(self, trace: Trace, talk: Talk, wanted: Callable[[], bool] | None = None) -> None:
+        """Returns once both workers do, for which they have some seconds, or as long as it is `wanted`."""
         self.answer = None
-        talk.post(trace)
         deadline = time.monotonic() + _RECORD_SECONDS
+        wanted = wanted or (lambda: time.monotonic() <= deadline)
+        talk.post(trace)
 
         def answered() -> bool:  # not by the echo of a wish that was given up, which may come only now
-            return self.answer == trace or isinstance(self.answer, TraceError) or time.monotonic() > deadline
+            return self.answer == trace or isinstance(self.answer, TraceError) or not wanted()
 
         talk.read_until(answered)
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:
-            raise TraceError("the workers do not answer: is another front's text being made?")
+            raise TraceError(
+                "the workers do not answer yet: a recording begins and ends once the texts that are being written have "
+                "ended; try again then"
+            )
+
+
+def _remove(parts: Path) -> None:
+    for part in part_paths(parts):
+        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

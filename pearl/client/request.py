@@ -119,7 +119,8 @@ def submission(
     preview: bool = False,
 ) -> Submit:
     """Request `number`, of a seed that is set, for a target whose context holds `context` tokens."""
-    limit = len(tokens) + params.max_tokens if params.max_tokens else context
+    most = params.max_tokens or min(defaults.max_tokens or context, max(0, context - len(tokens)))
+    limit = len(tokens) + most
     if not tokens:
         raise RequestError("the prompt is empty: give at least one token")
     if len(tokens) >= context or limit > context:

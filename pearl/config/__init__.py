@@ -48,6 +48,7 @@ from pearl.config.sampling import (
     stop_problem,
 )
 from pearl.config.section import UNSUPPORTED, Section, refuse_unknown
+from pearl.decoding.registry import RULES, named_parameters
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 
@@ -112,11 +113,22 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     """A configuration file, if any, with `overrides` (flags given by the user) on top."""
     values = read_file(path) if path else {}
     try:
-        return _settings({**values, **overrides})
+        settings = _settings({**values, **overrides})
+        # What a file says of its own method is not in the way of another that a flag names.
+        _refuse_unread(overrides if "method" in overrides else {**values, **overrides})
+        return settings
     except ConfigError as error:
         if path is None or _sound(values):
             raise
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _refuse_unread(values: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a setting of drafts beside a method without any: it would be ignored."""
+    fields, method = DecodingConfig.model_fields, values.get("method")
+    for name in ("gamma", "window", "rule", *named_parameters(RULES.values())):
+        if method in DRAFTLESS and values.get(name, fields[name].default) != fields[name].default:
+            raise ConfigError(f"{name} is for methods with a draft, and {method} has none: leave it out")
 
 
 def _sound(values: Mapping[str, Any]) -> bool:

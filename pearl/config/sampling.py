@@ -52,7 +52,7 @@ class SamplingParams(Section):
     seed: int | None = Field(default=None, ge=0, lt=2**64, description="Default: drawn, and reported.")
     sample: int = Field(default=0, ge=0, lt=2**63, description="Index of this sample under one seed.")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens to generate; default: up to the context."
+        default=None, ge=1, description="Most tokens to generate; default: the checkpoint's, else up to the context."
     )
     stop: Stops = Field(default=(), description="End before any of these strings (may be given several times).")
     ignore_eos: bool = Field(default=False, description="Do not end at an end-of-sequence token.")
@@ -158,8 +158,8 @@ class SamplingParams(Section):
         return value
 
     def with_seed(self) -> SamplingParams:
-        """Itself, with a seed drawn where none was given."""
-        return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(63)})
+        """Itself, with a seed drawn where none was given: one that a JavaScript number holds too."""
+        return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(53)})
 
 
 def stop_problem(stops: Sequence[str]) -> str | None:

@@ -178,12 +178,13 @@ class Engine:
         """Of a closed engine: why a trace that it was to write is not there."""
         return [*self._client.untraced, *self._launcher.untraced]
 
-    def begin_live_trace(self) -> Path:
+    def begin_live_trace(self, wanted: Callable[[], bool]) -> Path:
         """As `start_trace`, for who reads what the workers write as they write it (`pearl.trace.recorder.GrowingPart`).
 
+        It begins once no text is being written, and new ones wait for that; it is given up where not `wanted` any more.
         Returns what the workers' files are named after; `end_live_trace` removes them. Raises `TraceError`.
         """
-        return self._client.begin_live_trace()
+        return self._client.begin_live_trace(wanted)
 
     def end_live_trace(self) -> None:
         self._client.end_live_trace()

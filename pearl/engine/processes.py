@@ -295,11 +295,19 @@ class DraftKeeper:
             self.restarts += 1
             log.warning("%s; starting it again (%d)", what, self._restarts[cause])
             # Of all causes together: one that dies now of this and now of that must not become a busy loop either.
-            if not self._closing.wait(min(0.5 * 2 ** self._restarts.total(), _MOST_BACK_OFF_SECONDS)):
-                try:
-                    self.worker = self._launch(tensors="frames")
-                except (OSError, RuntimeError) as error:  # no process, thread or memory now; the next turn counts it
-                    log.warning("a draft worker could not be started: %s", error)
+            if not self._closing.wait(_back_off(self._restarts.total())):
+                self._start_again()
+
+    def _start_again(self) -> None:
+        """Until there is a process. Where files, threads or memory are short for one, no draft has died."""
+        for tries in count(1):
+            try:
+                self.worker = self._launch(tensors="frames")
+                return
+            except (OSError, RuntimeError) as error:
+                log.warning("a draft worker could not be started: %s", error)
+            if self._closing.wait(_back_off(tries)):
+                return
 
     def _trouble(self) -> tuple[str, str] | None:
         """The cause and what to say, if anything is wrong with the draft."""
@@ -325,6 +333,10 @@ class DraftKeeper:
         if self._thread.is_alive():
             self._thread.join()
         self.worker.end(seconds)
+
+
+def _back_off(times: int) -> float:
+    return float(min(0.5 * 2 ** min(times, 16), _MOST_BACK_OFF_SECONDS))
 
 
 def _environment(place: Device) -> dict[str, str]:

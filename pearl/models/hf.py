@@ -142,7 +142,10 @@ class HFRunner:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _try(self) -> None:
-        """Feeds a text at once and, from a rollback on, cut. Raises `ModelError` where that fails or differs."""
+        """Feeds a text at once, from a rollback on cut, and as the model counts its positions itself.
+
+        Raises `ModelError` where that fails or differs.
+        """
         name, count = type(self._model).__name__, min(_TRIED, self.context)
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
         kept = count // 2
@@ -150,6 +153,8 @@ class HFRunner:
             whole = feed_chain(self, tokens, count)
             self.rollback(kept)
             cut = [feed_chain(self, part, len(part)) for part in (tokens[kept : kept + 1], tokens[kept + 1 :]) if part]
+            with torch.inference_mode():
+                own = self._model(input_ids=self._ids(tokens), use_cache=False).logits[0].to(self.device, torch.float32)
         except Exception as error:
             if isinstance(error, ModelError) or is_of_memory(error):
                 raise
@@ -159,16 +164,23 @@ class HFRunner:
             ) from error
         finally:
             self.rollback(0)
-        alike = _cosines(whole, torch.cat([whole[:kept], *cut]))[kept:]
-        if self.weights in _ALIKE:
-            differs = bool((alike < _ALIKE[self.weights]).any())
-        else:
-            differs = bool(alike.median() < _ALIKE_IN_HALF)
-        if differs:
+        if self._differ(whole, torch.cat([whole[:kept], *cut]), kept):
             raise ModelError(
                 f"{name} cannot be used here: a token's logits depend on which tokens are fed with it. Use another "
                 "model."
             )
+        if self._differ(whole, own):
+            raise ModelError(
+                f"{name} cannot be used here: its own forward counts positions otherwise than generate, from 0: "
+                "models of RoBERTa's kind begin behind their padding index. Use another model."
+            )
+
+    def _differ(self, rows: torch.Tensor, others: torch.Tensor, start: int = 0) -> bool:
+        """By more than rounding, from the row `start` on."""
+        alike = _cosines(rows, others)[start:]
+        if self.weights in _ALIKE:
+            return bool((alike < _ALIKE[self.weights]).any())
+        return bool(alike.median() < _ALIKE_IN_HALF)
 
     def _ids(self, tokens: Tokens) -> torch.Tensor:
         """Token ids [1, n] on the device, sent without waiting for it."""

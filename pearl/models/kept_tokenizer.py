@@ -12,8 +12,8 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _READ = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # what tokenizers and settings are read from
 _TOKENIZER, _ABOUT = "tokenizer.json", "about.json"
-_FORMAT = 4  # of what is written to them
+_FORMAT = 5  # of what is written to them
 _OF_BASE = ("_encode_plus", "_decode", "decode", "__call__", "convert_ids_to_tokens", "apply_chat_template")
 _PROBES = (
     "Hello, world!  Two spaces, a\ttab\nand\n\n  lines.",
@@ -54,7 +54,8 @@ class KeptTokenizer:
         self.vocab_size: int = about["vocab_size"]
         self.settings: dict[str, Any] = about["settings"]
         self.digest: bytes = bytes.fromhex(about["digest"])  # of all tokens: see `vocabulary_digest`
-        self._template, self._special = about["chat_template"], about["special_tokens"]
+        self._template, self._tools_template = about["chat_template"], about["tools_template"]
+        self._special = about["special_tokens"]
         self._is_plain_chat: bool = about["is_plain_chat"]
 
     @cached_property
@@ -86,41 +87,80 @@ class KeptTokenizer:
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         if self._template is None:
             return None
+        return rendered(lambda given: self._render(given, tools), messages)
+
+    def _render(self, messages: list[dict[str, Any]], tools: Tools) -> str:
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        with refusals_explained():
-            if tools is None and self._is_plain_chat and all(_is_plain_message(message) for message in given):
-                from pearl.models.chat_template import render
+        if tools is None and self._is_plain_chat and all(_is_plain_message(message) for message in given):
+            from pearl.models.chat_template import render
 
-                return render(self._template, given, self._special)
-            from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
+            return render(self._template, given, self._special)
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
 
-            made: Any = render_jinja_template(
-                [given],
-                tools=None if tools is None else [*tools],
-                chat_template=self._template,
-                add_generation_prompt=True,
-                **self._special,
-            )
+        made: Any = render_jinja_template(
+            [given],
+            tools=None if tools is None else [*tools],
+            chat_template=self._template if tools is None else self._tools_template,
+            add_generation_prompt=True,
+            **self._special,
+        )
         return str(made[0][0])  # of the first conversation; beside them stands where replies begin
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
 
 
-@contextmanager
-def refusals_explained() -> Iterator[None]:
-    """Turns what a chat template raises into a `RequestError`."""
-    from jinja2.exceptions import TemplateError
+def rendered(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """What a chat template makes of `messages`. Raises `RequestError` for whatever it raises: it is anybody's program.
 
+    A call's arguments are an object to most templates, and text to some, such as DeepSeek's.
+    """
+    given = [_joined(message) for message in messages]
+    objects = [_with_arguments(message, _parsed) for message in given]
     try:
-        yield
-    except TemplateError as error:
+        return render(objects)
+    except Exception as error:
+        with suppress(Exception):
+            if (texts := [_with_arguments(message, _as_text) for message in given]) != objects:
+                return render(texts)
+        if isinstance(error, RecursionError):  # it writes them as JSON, amid calls of its own
+            raise RequestError("tools or their calls are nested too deep for the model's chat template") from None
+        name = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         raise RequestError(
-            f"The model's chat template does not take these messages: {error}. "
+            f"The model's chat template does not take these messages: {name}{error}. "
             "Change their roles or order, or send a raw prompt."
         ) from error
-    except RecursionError:  # it writes them as JSON, amid calls of its own
-        raise RequestError("tools or their calls are nested too deep for the model's chat template") from None
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """With a content of text parts as one text, which every template takes."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.get("type") == "text" for one in parts):
+        return message
+    return {**message, "content": "\n".join(str(part.get("text")) for part in parts)}
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_call(call, form) for call in calls]} if isinstance(calls, list) else message
+
+
+def _call(call: Any, form: Callable[[Any], Any]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": form(function["arguments"])}}
+
+
+def _parsed(arguments: Any) -> Any:
+    with suppress(TypeError, ValueError, RecursionError):
+        if isinstance(given := json.loads(arguments), dict):
+            return given
+    return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def read(directory: Path) -> KeptTokenizer | None:
@@ -156,6 +196,7 @@ def keep(
             "checksum": _checksum(building / _TOKENIZER),
             "vocab_size": ours.vocab_size,
             "chat_template": tokenizer.get_chat_template() if tokenizer.chat_template is not None else None,
+            "tools_template": tokenizer.get_chat_template(tools=[]) if tokenizer.chat_template is not None else None,
             "special_tokens": tokenizer.special_tokens_map,
             "settings": settings,
             "digest": digest.hex(),
@@ -221,11 +262,9 @@ def _is_plain_chat(template: str | None, special: dict[str, Any], ours: Tokenize
     from pearl.models.chat_template import render
 
     def made(by: Callable[[], str | None]) -> str | None:
-        try:
-            with refusals_explained():
-                return by()
-        except RequestError:
-            return None
+        with suppress(Exception):  # it refuses
+            return by()
+        return None
 
     return template is not None and all(
         made(lambda chat=chat: render(template, chat, special)) == made(lambda chat=chat: ours.chat_text(chat))  # type: ignore[misc]

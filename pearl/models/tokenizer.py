@@ -23,7 +23,7 @@ from pearl.models import kept_tokenizer
 from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.models.hub import in_cache
 from pearl.models.kept import Progress, silent
-from pearl.models.kept_tokenizer import KeptTokenizer, refusals_explained
+from pearl.models.kept_tokenizer import KeptTokenizer, rendered
 from pearl.text import REPLACEMENT, Tokenizer, Tools, check_characters
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ _SETTINGS: Mapping[str, float] = {
 class GenerationDefaults:
     """The generation settings of a checkpoint, for those that the user does not set.
 
-    temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off.
+    temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off. max_tokens None: up to the context.
     `ignored` names options of its generation_config.json that would change the text and are not supported, or whose
     values cannot be, a top_k of -1 for one.
     """
@@ -89,6 +89,7 @@ class GenerationDefaults:
     eos: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
     repetition_penalty: float = 1.0
+    max_tokens: int | None = None
 
 
 class HFTokenizer:
@@ -121,11 +122,13 @@ class HFTokenizer:
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
-        with refusals_explained():
-            made = self._tokenizer.apply_chat_template(
-                messages, tools=None if tools is None else [*tools], add_generation_prompt=True, tokenize=False
-            )
-        return str(made)
+        told: Any = None if tools is None else [*tools]
+
+        def render(given: list[dict[str, Any]]) -> str:
+            of = self._tokenizer
+            return str(of.apply_chat_template(given, tools=told, add_generation_prompt=True, tokenize=False))
+
+        return rendered(render, messages)
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
@@ -317,14 +320,16 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
     samples = bool(config.do_sample)
     said = {name: getattr(config, name) for name in _SETTINGS}
     unset = {**_SETTINGS, "top_k": 50 if samples and said["top_k"] is None else 0}
+    said["max_tokens"] = config.max_new_tokens
     impossible = {name: value for name, value in said.items() if value is not None and not _is_possible(name, value)}
-    taken = {name: _first(value, unset[name]) for name, value in (said | dict.fromkeys(impossible)).items()}
+    taken = {name: _first(value, unset.get(name)) for name, value in (said | dict.fromkeys(impossible)).items()}
     return GenerationDefaults(
         temperature=float(taken["temperature"]) if samples else 0.0,
         top_k=int(taken["top_k"]),
         top_p=float(taken["top_p"]),
         min_p=float(taken["min_p"]),
         repetition_penalty=float(taken["repetition_penalty"]),
+        max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
         eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
         ignored=(
             *_ignored(config, samples),

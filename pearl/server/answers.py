@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from codecs import IncrementalDecoder, getincrementaldecoder
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +52,10 @@ class Answer:
     ) -> None:
         self._chat, self._include_usage, self._provenance = chat, include_usage, provenance
         self._spell = spell
-        self._offsets: dict[int, int] = {}  # characters of each text so far
+        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of each text so far
+        self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
+            lambda: getincrementaldecoder("utf-8")("replace")
+        )  # of each text: a character may be several tokens
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
@@ -123,16 +128,9 @@ class Answer:
                 for token, one in zip(tokens, told, strict=True)
             ]
             return {"content": content, "refusal": None}
-        shown, offset = [self._shown(token) for token in tokens], self._offsets.get(index, 0)
-        offsets = []
-        for text in shown:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
-        top = [
-            {self._shown(other): logprob for other, logprob in one.top} | {text: one.logprob}
-            for text, one in zip(shown, told, strict=True)
-        ]
+        shown = [self._shown(token) for token in tokens]
+        offsets = [self._offset(index, token) for token in tokens]
+        top = [self._top(token, one) for token, one in zip(tokens, told, strict=True)]
         return {
             "tokens": shown,
             "token_logprobs": [one.logprob for one in told],
@@ -145,7 +143,27 @@ class Answer:
         return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
 
     def _shown(self, token: int) -> str:
-        return self._spell(token).decode("utf-8", "replace")
+        spelled = self._spell(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:  # as OpenAI writes it
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def _top(self, token: int, told: Logprobs) -> dict[str, float]:
+        """By text. Of several tokens with one text (a letter and its byte) the text's own keeps it; others, as in vLLM,
+        are named by their ids.
+        """
+        owners = {self._shown(token): token}
+        for other, _ in told.top:
+            owners.setdefault(self._shown(other), other)
+        named = {id: text for text, id in owners.items()}
+        return {named.get(id, f"token_id:{id}"): logprob for id, logprob in (*told.top, (token, told.logprob))}
+
+    def _offset(self, index: int, token: int) -> int:
+        """Where the character begins that this token is of, or begins."""
+        offset, decoder = self._offsets[index], self._decoders[index]
+        self._offsets[index] += len(decoder.decode(self._spell(token)))
+        return offset
 
     def _chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import hmac
 import json
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -24,7 +21,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pearl.client.stream import Result
 from pearl.config import SamplingParams
@@ -33,6 +30,7 @@ from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.turnstile import Turnstile
 from pearl.errors import PearlError
 from pearl.server import openapi
+from pearl.server.access import Access, Checked, HostChecked, KeyNeeded, check_origin, not_embedded
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.pace import Pace
@@ -54,20 +52,6 @@ _LOOK_SECONDS = 1.0  # after which a timeline that shows nothing looks whether t
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
-@dataclass(frozen=True)
-class Access:
-    """Who may ask.
-
-    Attributes:
-        key: what every request to /v1 must bring; None: none is needed.
-        hosts: what the Host header may name, without a port; None: anything. Web pages that a user visits can reach the
-            user's own loopback under a name of theirs, but not under these.
-    """
-
-    key: str | None = None
-    hosts: frozenset[str] | None = None
-
-
 class App:
     """What is behind the endpoints.
 
@@ -84,9 +68,9 @@ class App:
         self._created = int(time.time())
         self._described = openapi.document(model, keyed=access.key is not None)
         refuse = self._refuse
-        keyed = [Middleware(_KeyNeeded, key=access.key, refuse=refuse)] if access.key is not None else []
-        hosted = [Middleware(_HostChecked, hosts=access.hosts, refuse=refuse)] if access.hosts is not None else []
-        self.asgi = Starlette(
+        keyed = [Middleware(KeyNeeded, key=access.key, refuse=refuse)] if access.key is not None else []
+        hosted = [Middleware(HostChecked, hosts=access.hosts, refuse=refuse)] if access.hosts is not None else []
+        app = Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
@@ -102,12 +86,13 @@ class App:
                         Route("/chat/completions", self._chat, methods=["POST"]),
                         Route("/completions", self._completions, methods=["POST"]),
                     ],
-                    middleware=keyed,
+                    middleware=[Middleware(Checked, check=check_origin, refuse=refuse), *keyed],
                 ),
             ],
             middleware=hosted,
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._failed},
         )
+        self.asgi = not_embedded(app)
 
     # ---- about the server ----
 
@@ -439,46 +424,3 @@ def _parsed(body: bytearray) -> Any:
         raise ApiError(400, "the body is not UTF-8") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON that this server reads: {error}") from None
-
-
-Refuse = Callable[[Request, Exception], Awaitable[Response]]
-
-
-class _Checked:
-    """Middleware: what it does not let pass is refused as all else is, no faster either."""
-
-    def __init__(self, app: ASGIApp, check: Callable[[Request], None], refuse: Refuse) -> None:
-        self._app, self._check, self._refuse = app, check, refuse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check(Request(scope))
-            except ApiError as error:
-                refusal = await self._refuse(Request(scope), error)
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class _KeyNeeded(_Checked):
-    def __init__(self, app: ASGIApp, key: str, refuse: Refuse) -> None:
-        super().__init__(app, self._check_key, refuse)
-        self._digest = hashlib.sha256(key.encode()).digest()
-
-    def _check_key(self, request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()  # of one length, so that nothing tells the key's
-        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
-            raise ApiError(401, "send the API key with the header Authorization: Bearer KEY", code="invalid_api_key")
-
-
-class _HostChecked(_Checked):
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], refuse: Refuse) -> None:
-        super().__init__(app, self._check_host, refuse)
-        self._hosts = hosts
-
-    def _check_host(self, request: Request) -> None:
-        host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
-        if host not in self._hosts:
-            raise ApiError(403, f"this server answers to {', '.join(sorted(self._hosts))} only, not to {host[:100]!r}")

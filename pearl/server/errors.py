@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pearl.config import SamplingParams
 from pearl.errors import (
     ConfigError,
     EngineClosed,
@@ -52,10 +53,15 @@ def engine_lost(why: str) -> ApiError:
 
 
 def of_engine(error: PearlError, param: str | None = None) -> ApiError:
-    """What an error of the engine is to a client. `param`: the field that a `RequestError` is about."""
+    """What an error of the engine is to a client.
+
+    Args:
+        param: the field that a `RequestError` is about, unless it begins with the name of another.
+    """
     match error:
         case RequestError() | ConfigError():
-            return ApiError(400, str(error), param=param)
+            first = str(error).partition(" ")[0]
+            return ApiError(400, str(error), param=first if first in SamplingParams.model_fields else param)
         case GrammarError():
             return ApiError(400, str(error), code=type(error).__name__)
         case EngineClosed():

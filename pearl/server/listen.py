@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
+import math
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
-from pearl.server.app import Access, App
+from pearl.server.access import Access
+from pearl.server.app import App
 from pearl.server.connection import MOST_HEADER, BoundedProtocol
 from pearl.server.turns import Turns
+from pearl.transport.descriptors import raise_limit
 
 LOST_SECONDS = 5.0  # for which a server whose engine is lost still says so
 STOP_SECONDS = 2.0  # that running requests have once the server is told to end
 _CUT_SECONDS = 5  # after which connections are cut that have not taken their end by then
 _IDLE_SECONDS = 15  # for which a connection may stay between two requests
 _LOOK_SECONDS = 0.2
+_TELL_SECONDS = 60.0  # between two lines about one trouble
+_BACKLOG = 128  # connections that may wait to be accepted, which asyncio tries for all of them in a row
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Door:
 
     def serve(self, engine: Engine, settings: Settings) -> None:
         """Serves until SIGINT or SIGTERM. Raises `TargetLost` a while after the engine was lost, and `ConfigError`."""
+        raise_limit()
         try:
             self.bound.listen()
         except OSError as error:  # somebody else bound it too, and was quicker
@@ -88,9 +99,27 @@ class Server(uvicorn.Server):
         super().__init__(_uvicorn_config(app))
         self._turns = turns
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_Refused())
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(STOP_SECONDS, self._turns.stop)
         await super().shutdown(sockets)
+
+
+class _Refused:
+    """Tells in one line, now and then, that no connection can be accepted: asyncio has a traceback for each attempt."""
+
+    def __init__(self) -> None:
+        self._told = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not str(context.get("message")).startswith("socket.accept()"):
+            loop.default_exception_handler(context)
+        elif (now := time.monotonic()) - self._told > _TELL_SECONDS:
+            self._told = now
+            log.error("no connection can be accepted: %s. Raise the limit (ulimit -n)", context.get("exception"))
 
 
 def _uvicorn_config(app: App) -> uvicorn.Config:
@@ -102,6 +131,7 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         log_config=None,
         log_level="error",  # what a stranger's nonsense makes it warn of is no news
         access_log=False,
+        backlog=_BACKLOG,
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=_IDLE_SECONDS,

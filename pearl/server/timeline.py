@@ -1,7 +1,7 @@
 """What both workers do, as they do it, for the page: a recording that is read while it is written.
 
 It begins with the first who looks on and ends with the last.  A second front on the same engine asks for it, so texts
-are served as ever; it can begin only between two texts.
+are served as ever; it begins once those that are being written have ended, and the next wait for that.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Timeline:
                 return
             try:
                 await self._record(front)
-            except (PearlError, OSError) as error:  # a text is being written, say
+            except (PearlError, OSError) as error:  # somebody else records, say
                 self._tell({"problem": str(error)})
             finally:
                 await asyncio.to_thread(_ended, front)
@@ -108,7 +108,7 @@ class Timeline:
 
     async def _record(self, front: Engine) -> None:
         self._tell({"waiting": True})
-        name = await asyncio.to_thread(front.begin_live_trace)
+        name = await asyncio.to_thread(front.begin_live_trace, lambda: bool(self._viewers))
         self._tell({"recording": True})
         parts: dict[Path, GrowingPart] = {}
         while self._viewers and sum(part.size for part in parts.values()) < MOST_BYTES:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
@@ -32,6 +31,7 @@ from pearl.protocol.messages import Message
 from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
+from pearl.transport.descriptors import raise_limit
 from pearl.transport.gate import Account, Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
 
@@ -271,10 +271,7 @@ class ZmqListener(_Socket):
         check_bind(address, keys=keys is not None)
         admitted = None if keys is None else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
-        # Where it finds no descriptor for one who connects ZeroMQ ends the process (ipc_listener.cpp).
-        with suppress(ValueError, OSError):
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        raise_limit()  # ZeroMQ ends the process where it finds no descriptor for one who connects (ipc_listener.cpp)
         self._gate = Gate()
         self._file: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None

@@ -121,11 +121,6 @@ class Fronts:
         return sum(number in at_work for number in self._owners) + list(self._queues).index(peer)
 
     @property
-    def are_idle(self) -> bool:
-        """Whether no request is being worked on, or waits."""
-        return not self._owners
-
-    @property
     def waiting(self) -> set[Peer]:
         """Those that wait for a text."""
         return {peer for peer, _ in self._owners.values()}

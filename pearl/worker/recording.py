@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from pearl.errors import RemoteProtocolError, TraceError
 from pearl.protocol.messages import Error, Trace
@@ -20,7 +21,7 @@ _ECHO_SECONDS = 60.0  # a draft answers between two forwards
 
 
 class Recordings:
-    """Keeps what fronts wish, until there is no request, and tells them once both workers have done it.
+    """Keeps what fronts wish, until no request is being worked on, and tells them once both workers have done it.
 
     Args:
         post: sends a message to a front.
@@ -35,16 +36,31 @@ class Recordings:
         self.recorder: Peer | None = None  # the front whose recording is on
 
     def wish(self, peer: Peer, trace: Trace) -> None:
-        """Raises `RemoteProtocolError` where too many wait."""
+        """Raises `RemoteProtocolError` where too many wait. The end of one that has not begun takes that back."""
+        if (begin := (peer, replace(trace, on=True))) in self._wishes and not trace.on:
+            self._wishes.remove(begin)
+            return
         if len(self._wishes) >= MAX_RECORDINGS:
             raise RemoteProtocolError("too many recordings are asked for: try again later")
         self._wishes.append((peer, trace))
 
     def lose(self, peer: Peer) -> None:
-        """A front that is gone takes its recording with it."""
+        """A front that is gone takes its recording with it, and its wishes."""
+        self._wishes = deque(wish for wish in self._wishes if wish[0] != peer)
         if self.recorder == peer:
             self.recorder = None
             self._wishes.append((peer, Trace(self._tracer.number, False)))
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the next request must wait until those that are being worked on have ended, and a wish is done."""
+        return bool(self._wishes) and self._asked is None
+
+    @property
+    def fronts(self) -> set[Peer]:
+        """Those that must be known to live: their recording is on, or they wait for its begin or end."""
+        asked = [self._asked] if self._asked is not None else []
+        return {peer for peer, _ in [*self._wishes, *asked]} | ({self.recorder} if self.recorder else set())
 
     def begin_or_end(self) -> Trace | None:
         """Between two requests: do what was wished first; return what the draft is to do likewise."""

@@ -183,6 +183,7 @@ class TargetWorker:
                 self._todo.extend(map(Cancel, self._fronts.numbers(peer, request)))
             case Trace() if peer in self._fronts:
                 self._recordings.wish(peer, message)
+                self._begin()  # should it have taken back one that others had to wait for
             case Trace() if is_draft:
                 self._recordings.done(message)
             case Resync() if is_draft:
@@ -205,6 +206,7 @@ class TargetWorker:
         elif isinstance(error, TransportError):
             self._recordings.lose(peer)
             self._todo.extend(map(Cancel, self._fronts.lose(peer)))
+            self._begin()
         else:
             self._notices.warn(peer, "dropped a message: %s", error)
             self._post(Error(-1, type(error).__name__, str(error)), peer)
@@ -327,24 +329,22 @@ class TargetWorker:
         self._recordings.look(now)
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
-            recorder = {self._recordings.recorder} if self._recordings.recorder else set()
-            for peer in self._fronts.to_reassure | recorder:
+            for peer in self._fronts.to_reassure | self._recordings.fronts:
                 ahead = self._fronts.ahead(peer, self._watches)
                 self._post(Heartbeat(self._work, "queued" if ahead else self._coordinator.state.value, ahead), peer)
 
     # ---- recording ----
 
     def _record_between_requests(self) -> None:
-        if not self._fronts.are_idle:
+        if self._coordinator.running or not self._recordings.are_due:
             return
         trace = self._recordings.begin_or_end()
-        if trace is None:
-            return
-        if self._draft.peer is None:
-            self._recordings.done()
-        else:
+        if trace is not None and self._draft.peer is not None:
             self._draft.post(trace)
             self._compare_clocks()
+        elif trace is not None:
+            self._recordings.done()
+        self._begin()
 
     def _renew(self) -> None:
         """Begins anew with an empty cache and a new state machine, that knows of the pair what was known."""
@@ -367,7 +367,9 @@ class TargetWorker:
         self._todo.extend(self._decide(event))
 
     def _begin(self) -> None:
-        """Gives slots that are free to requests that wait."""
+        """Gives slots that are free to requests that wait, unless a recording is to begin or end before them."""
+        if self._recordings.are_due:
+            return
         while len(self._coordinator.running) < self._slots and (submit := self._fronts.next()) is not None:
             self._handle(submit)
 
