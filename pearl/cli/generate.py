@@ -13,10 +13,11 @@ from pearl import __version__
 from pearl.cli.console import SafeConsole
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
+from pearl.client.request import with_defaults
 from pearl.config import DRAFTLESS, Settings
 from pearl.decoding.registry import find
 from pearl.drafting.registry import FIXED
-from pearl.engine import Result, Stream, torchrun
+from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
@@ -47,7 +48,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
             _print_as_it_comes(stream, quiet=as_json)
             result = stream.result
     if as_json:
-        click.echo(json.dumps(_document(settings, result), ensure_ascii=False))
+        click.echo(json.dumps(_document(settings, engine, result), ensure_ascii=False))
     else:
         console.print(summary(settings, result))
 
@@ -73,7 +74,10 @@ def _print_as_it_comes(stream: Stream, quiet: bool) -> None:
         click.echo()
 
 
-def _document(settings: Settings, result: Result) -> dict[str, object]:
+def _document(settings: Settings, engine: Engine, result: Result) -> dict[str, object]:
+    """`settings` are those used: with them the prompt's tokens give the same text again."""
+    sampling = settings.sampling.model_dump() | with_defaults(settings.sampling, engine.defaults)
+    room = engine.context - len(result.prompt_tokens)
     return {
         "text": result.text,
         "tokens": result.tokens,
@@ -84,9 +88,9 @@ def _document(settings: Settings, result: Result) -> dict[str, object]:
         "logprobs": [asdict(one) for one in result.logprobs] if settings.sampling.logprobs is not None else None,
         "statistics": asdict(result.statistics),
         "settings": {
-            "engine": settings.engine.model_dump(),
-            "decoding": settings.decoding.model_dump(),
-            "sampling": settings.sampling.model_dump(),
+            "engine": engine.config.model_dump(),
+            "decoding": settings.decoding.in_use(result.statistics.window).model_dump(),
+            "sampling": sampling | {"seed": result.seed, "max_tokens": settings.sampling.max_tokens or room},
         },
         "version": __version__,
     }

@@ -64,6 +64,7 @@ class RequestState:
         furthest: how far ahead of the prefix that was at most; no branch is longer.
         grants: how often the draft was told so.
         window: c as last chosen.
+        keeps_window: whether c is chosen once: a text that depends on it is then one that can be made again.
         draft_context: tokens that the draft's model holds; 0: no draft.
         in_flight: tokens that the running forward was fed.
         beside: tokens that other requests had in the last forward.
@@ -103,6 +104,7 @@ class RequestState:
     draft_context: int = 0
     untold: list[Provenance] = field(default_factory=list)
     block: int = 1
+    keeps_window: bool = False
 
     @property
     def number(self) -> int:
