@@ -54,6 +54,7 @@ from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devic
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
+from pearl.protocol.window import Profile
 from tests.conftest import TOY
 from tests.tiny import EOS_ID, tiny_model
 
@@ -803,6 +804,23 @@ def test_calibration_tries_the_target_on_all_devices(tiny_pair: EngineConfig) ->
     wide = json.loads(done.stdout)["verdicts"][-2:]
     assert [(v["method"], v["predicted"]) for v in wide] == [("ar, all devices", None), ("ngram, all devices", None)]
     assert all(v["measured"]["value"] > 0 for v in wide)
+
+
+@pytest.mark.parametrize("others", [0.01, 0.2])
+def test_a_calibration_that_is_noise_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: float
+) -> None:
+    """The engines after it would begin with its figures."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
+    ar = Verdict("ar", 1.0, about(1, 0))
+    known = Profile(gain=1.0, comparisons=8.0)
+    found = calibrate.Calibration(times(1, 5), times(1, 5), 0.8, False, 5, 9.0, (ar,), None, "words", "flags", known)
+    monkeypatch.setattr("pearl.cli.calibrate.calibrate", lambda *_: found)
+    monkeypatch.setattr("pearl.cli.calibrate.check_comparable", lambda _: None)
+    monkeypatch.setattr(machine.Stolen, "taken", lambda _: machine.Taken(0.0, others))
+    done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "profiles").exists() == ("not kept" not in done.output) == (others < 0.05)
 
 
 def times(draft: float, target: float) -> Times:

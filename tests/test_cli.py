@@ -54,6 +54,10 @@ def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
         itl_p50=0.02,
         itl_p99=0.09,
         tokens_per_step=1.5,
+        rates={"drafted": 40.0},
+        measured_speedup=4.1,
+        num_compared_tokens=48,
+        draft_speedup=3.0,
     )
     console = Console(file=io.StringIO(), width=200)
     console.print(summary(load_settings(None, {}), Result(statistics=statistics)))
@@ -62,6 +66,7 @@ def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
     assert "25.0 ms each on average (TPOT); ITL p50 20 ms, p99 90 ms" in text
     assert "0.80 of 10 judged draft tokens, 0.40 of 20 drafted" in text
     assert "1.50 tokens a step" in text
+    assert "with it 4.10 times as fast, compared on 48 tokens of this text" in text
 
 
 def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -132,8 +132,7 @@ def summary(settings: Settings, result: Result) -> Table:
         table.add_row("guessed", f"{guessed} tokens, of {s.num_guesses} guesses" + (f": {sources}" if sources else ""))
     if s.rates:
         rested = f"{s.num_tokens_without_draft} of {s.num_generated_tokens} tokens without the draft"
-        times = f": with it {s.draft_speedup:.2f} times as fast, compared within texts" if s.draft_speedup else ""
-        table.add_row("auto", rested + times)
+        table.add_row("auto", ": ".join(filter(None, (rested, s.speedup_in_words))))
     steps = ", ".join(f"{n} {phase}" for phase, n in s.target_steps.items() if n)
     rate = f"; {s.tokens_per_step:.2f} tokens a step" if s.tokens_per_step else ""
     table.add_row("target steps", steps + rate)

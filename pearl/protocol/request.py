@@ -32,7 +32,8 @@ class Counts:
     guessed: dict[Source, int] = field(default_factory=dict)  # guesses that became text, by who made them
     rested: int = 0  # tokens committed while the draft rested, for it did not pay
     rates: dict[bool, float] = field(default_factory=dict)  # tokens a second, by whether the draft rested
-    speedup: float | None = None  # with the draft over without, as compared within texts
+    speedup: float | None = None  # with the draft over without, as is decided by: of earlier texts too
+    measured: tuple[float | None, int] = (None, 0)  # likewise in this text alone, and of how many tokens that is
     rejected: int = 0  # runs that ended in a rejection, of judgements whose odds are known
     odds: Odds | None = None  # of these judgements
     pauses: int = 0  # windows that the draft's stop policy has ended
