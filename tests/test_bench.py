@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -408,7 +409,7 @@ def test_speedups_are_ratios_over_the_same_text() -> None:
 
 
 def test_auto_is_set_against_the_target_alone_at_its_fastest() -> None:
-    """Where that is, its rate says; the ratio is of the same text, as medians over all and over each set."""
+    """Where that is, its rate says; all tokens over all seconds of either, and the ratio of these."""
     rows = [Row(AR, "pair", ONE), Row(AUTO, "pair", TWO), Row(AR_ON_ALL, "all devices", TWO)]
     plain = [sample(AR, i, 10.0, of) for i in (1, 2) for of in "xy"]
     wide = [sample(AR_ON_ALL, i, 20.0 * i, of) for i in (1, 2) for of in "xy"]
@@ -416,14 +417,28 @@ def test_auto_is_set_against_the_target_alone_at_its_fastest() -> None:
     plan = plan_of(rows, [])
     over = over_alone(plan, Measured([*plain, *auto, *wide]))
     assert over is not None
-    assert (over.base, over.devices, over.base_rate, over.rate) == (AR_ON_ALL, "2 cores", 30.0, 40.0)
-    assert (over.speedup.value, over.by_set["x"].value, over.by_set["y"].value) == (1.5, 2.0, 1.0)
-    assert "(on 2 cores) 30.0: 1.50 times" in str(over)
+    assert (over.base, over.devices, over.base_rate, over.rate) == (AR_ON_ALL, "2 cores", 400 / 15, 400 / 11.25)
+    assert (over.speedup.value, over.by_set["x"].value, over.by_set["y"].value) == (4 / 3, 2.0, 1.0)
+    assert "(on 2 cores) 26.7: 1.33 times" in str(over)
     narrow = over_alone(plan, Measured([*plain, *auto]))
     assert narrow is not None
-    assert (narrow.base, narrow.by_set["y"].value) == (AR, 3.0)
+    assert (narrow.base, narrow.by_set["y"].value) == (AR, pytest.approx(8 / 3))
     assert over_alone(plan, Measured([*plain, *wide])) is None
     assert over_alone(plan, Measured(auto)) is None
+
+
+def test_the_last_line_of_the_demo_agrees_with_itself(tmp_path: Path) -> None:
+    """The ratio that it tells is the ratio of the two rates beside it, also where that is not the median of ratios."""
+    rates = {AR: (50.0, 35.0, 20.0, 30.0), AUTO: (33.0, 40.0, 23.0, 36.0)}
+    samples = [sample(row, i, rate) for row, all_of in rates.items() for i, rate in enumerate(all_of)]
+    over = over_alone(plan_of([Row(name, "pair", ONE) for name in rates], []), Measured(samples))
+    assert over is not None
+    (tmp_path / "it.json").write_text(json.dumps({"over_alone": asdict(over)}))
+    program = (Path(__file__).parents[1] / "scripts/demo").read_text().split("<<'PYTHON'\n")[1].split("\nPYTHON\n")[0]
+    command = [sys.executable, "-", str(tmp_path / "it.json")]
+    told = subprocess.run(command, input=program, capture_output=True, text=True, check=True).stdout
+    alone, pearl_, times_ = map(float, re.findall(r"\d+\.\d+", told))
+    assert pearl_ / alone == pytest.approx(times_, abs=0.01)
 
 
 def test_latencies_are_medians_over_texts() -> None:
