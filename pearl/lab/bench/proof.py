@@ -33,9 +33,7 @@ from pearl.trace.reading import read
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor
 
-_TOLERANCE = (
-    2.0  # times what transformers' logits are off from wider ones, between them and ours: each may be so far off
-)
+_TOLERANCE = 2.0  # times what transformers' logits are off from those of a wider dtype: ours may be as far off as they
 _NEAR = 5.0  # times that share of a row's root mean square: two logits that are nearer may change places
 _LEAST_BUSY = 0.9  # share of the time that a chain keeps its device busy
 _LEAST_ACCEPTANCE = 0.97  # of a draft that is the same model as its target
