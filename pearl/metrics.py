@@ -44,8 +44,11 @@ class Statistics:
         num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
         num_tokens_without_draft: tokens committed while the draft rested, for it did not pay (method auto).
         rates: tokens a second with the draft ("drafted") and without it ("alone"), as method auto has timed them.
-        draft_speedup: how many times as fast the target is with the draft as without, by what method auto has compared
-            within texts; None: nothing.
+        measured_speedup: how many times as fast the target was with the draft as without, by what method auto has
+            compared within this text, on the same tokens; None: nothing.
+        num_compared_tokens: of which that is.
+        draft_speedup: what method auto goes by: the mean of its comparisons, each counted as three times at most, in
+            this and earlier texts, or as a kept profile has it; None: there is none.
         num_comparisons: of which that is the mean, at most 16; a fraction where some count less.
         target_steps: forwards by phase.
         tokens_per_step: generated tokens over forwards after the prefill.
@@ -89,6 +92,8 @@ class Statistics:
     num_foreseen_bonuses: int = 0
     num_tokens_without_draft: int = 0
     rates: dict[str, float] = field(default_factory=dict)
+    measured_speedup: float | None = None
+    num_compared_tokens: int = 0
     draft_speedup: float | None = None
     num_comparisons: float = 0.0
     target_steps: dict[str, int] = field(default_factory=dict)
@@ -111,6 +116,16 @@ class Statistics:
     duplicate: int = 0
     resyncs: int = 0
     draft_lost: bool = False
+
+    @property
+    def speedup_in_words(self) -> str:
+        """What method auto knows of the draft, and from where; empty: nothing."""
+        if self.measured_speedup:
+            measured = f"with it {self.measured_speedup:.2f} times as fast"
+            return f"{measured}, compared on {self.num_compared_tokens} tokens of this text"
+        if self.draft_speedup:
+            return f"by earlier texts {'faster' if self.draft_speedup > 1 else 'slower'} with it"
+        return ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -203,6 +218,8 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         num_foreseen_bonuses=counts.foreseen_bonuses,
         num_tokens_without_draft=counts.rested,
         rates={"alone" if rests else "drafted": rate for rests, rate in counts.rates.items()},
+        measured_speedup=counts.measured[0],
+        num_compared_tokens=counts.measured[1],
         draft_speedup=counts.speedup,
         num_comparisons=profile.comparisons if counts.speedup else 0.0,
         target_steps={phase.value: counts.steps[phase] for phase in Phase},

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -57,6 +57,7 @@ from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devic
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
+from pearl.protocol.window import Profile
 from tests.conftest import TOY
 from tests.tiny import EOS_ID, tiny_model
 
@@ -415,7 +416,7 @@ def test_speedups_are_ratios_over_the_same_text() -> None:
 
 
 def test_auto_is_set_against_the_target_alone_at_its_fastest() -> None:
-    """Where that is, its rate says; the ratio is of the same text, as medians over all and over each set."""
+    """Where that is, its rate says; all tokens over all seconds of either, and the ratio of these."""
     rows = [Row(AR, "pair", ONE), Row(AUTO, "pair", TWO), Row(AR_ON_ALL, "all devices", TWO)]
     plain = [sample(AR, i, 10.0, of) for i in (1, 2) for of in "xy"]
     wide = [sample(AR_ON_ALL, i, 20.0 * i, of) for i in (1, 2) for of in "xy"]
@@ -423,14 +424,28 @@ def test_auto_is_set_against_the_target_alone_at_its_fastest() -> None:
     plan = plan_of(rows, [])
     over = over_alone(plan, Measured([*plain, *auto, *wide]))
     assert over is not None
-    assert (over.base, over.devices, over.base_rate, over.rate) == (AR_ON_ALL, "2 cores", 30.0, 40.0)
-    assert (over.speedup.value, over.by_set["x"].value, over.by_set["y"].value) == (1.5, 2.0, 1.0)
-    assert "(on 2 cores) 30.0: 1.50 times" in str(over)
+    assert (over.base, over.devices, over.base_rate, over.rate) == (AR_ON_ALL, "2 cores", 400 / 15, 400 / 11.25)
+    assert (over.speedup.value, over.by_set["x"].value, over.by_set["y"].value) == (4 / 3, 2.0, 1.0)
+    assert "(on 2 cores) 26.7: 1.33 times" in str(over)
     narrow = over_alone(plan, Measured([*plain, *auto]))
     assert narrow is not None
-    assert (narrow.base, narrow.by_set["y"].value) == (AR, 3.0)
+    assert (narrow.base, narrow.by_set["y"].value) == (AR, pytest.approx(8 / 3))
     assert over_alone(plan, Measured([*plain, *wide])) is None
     assert over_alone(plan, Measured(auto)) is None
+
+
+def test_the_last_line_of_the_demo_agrees_with_itself(tmp_path: Path) -> None:
+    """The ratio that it tells is the ratio of the two rates beside it, also where that is not the median of ratios."""
+    rates = {AR: (50.0, 35.0, 20.0, 30.0), AUTO: (33.0, 40.0, 23.0, 36.0)}
+    samples = [sample(row, i, rate) for row, all_of in rates.items() for i, rate in enumerate(all_of)]
+    over = over_alone(plan_of([Row(name, "pair", ONE) for name in rates], []), Measured(samples))
+    assert over is not None
+    (tmp_path / "it.json").write_text(json.dumps({"over_alone": asdict(over)}))
+    program = (Path(__file__).parents[1] / "scripts/demo").read_text().split("<<'PYTHON'\n")[1].split("\nPYTHON\n")[0]
+    command = [sys.executable, "-", str(tmp_path / "it.json")]
+    told = subprocess.run(command, input=program, capture_output=True, text=True, check=True).stdout
+    alone, pearl_, times_ = map(float, re.findall(r"\d+\.\d+", told))
+    assert pearl_ / alone == pytest.approx(times_, abs=0.01)
 
 
 def test_latencies_are_medians_over_texts() -> None:
@@ -811,6 +826,23 @@ def test_calibration_tries_the_target_on_all_devices(tiny_pair: EngineConfig) ->
     wide = json.loads(done.stdout)["verdicts"][-2:]
     assert [(v["method"], v["predicted"]) for v in wide] == [("ar, all devices", None), ("ngram, all devices", None)]
     assert all(v["measured"]["value"] > 0 for v in wide)
+
+
+@pytest.mark.parametrize("others", [0.01, 0.2])
+def test_a_calibration_that_is_noise_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: float
+) -> None:
+    """The engines after it would begin with its figures."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
+    ar = Verdict("ar", 1.0, about(1, 0))
+    known = Profile(gain=1.0, comparisons=8.0)
+    found = calibrate.Calibration(times(1, 5), times(1, 5), 0.8, False, 5, 9.0, (ar,), None, "words", "flags", known)
+    monkeypatch.setattr("pearl.cli.calibrate.calibrate", lambda *_: found)
+    monkeypatch.setattr("pearl.cli.calibrate.check_comparable", lambda _: None)
+    monkeypatch.setattr(machine.Stolen, "taken", lambda _: machine.Taken(0.0, others))
+    done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "profiles").exists() == ("not kept" not in done.output) == (others < 0.05)
 
 
 def times(draft: float, target: float) -> Times:

@@ -339,6 +339,8 @@ def test_commands_are_found_by_the_names_people_know(home: dict[str, str], attac
         person.sees("top_p 0.5")
         person.send("/set top_p default")
         person.sees("top_p default")
+        person.send("/set rule")
+        person.sees("rule default (coupled)")
         person.send("/method sad")
         person.sees("no method 'sad'")
         person.send("/system Be brief.")

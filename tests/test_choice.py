@@ -212,6 +212,7 @@ def test_to_time_the_target_alone_takes_few_steps(drafted: float, alone: float, 
     choice = Choice()
     assert write(choice, drafted, alone, 100) == tried
     assert choice.speedup == pytest.approx(min(3, drafted / alone), rel=0.01), "one comparison says no more"
+    assert choice.measured[0] == pytest.approx(drafted / alone, rel=0.01), "what is told is what was measured"
 
 
 def test_a_hiccup_is_not_a_clear_loss() -> None:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,7 +25,8 @@ from rich.console import Console
 
 from pearl.cli import _COMMANDS, chat, cli, generate, main, paper
 from pearl.cli.generate import summary
-from pearl.config import SECTIONS, UNSUPPORTED, EngineConfig, load_settings
+from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings
+from pearl.config.decoding import BONUS
 from pearl.engine import Engine, Result, preflight
 from pearl.lab.bench import others
 from pearl.lab.distill.prompts import read_prompts
@@ -54,6 +57,10 @@ def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
         itl_p50=0.02,
         itl_p99=0.09,
         tokens_per_step=1.5,
+        rates={"drafted": 40.0},
+        measured_speedup=4.1,
+        num_compared_tokens=48,
+        draft_speedup=3.0,
     )
     console = Console(file=io.StringIO(), width=200)
     console.print(summary(load_settings(None, {}), Result(statistics=statistics)))
@@ -62,6 +69,7 @@ def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
     assert "25.0 ms each on average (TPOT); ITL p50 20 ms, p99 90 ms" in text
     assert "0.80 of 10 judged draft tokens, 0.40 of 20 drafted" in text
     assert "1.50 tokens a step" in text
+    assert "with it 4.10 times as fast, compared on 48 tokens of this text" in text
 
 
 def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -143,6 +151,30 @@ def test_json_is_one_document_that_adds_up(pearl_here: Callable[..., subprocess.
     assert statistics["provenance"] == {p: document["provenance"].count(p) for p in set(document["provenance"])}
     assert document["settings"]["decoding"]["gamma"] == 3
     assert isinstance(document["seed"], int)
+
+
+@pytest.mark.parametrize("method", ["auto", "ar", "sd", "ssd", "pearl"])
+def test_the_record_of_a_sampled_text_gives_that_text_again(
+    toy: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]],
+    method: str,
+) -> None:
+    """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
+    monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
+    monkeypatch.setattr(toy._client, "defaults", replace(toy.defaults, temperature=0.9, top_k=20))
+    monkeypatch.setattr(toy, "defaults", toy._client.defaults)
+    flags = ["--method", method, "--max-tokens", "120", "--ignore-eos", "--top-p", "0.95", "--json", "123"]
+    document = json.loads(pearl_here("generate", *flags).stdout)
+    used = {name: document["settings"][name] for name in ("sampling", "decoding")}
+    assert (used["sampling"]["temperature"], used["sampling"]["top_k"], used["sampling"]["top_p"]) == (0.9, 20, 0.95)
+    assert used["sampling"]["seed"] == document["seed"]
+    assert used["decoding"]["rule"] == ("coupled" if method == "auto" else "ratio")
+    assert (used["decoding"]["gamma"] is not None) == (method in BONUS)
+    monkeypatch.undo()
+    params, decoding = SamplingParams(**used["sampling"]), DecodingConfig(**used["decoding"])
+    (again,) = toy.generate(document["prompt_tokens"], params, decoding=decoding)
+    assert again.tokens == document["tokens"]
 
 
 def test_flags_override_the_file(tmp_path: Path, pearl_here: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import DraftLost, ModelError
 from pearl.lab.bench import exactness
-from pearl.lab.bench.exactness import References, check_combinations, check_rows, check_texts, compare_cuts
+from pearl.lab.bench.exactness import References, check_combinations, check_pair, check_rows, check_texts, compare_cuts
 from pearl.models import attention
 from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner
@@ -31,6 +32,7 @@ from pearl.models.loading import load_runner
 from pearl.models.matrices import Rounding, irregular, least_rows, matrix, normalise, probe_rows, swiglu
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
+from tests.planted import BUGS, LAW
 from tests.test_llama_runner import KINDS, replayed
 from tests.tiny import tiny_model
 
@@ -320,8 +322,33 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
     assert all(check_rows(config, role, 100).passed for role in ("target", "draft"))
     with Engine(config=config) as engine:
         findings = list(check_texts(engine, prompts, params, kill=True))
-    assert len(findings) == 2 * 9 + 4
+    assert len(findings) == 2 * 12 + 5
     assert [finding for finding in findings if not finding.passed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="workers are not forked there, and bugs not planted")
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one that changes the law of sampled texts only, which tests/test_verification.py shows."""
+    monkeypatch.setenv("PEARL_PLANTED", bug)
+    config = EngineConfig(
+        target=str(tiny_model("llama", chat=True)),
+        draft=str(tiny_model("llama", noise=0.05, chat=True)),
+        target_dtype="float32",
+        draft_dtype="float32",
+        log_level="error",
+    )
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
+    prompts = ["The hat and the tin", "The hat and the hat and the hat"]
+    longest = 0
+    with closing(check_pair(config, prompts, params, kill=False)) as findings:
+        for finding in findings:
+            longest = max(longest, finding.longest)
+            if not finding.passed:
+                break
+    assert finding.passed == (bug == LAW), finding
+    assert longest >= 6 or bug != LAW, "paths of trees are long"
 
 
 @pytest.mark.long

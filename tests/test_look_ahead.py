@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pearl.config import AS_PUBLISHED, DRAFTLESS, LOOKING_AHEAD, DecodingConfig
+from pearl.config.decoding import BONUS
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
@@ -419,6 +420,7 @@ def test_the_index_follows_what_it_is_told() -> None:
 def test_the_configuration_knows_methods_as_the_protocol_does() -> None:
     assert set(DRAFTLESS) == {name for name, method in METHODS.items() if not method.drafts}
     assert set(LOOKING_AHEAD) == {name for name, method in METHODS.items() if method.looks_ahead}
+    assert set(BONUS) == {name for name, method in METHODS.items() if method.drafts and method.bonus}
     assert list(get_args(DecodingConfig.model_fields["method"].annotation)) == list(METHODS)
 
 

@@ -127,6 +127,8 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     assert s.num_tokens_without_draft == 0
     assert s.draft_speedup == pytest.approx(2.718, abs=0.01)
     assert s.t_target["200"] == 0.25
+    assert s.measured_speedup is None
+    assert s.speedup_in_words == "by earlier texts faster with it", "not compared within this one"
 
 
 def measured(**settings: Any) -> tuple[tuple[int, float], ...]:

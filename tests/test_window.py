@@ -11,6 +11,9 @@ import pytest
 from pearl.lab.simulate import CoinDraft, CoinTarget, Outcome, Timing, simulate
 from pearl.protocol.events import Forward, Judge, Judged, Phase
 from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.request_machine import RequestMachine
+from pearl.protocol.sequence import TokenSequence
+from pearl.protocol.telling import grant
 from pearl.protocol.window import MAX_WINDOW, METHODS, Speeds, Window
 
 TOKENS = 12_000  # enough for 1 %
@@ -200,3 +203,19 @@ def test_stream_waits_for_a_token_that_is_due_but_never_after_a_rejection() -> N
     assert Window.after(pearl, "stream", 5, 100, fresh=False) == Window(4, 110)
     assert Window.after(pearl, "stream", 1, 100, fresh=False) == Window(1, 102)
     assert Window.after(pearl, "fixed", 5, 100, fresh=True, pending=4) == Window(1, 109), "a branch is a window"
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature", "keeps"), [("sd", 1.0, True), ("sd", 0.0, False), ("pearl", 1.0, False)]
+)
+def test_a_text_that_depends_on_its_measured_window_keeps_it(method: str, temperature: float, keeps: bool) -> None:
+    """So that it can be recorded, and the text made again."""
+    submit = Submit(1, (1,), 99, Sampling(temperature), Decoding(method))
+    machine = RequestMachine(submit, TokenSequence(), 0, speeds := Speeds(t_draft=1.0), 99, 0, {})
+    windows = []
+    for seconds in (2.0, 9.0):
+        speeds.target.known[1] = seconds
+        for _ in range(8):
+            grant(machine.request, speeds)
+        windows.append(machine.request.window)
+    assert (windows[0] == windows[1]) == keeps

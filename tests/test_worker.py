@@ -749,17 +749,20 @@ def test_rows_that_came_packed_are_judged_as_others() -> None:
         assert one == other
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_row_is_judged_where_it_was_brought() -> None:
-    runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=64)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
+def test_a_row_is_judged_where_it_was_brought(device: str) -> None:
+    runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, WARM, "ratio"))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
     rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
     brought = [executor.bring(row) for row in rows]
-    judged = [executor.execute(Judge(len(PROMPT), (5,), (found[0],), (len(PROMPT) - 1,))) for found in (rows, brought)]
-    assert judged[0] == judged[1]
+    judges = (Judge(len(PROMPT), (5,), (Distribution(row),), (len(PROMPT) - 1,)) for row in (rows[0], brought[0]))
+    here, there = map(executor.execute, judges)
+    assert here == there
     assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))
 
 

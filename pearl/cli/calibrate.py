@@ -40,7 +40,8 @@ def calibrate_pair(
 
     Measures t_draft and t_target(n), alone and with both at work, and the window c. Decodes a few texts by each method
     (up to --max-tokens, 64 by default), reads the times from traces, and predicts each method's speed by the simulator.
-    Says so when speculation does not pay. Engines of this pair on this machine begin with what it found.
+    Says so when speculation does not pay. Engines of this pair on this machine begin with what it found, unless other
+    processes took so much of the machine that it is noise.
     """
     from pearl.lab.bench.calibrate import PROMPTS, calibrate
     from pearl.lab.bench.run import check_comparable, emulated
@@ -57,12 +58,13 @@ def calibrate_pair(
     console = SafeConsole(stderr=True)
     with console.status("starting"):
         found = calibrate(settings.engine, asked, params, acceptance, lambda what: console.print(what, style="dim"))
-    kept = None if toys else profile.save(settings.engine, found.profile)
+    taken = stolen.taken()
+    kept = None if toys or taken.is_too_much else profile.save(settings.engine, found.profile)
     if to is not None:
-        document = asdict(found) | {"ratio": found.ratio, "hardware": hardware()} | asdict(stolen.taken())
+        document = asdict(found) | {"ratio": found.ratio, "hardware": hardware()} | asdict(taken)
         write_json(to, document | {"settings": settings.engine.model_dump()})
     if to != STDOUT:
-        _print(found, stolen.taken(), kept)
+        _print(found, taken, kept)
 
 
 def _print(found: Calibration, taken: Taken, kept: Path | None) -> None:
@@ -99,6 +101,8 @@ def _print(found: Calibration, taken: Taken, kept: Path | None) -> None:
         f"{taken}; {in_words(hardware())}",
         soft_wrap=True,
     )
+    if taken.is_too_much:
+        console.print("not kept: calibrate again when the machine has nothing else to do", soft_wrap=True)
     if kept is not None:
         console.print(f"kept: engines of this pair begin with it (--profile none: afresh): {kept}", soft_wrap=True)
 

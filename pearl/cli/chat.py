@@ -199,7 +199,7 @@ def status(answer: Answer, context: int) -> Text:
     if s.window:
         parts.append(f"c = {s.window}")
     if s.rates:
-        gain = f" (with it {s.draft_speedup:.2f} times as fast)" if s.draft_speedup else ""
+        gain = f" ({s.speedup_in_words})" if s.speedup_in_words else ""
         parts.append(f"{s.num_tokens_without_draft / max(1, s.num_generated_tokens):.0%} without the draft{gain}")
     parts += _wait_shares(s)
     line = Text(" · ".join(parts), "dim")

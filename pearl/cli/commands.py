@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl.cli.reply import legend
+from pearl.client.request import with_defaults
 from pearl.config import DRAFTLESS, DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.errors import RequestError
@@ -129,6 +130,9 @@ def _split(value: str) -> list[str]:
 def _print_settings(chat: Chat, only: str) -> None:
     values: dict[str, Any] = {n: getattr(chat.sampling, n) for n in _SECTIONS["sampling"]}
     values |= {n: getattr(chat.decoding, n) for n in _SECTIONS["decoding"]}
+    in_use = with_defaults(chat.sampling, chat.engine.defaults) | chat.decoding.in_use().model_dump()
+    set_ = chat.sampling.model_fields_set | chat.decoding.model_fields_set
+    values |= {n: f"default ({in_use[n]})" for n in values if n not in set_ and in_use.get(n) is not None}
     values |= {"draft": "on" if chat.show_draft else "off", "markdown": "on" if chat.markdown else "off"}
     shown = {only: values[only]} if only in values else values
     if only and only not in values:

@@ -13,10 +13,11 @@ from pearl import __version__
 from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
+from pearl.client.request import with_defaults
 from pearl.config import DRAFTLESS, Settings
 from pearl.decoding.registry import find
 from pearl.drafting.registry import FIXED
-from pearl.engine import Result, Stream, torchrun
+from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
@@ -47,7 +48,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
             _print_as_it_comes(stream, quiet=as_json)
             result = stream.result
     if as_json:
-        click.echo(json.dumps(_document(settings, result)))
+        click.echo(json.dumps(_document(settings, engine, result)))
     else:
         console.print(summary(settings, result))
 
@@ -73,7 +74,10 @@ def _print_as_it_comes(stream: Stream, quiet: bool) -> None:
         click.echo()
 
 
-def _document(settings: Settings, result: Result) -> dict[str, object]:
+def _document(settings: Settings, engine: Engine, result: Result) -> dict[str, object]:
+    """`settings` are those used: with them the prompt's tokens give the same text again."""
+    sampling = settings.sampling.model_dump() | with_defaults(settings.sampling, engine.defaults)
+    room = engine.context - len(result.prompt_tokens)
     return {
         "text": result.text,
         "tokens": result.tokens,
@@ -84,9 +88,9 @@ def _document(settings: Settings, result: Result) -> dict[str, object]:
         "logprobs": [asdict(one) for one in result.logprobs] if settings.sampling.logprobs is not None else None,
         "statistics": asdict(result.statistics),
         "settings": {
-            "engine": settings.engine.model_dump(),
-            "decoding": settings.decoding.model_dump(),
-            "sampling": settings.sampling.model_dump(),
+            "engine": engine.config.model_dump(),
+            "decoding": settings.decoding.in_use(result.statistics.window).model_dump(),
+            "sampling": sampling | {"seed": result.seed, "max_tokens": settings.sampling.max_tokens or room},
         },
         "version": __version__,
     }
@@ -128,8 +132,7 @@ def summary(settings: Settings, result: Result) -> Table:
         table.add_row("guessed", f"{guessed} tokens, of {s.num_guesses} guesses" + (f": {sources}" if sources else ""))
     if s.rates:
         rested = f"{s.num_tokens_without_draft} of {s.num_generated_tokens} tokens without the draft"
-        times = f": with it {s.draft_speedup:.2f} times as fast, compared within texts" if s.draft_speedup else ""
-        table.add_row("auto", rested + times)
+        table.add_row("auto", ": ".join(filter(None, (rested, s.speedup_in_words))))
     steps = ", ".join(f"{n} {phase}" for phase, n in s.target_steps.items() if n)
     rate = f"; {s.tokens_per_step:.2f} tokens a step" if s.tokens_per_step else ""
     table.add_row("target steps", steps + rate)

@@ -151,17 +151,21 @@ def submission(
     )
 
 
+def with_defaults(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
+    """The settings that a checkpoint has defaults for: the user's, or else the checkpoint's."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: getattr(params, name) for name in names}
+    return {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+
+
 def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, prompt: int) -> Sampling:
     """The user's choices over the checkpoint's own defaults, for a prompt of `prompt` tokens."""
     assert params.seed is not None
-
-    def chosen(mine: Any, default: Any) -> Any:
-        return default if mine is None else mine
-
+    chosen = with_defaults(params, defaults)
     grammar = grammar_of(params.json_schema, params.regex)
     shaping = Shaping(
         prompt,
-        chosen(params.repetition_penalty, defaults.repetition_penalty),
+        chosen["repetition_penalty"],
         params.presence_penalty,
         params.frequency_penalty,
         tuple(pair for pair in dict(params.logit_bias).items() if pair[1]),
@@ -172,10 +176,10 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, promp
         raise RequestError("this model has no token that ends a text, and one held to a grammar ends where it is whole")
 
     return Sampling(
-        chosen(params.temperature, defaults.temperature),
-        chosen(params.top_k, defaults.top_k),
-        chosen(params.top_p, defaults.top_p),
-        chosen(params.min_p, defaults.min_p),
+        chosen["temperature"],
+        chosen["top_k"],
+        chosen["top_p"],
+        chosen["min_p"],
         params.seed,
         params.sample,
         None if shaping == Shaping(prompt) else shaping,

@@ -24,6 +24,7 @@ LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies gues
 # Methods whose draft may stop where a policy says so. Not ssd and pearl-no-post-verify: what the one prepares no policy
 # sees, and the windows of the other would depend on when a verdict comes, and with them its text under ratio.
 STOPPING = ("auto", "sd", "pearl", "pearl-no-pre-verify")
+BONUS = ("sd", "ssd", "pearl-no-post-verify")  # methods whose windows end in a bonus token: ratio texts depend on c
 LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
 BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
 MAX_WINDOW = 64  # tokens, measured; and of several requests that share forwards: none waits for more than so many
@@ -103,6 +104,17 @@ class DecodingConfig(Section):
     def rule_in_use(self) -> str:
         """`rule`; where nobody has chosen one, method auto takes the one under which no choice changes a text."""
         return "coupled" if self.method == "auto" and "rule" not in self.model_fields_set else self.rule
+
+    def in_use(self, window: int = 0) -> Self:
+        """Itself with nothing left to defaults that a text depends on: with these a seed gives the same text again.
+
+        `window`: c of the text, where it was measured.
+        """
+        chosen = dict(zip(AS_PUBLISHED, self.guesses, strict=True), rule=self.rule_in_use, gamma=self.gamma_in_use)
+        if self.method in BONUS:
+            chosen["gamma"] = self.gamma_in_use or window or None
+        values = find(self.rule_in_use).values(self.parameters)
+        return self.model_copy(update=chosen | values | check_stop(self.draft_stop).values(self.stop_parameters))
 
     @property
     def guesses(self) -> tuple[int, int, int]:

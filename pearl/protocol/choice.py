@@ -78,6 +78,7 @@ class Choice:
     _bare: float = 0.0  # of these seconds, the forwards'
     _of_forwards: float = 0.0  # share of such seconds that the forwards were, in the last comparison
     _skipped: int = 0  # tokens committed while the draft had sent nothing yet
+    _text: tuple[float, int, float, int] = (0.0, 0, 0.0, 0)  # compared in it: seconds, tokens; without: seconds, tokens
     _gains: float = 0.0  # of this text: the sum of the comparisons
     _compared: float = 0.0  # and their number
     _in_a_row: int = 0  # those that were made since the draft began, of up to 8
@@ -88,8 +89,17 @@ class Choice:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast the target is with the draft as without; None: not compared yet."""
+        """How many times as fast the target is with the draft as without, as is decided by; None: not compared yet.
+
+        Of this text, others and a kept profile, each comparison counted as three times at most.
+        """
         return exp(self.gain) if self.comparisons else None
+
+    @property
+    def measured(self) -> tuple[float | None, int]:
+        """Likewise in the stretches of this text alone, as measured, and of how many tokens that is."""
+        took, tokens, seconds, made = self._text
+        return (tokens / took * seconds / made if tokens else None), tokens
 
     @property
     def is_alone_better(self) -> bool:
@@ -98,7 +108,7 @@ class Choice:
 
     def begin(self, left: int) -> None:
         """A text of at most `left` tokens begins. The draft is tried if nothing is known of it, or it is time to."""
-        self.rests = self.is_alone_better
+        self.rests, self._text = self.is_alone_better, (0.0, 0, 0.0, 0)
         if self.rests and left >= _FOR_TRIAL and (self._is_unsure or self.since_tried >= self._patience):
             self.rests, self.since_tried = False, 0
         self._has_drafted = not self.rests
@@ -196,6 +206,8 @@ class Choice:
         took = self._last - self._since
         if 2 * made < self._tokens or not seconds > 0 < took:
             return
+        new = took, self._tokens, seconds, made
+        self._text = tuple(map(sum, zip(self._text, new, strict=True)))  # type: ignore[assignment]
         times, self._of_forwards = self._tokens / took * seconds / made, self._bare / seconds
         weight = min(1.0, self._tokens / _STRETCH_TOKENS)
         gain = min(max(log(times), -log(_MOST_FACTOR)), log(_MOST_FACTOR))
@@ -222,7 +234,10 @@ class Choice:
         elif is_tried and beside < known:
             forward = max(0.0, (self._last - self._since - self._beside) / self._steps) if self._since else 0.0
             if forward + beside > 0:
-                self.gain += max(log((forward + beside) / (forward + known)), -log(_MOST_FACTOR))
+                share = (forward + beside) / (forward + known)
+                self.gain += max(log(share), -log(_MOST_FACTOR))
+                took, tokens, seconds, made = self._text
+                self._text = took, tokens, seconds * share, made
             self.overhead = beside
         else:
             self.overhead = known + _OF_TIMES * (beside - known)

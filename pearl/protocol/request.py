@@ -32,7 +32,8 @@ class Counts:
     guessed: dict[Source, int] = field(default_factory=dict)  # guesses that became text, by who made them
     rested: int = 0  # tokens committed while the draft rested, for it did not pay
     rates: dict[bool, float] = field(default_factory=dict)  # tokens a second, by whether the draft rested
-    speedup: float | None = None  # with the draft over without, as compared within texts
+    speedup: float | None = None  # with the draft over without, as is decided by: of earlier texts too
+    measured: tuple[float | None, int] = (None, 0)  # likewise in this text alone, and of how many tokens that is
     rejected: int = 0  # runs that ended in a rejection, of judgements whose odds are known
     odds: Odds | None = None  # of these judgements
     pauses: int = 0  # windows that the draft's stop policy has ended
@@ -64,6 +65,7 @@ class RequestState:
         furthest: how far ahead of the prefix that was at most; no branch is longer.
         grants: how often the draft was told so.
         window: c as last chosen.
+        keeps_window: whether c is chosen once: a text that depends on it is then one that can be made again.
         draft_context: tokens that the draft's model holds; 0: no draft.
         in_flight: tokens that the running forward was fed.
         beside: tokens that other requests had in the last forward.
@@ -103,6 +105,7 @@ class RequestState:
     draft_context: int = 0
     untold: list[Provenance] = field(default_factory=list)
     block: int = 1
+    keeps_window: bool = False
 
     @property
     def number(self) -> int:

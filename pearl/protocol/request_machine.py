@@ -155,6 +155,7 @@ class RequestMachine(Machine):
         self.proposals, self.counts = self.request.proposals, self.request.counts
         self.slot, self.speeds = slot, speeds
         is_direct = rule.is_proposal_invariant or is_greedy
+        self.request.keeps_window = self.request.method.bonus and not is_direct
         self._runs_ahead = self.request.looks_ahead and (is_direct or not self.request.method.drafts)
         self._running = running
         adapts = self.request.method.adapts and self._runs_ahead

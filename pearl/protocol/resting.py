@@ -81,6 +81,7 @@ class Resting:
         """The text ends. What is known of both ways goes into its counts."""
         if self.compares:
             self._choice.end()
+            self._request.counts.measured = self._choice.measured
             self.compares = False
         if self._adapts:
             counts = self._request.counts

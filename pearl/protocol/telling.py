@@ -72,7 +72,7 @@ def grant(request: RequestState, speeds: Speeds) -> int:
     c changes only here, together with what the draft is told: were it to grow in between, the target would wait for
     tokens that the draft was never allowed to draft.
     """
-    if request.grants % _GRANTS_A_CHOICE == 0:
+    if request.grants % _GRANTS_A_CHOICE == 0 and not (request.grants and request.keeps_window):
         request.window = request.submit.decoding.gamma or speeds.best_window(request.beside)
     request.grants += 1
     request.draft_until = max(request.draft_until, request.may_draft_until)

@@ -1,8 +1,9 @@
 """Check that a pair's logits and texts are equal bit for bit on this machine: what `pearl check` runs.
 
 Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
-Texts: every method and window, compared with `ar` under rules that commit the target's own draw (greedy, coupled), and
-with each other under the ratio rule.  Where there is a datastore, `ngram` is compared with and without it.
+Texts: every method and window.  Under rules that commit the target's own draw (greedy, coupled) they are compared with
+what the target writes by itself, in this process, from an empty cache; under the ratio rule with each other.  So a bug
+that changes only the law of sampled texts is not seen here: tests/test_verification.py shows the law.
 """
 
 from __future__ import annotations
@@ -13,38 +14,54 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pearl.client.request import Prompt
-from pearl.client.stream import Result
+from pearl.client.stream import Stream
 from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import DraftLost
+from pearl.lab.bench.alone import Alone, Own, direct_rules
+from pearl.metrics import Statistics
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner, place
 
 _PATIENCE_SECONDS = 300.0  # for a draft that was killed; back-off and a slow start on a busy machine are in it
+_ROWS = 300  # tokens whose logits are compared
+_SLOTS = 3
 _REFERENCE_PIECE = 512  # tokens per forward of the reference
 _CUT_SIZES = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
+_OWN = "the target's own"
 _AR = ("ar", "stream", None)
 _DRAFTLESS = (("ngram", "stream", None),)
 _DIRECT = (  # method, window, gamma[, whether guesses are off]
     ("sd", "stream", None),
     ("sd", "stream", 3),
+    ("ssd", "stream", None),
+    ("auto", "stream", None),
     ("pearl", "stream", None, True),
     ("pearl", "stream", None),
     ("pearl", "fixed", 3),
     ("pearl-no-pre-verify", "stream", None),
     ("pearl-no-post-verify", "stream", None),
 )
+_SOME = (  # for texts that are shaped, and for several at once
+    ("ngram", "stream", None),
+    ("sd", "stream", 3),
+    ("ssd", "stream", None),
+    ("pearl", "stream", None),
+    ("pearl", "fixed", 3),
+    ("auto", "stream", None),
+)
 _RATIO = (
+    ("auto", "stream", None),
     ("pearl", "stream", None, True),
     ("pearl", "fixed", 1),
     ("pearl", "fixed", 3),
@@ -60,6 +77,7 @@ class Finding:
         first: the first difference, in words.
         guessed: tokens of the texts that were guessed, by source; equal texts prove something about guesses only where
             there are some.
+        longest: most tokens that one step of the target has added to a text.
     """
 
     what: str
@@ -68,15 +86,55 @@ class Finding:
     equal: int
     first: str = ""
     guessed: dict[str, int] = field(default_factory=dict)
+    longest: int = 0
 
     @property
     def passed(self) -> bool:
         return self.equal == self.count
 
 
+class Written(NamedTuple):
+    """A text. `longest`: most tokens of one piece."""
+
+    tokens: list[int]
+    statistics: Statistics
+    longest: int
+
+
+def check_pair(
+    config: EngineConfig, asked: Sequence[Prompt], params: SamplingParams, *, kill: bool, combinations: bool = False
+) -> Iterator[Finding]:
+    """All that `pearl check` compares, one finding each; arguments as of `check_texts`."""
+    plain, shaped, has_slots = list[Own](), list[Own](), False
+    for role in config.roles:
+        runner = make_runner(config.model(role), place(config, role))
+        yield _compare_rows(runner, role, _ROWS)
+        if role == "target" and config.target_tp == 1:  # sums over ranks are rounded in another way
+            has_slots = runner.capabilities.row_invariant
+            plain, shaped = Alone(config, runner).owns(asked, params)
+            asked = plain[0].prompts
+        del runner  # a GPU may have no room for it beside the engine's
+    known = {own.name: own.texts for own in plain}
+    if config.datastore is not None:
+        with Engine(config=config.model_copy(update={"datastore": None})) as engine:
+            yield from check_guesses(engine, asked, params, known)
+    with Engine(config=config) as engine:
+        if combinations:
+            yield from check_combinations(engine, asked, params, known)
+            return
+        yield from check_texts(engine, asked, params, kill=kill, known=known)
+        yield from check_some(engine, shaped)
+    if has_slots:
+        with Engine(config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})) as engine:
+            yield from check_some(engine, plain, together=True)
+
+
 def check_rows(config: EngineConfig, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
     """Load a model and compare its logits over a random sequence of `tokens` tokens. See `compare_cuts`."""
-    runner = make_runner(config.model(role), place(config, role))
+    return _compare_rows(make_runner(config.model(role), place(config, role)), role, tokens, seed)
+
+
+def _compare_rows(runner: ModelRunner, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
     piece = FED if runner.device.type == "cuda" else _REFERENCE_PIECE
     return compare_cuts(runner, role, min(tokens, runner.context), seed, piece)
 
@@ -115,14 +173,14 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     return Finding(f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first)
 
 
-References = dict[str, list[list[int]]]  # texts of `ar`, by rule
+References = dict[str, list[list[int]]]  # the target's own texts, by rule
 
 
 def check_guesses(
     engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, known: References
 ) -> Iterator[Finding]:
     """Compare the texts of methods that need no draft, one finding each; see `check_texts`."""
-    for rule, sampling in _direct_rules(params):
+    for rule, sampling in direct_rules(params):
         yield from _guessing(engine, prompts, sampling, rule, _wanted(engine, prompts, sampling, rule, known))
 
 
@@ -131,31 +189,47 @@ def check_texts(
 ) -> Iterator[Finding]:
     """Compare the texts of all methods, one finding each.
 
-    The reference is `ar` under the greedy and coupled rules, and `pearl` with stream windows under the ratio rule.
+    The reference is the target's own text under the greedy and coupled rules, and `pearl` with stream windows under the
+    ratio rule.
 
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
-        known: references that another engine has decoded; what is missing is added.
+        known: the target's own texts; what is missing `ar` of this engine writes.
     """
     known = {} if known is None else known
-    for rule, sampling in _direct_rules(params):
+    for rule, sampling in direct_rules(params):
         wanted = _wanted(engine, prompts, sampling, rule, known)
+        texts = [_text(engine, prompt, sampling, rule, *_AR) for prompt in prompts]
+        yield _compare(f"{rule}: ar", _OWN, texts, wanted)
         yield from _guessing(engine, prompts, sampling, rule, wanted)
         if not engine.config.has_draft:
             continue
         for case in _DIRECT:
             texts = [_text(engine, prompt, sampling, rule, *case) for prompt in prompts]
-            yield _compare(f"{rule}: {_case_name(*case)}", "ar", texts, wanted)
+            yield _compare(f"{rule}: {_case_name(*case)}", _OWN, texts, wanted)
         if kill:
             case = "pearl", "stream", None
             texts = [_text(engine, prompt, sampling, rule, *case, strike=signal.SIGKILL) for prompt in prompts]
-            yield _compare(f"{rule}: pearl stream, draft killed", "ar", texts, wanted)
+            yield _compare(f"{rule}: pearl stream, draft killed", _OWN, texts, wanted)
     if engine.config.has_draft:
         wanted = [_drafted(engine, prompt, params, "pearl", "stream", None).tokens for prompt in prompts]
         for case in _RATIO:
             texts = [_drafted(engine, prompt, params, *case) for prompt in prompts]
             yield _compare(f"ratio: {_case_name(*case)}", "pearl stream", texts, wanted)
+
+
+def check_some(engine: Engine, owns: Sequence[Own], *, together: bool = False) -> Iterator[Finding]:
+    """Compare texts of some methods with the target's own, one finding each. `together`: all of a method at once."""
+    cases = [case for case in _SOME if engine.config.has_draft or case[0] in ("ngram", "auto")]
+    for own, case in product(owns, cases):
+        what = own.params, own.name.partition(",")[0], *case
+        if together:
+            texts = [_read(stream) for stream in [_start(engine, prompt, *what) for prompt in own.prompts]]
+        else:
+            texts = [_text(engine, prompt, *what) for prompt in own.prompts]
+        several = f", {len(texts)} texts in {engine.config.slots} slots" if together else ""
+        yield _compare(f"{own.name}: {_case_name(*case)}{several}", _OWN, texts, own.texts)
 
 
 def check_combinations(
@@ -167,13 +241,13 @@ def check_combinations(
     under rules that commit the target's own draw.  Arguments as of `check_texts`.
     """
     known = {} if known is None else known
-    for rule, sampling in (*_direct_rules(params), ("ratio", params)):
+    for rule, sampling in (*direct_rules(params), ("ratio", params)):
         is_direct = rule != "ratio"
         if is_direct:
             wanted = _wanted(engine, prompts, sampling, rule, known)
         else:
             wanted = [_drafted(engine, each, sampling, "pearl", "stream", None, True).tokens for each in prompts]
-        reference = "ar" if is_direct else "pearl stream, no guesses"
+        reference = _OWN if is_direct else "pearl stream, no guesses"
         for (window, gamma), chosen in product((("stream", None), ("fixed", 3)), product((False, True), repeat=3)):
             off = {name: 0 for name, on in zip(AS_PUBLISHED, chosen, strict=True) if not on}
             case = "pearl", window, gamma
@@ -191,11 +265,6 @@ def check_combinations(
             yield _compare(f"{rule}: pearl stream, all, draft {what}", reference, texts, wanted)
 
 
-def _direct_rules(params: SamplingParams) -> tuple[tuple[str, SamplingParams], ...]:
-    """Rules that commit the target's own draw, and how to sample under them."""
-    return ("greedy", params.model_copy(update={"temperature": 0.0})), ("coupled", params)
-
-
 def _wanted(
     engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, rule: str, known: References
 ) -> list[list[int]]:
@@ -210,10 +279,10 @@ def _guessing(
     store = ", datastore" if engine.config.datastore is not None else ""
     for case in _DRAFTLESS:
         texts = [_text(engine, prompt, params, rule, *case) for prompt in prompts]
-        yield _compare(f"{rule}: {_case_name(*case)}{store}", "ar", texts, wanted)
+        yield _compare(f"{rule}: {_case_name(*case)}{store}", _OWN, texts, wanted)
 
 
-def _text(
+def _start(
     engine: Engine,
     prompt: Prompt,
     params: SamplingParams,
@@ -222,19 +291,34 @@ def _text(
     window: str,
     gamma: int | None,
     no_guesses: bool = False,
-    strike: signal.Signals | None = None,
     off: Mapping[str, int] = MappingProxyType({}),
-) -> Result:
-    """`strike`: what is sent to the draft's process once three pieces have come; `off`: settings of what guesses."""
+) -> Stream:
+    """`off`: settings of what guesses."""
     off = AS_PUBLISHED if no_guesses else off
     rule = "ratio" if rule == "ratio" else "coupled"
     settings: dict[str, Any] = {"method": method, "window": window, "gamma": gamma, "rule": rule, **off}
-    with engine.stream(prompt, params, decoding=DecodingConfig(**settings)) as stream:
-        for done, _ in enumerate(stream, 1):
-            if strike is not None and done == 3 and engine.draft_pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(engine.draft_pid, strike)
-    return stream.result
+    return engine.stream(prompt, params, decoding=DecodingConfig(**settings))
+
+
+def _read(stream: Stream, after_three: Callable[[], None] = lambda: None) -> Written:
+    longest = 0
+    with stream:
+        for done, piece in enumerate(stream, 1):
+            longest = max(longest, len(piece.tokens))
+            if done == 3:
+                after_three()
+    return Written(stream.result.tokens, stream.result.statistics, longest)
+
+
+def _text(engine: Engine, *what: Any, strike: signal.Signals | None = None, **more: Any) -> Written:
+    """See `_start`. `strike`: what is sent to the draft's process once three pieces have come."""
+
+    def hit() -> None:
+        if strike is not None and engine.draft_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine.draft_pid, strike)
+
+    return _read(_start(engine, *what, **more), hit)
 
 
 def _drafted(
@@ -246,7 +330,7 @@ def _drafted(
     gamma: int | None,
     no_guesses: bool = False,
     off: Mapping[str, int] = MappingProxyType({}),
-) -> Result:
+) -> Written:
     """A text of the ratio rule in whose every token the draft took part; of one without its draft the law alone holds.
 
     A draft that was lost is waited for: it is started again later each time.
@@ -267,7 +351,7 @@ def _case_name(method: str, window: str, gamma: int | None, no_guesses: bool = F
     return f"{method} {window}" + (f"({gamma})" if gamma else "") + (", no guesses" if no_guesses else "")
 
 
-def _compare(what: str, reference: str, results: Sequence[Result], wanted: list[list[int]]) -> Finding:
+def _compare(what: str, reference: str, results: Sequence[Written], wanted: list[list[int]]) -> Finding:
     texts = [result.tokens for result in results]
     guessed = Counter[str]()
     for result in results:
@@ -278,4 +362,6 @@ def _compare(what: str, reference: str, results: Sequence[Result], wanted: list[
         number, text, want = wrong[0]
         at = next((k for k, (a, b) in enumerate(zip(text, want, strict=False)) if a != b), min(len(text), len(want)))
         first = f"text {number + 1}, token {at}"
-    return Finding(what, reference, len(texts), len(texts) - len(wrong), first, dict(guessed))
+    return Finding(
+        what, reference, len(texts), len(texts) - len(wrong), first, dict(guessed), max(one.longest for one in results)
+    )

@@ -49,10 +49,15 @@ class Taken:
     others: float
     load: float = 0.0
 
+    @property
+    def is_too_much(self) -> bool:
+        """So much that small differences are noise."""
+        return self.stolen + self.others > _MAX_FOREIGN_SHARE
+
     def __str__(self) -> str:
         words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"
         words += f", load {self.load:.1f} on {os.cpu_count()} cores" if self.load else ""
-        return words + (": too much for fine differences" if self.stolen + self.others > _MAX_FOREIGN_SHARE else "")
+        return words + (": too much for fine differences" if self.is_too_much else "")
 
 
 class Stolen:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from pearl.lab.bench.interval import Interval, median_of
+from pearl.lab.bench.interval import Interval, bootstrapped, median_of
 from pearl.lab.bench.machine import Taken, hardware
 from pearl.lab.bench.run import AR, AR_ON_ALL, AUTO, Measured, Plan, Sample
 
@@ -58,8 +58,8 @@ class OverAlone:
 
     Attributes:
         base: the row of `ar`, one of `AR` and `AR_ON_ALL`; `devices`: where it ran.
-        base_rate, rate: tokens per second of either, medians over texts.
-        speedup: ratio on the same text, median over texts; `by_set`: likewise of each set.
+        base_rate, rate: tokens per second of either: all tokens over all seconds of texts that both have written.
+        speedup: the ratio of the two; `by_set`: likewise of each set.
     """
 
     base: str
@@ -73,19 +73,37 @@ class OverAlone:
         by_set = ", ".join(f"{name} {one.value:.2f}" for name, one in self.by_set.items())
         return (
             f"auto makes {self.rate:.1f} tokens/s and the target alone at its fastest (on {self.devices}) "
-            f"{self.base_rate:.1f}: {self.speedup.value:.2f} times on the same text "
+            f"{self.base_rate:.1f}: {self.speedup.value:.2f} times over the same texts "
             f"({self.speedup.low:.2f} to {self.speedup.high:.2f}{f'; {by_set}' if len(self.by_set) > 1 else ''})"
         )
 
 
 def over_alone(plan: Plan, measured: Measured) -> OverAlone | None:
     """None unless `auto` and the target alone were measured on one text or more."""
-    alone = [row for row in figures(plan, measured) if row.name in (AR, AR_ON_ALL) and row.rate]
-    base = max(alone, key=lambda row: row.rate.value if row.rate else 0.0, default=None)
-    auto = next((row for row in figures(plan, measured, base.name) if row.name == AUTO), None) if base else None
-    if base is None or base.rate is None or auto is None or auto.rate is None or auto.speedup is None:
+    timed = [sample for sample in measured.samples if sample.rate]
+    auto = {_text_key(sample): sample for sample in timed if sample.row == AUTO}
+    both = [(one, auto[_text_key(one)]) for one in timed if one.row in (AR, AR_ON_ALL) and _text_key(one) in auto]
+    base = max(
+        {one.row for one, _ in both}, key=lambda row: _rate(one for one, _ in both if one.row == row), default=""
+    )
+    pairs = [pair for pair in both if pair[0].row == base]
+    if not pairs:
         return None
-    return OverAlone(base.name, base.devices, base.rate.value, auto.rate.value, auto.speedup, auto.by_set)
+    devices = next(row.devices.in_words() for row in plan.rows if row.name == base)
+    sets = dict.fromkeys(one.set for one, _ in pairs)
+    by_set = {name: bootstrapped([pair for pair in pairs if pair[0].set == name], _ratio) for name in sets}
+    rates = _rate(one for one, _ in pairs), _rate(one for _, one in pairs)
+    return OverAlone(base, devices, *rates, bootstrapped(pairs, _ratio), by_set)
+
+
+def _rate(samples: Iterable[Sample]) -> float:
+    """Tokens per second after the first commit, over all of them."""
+    tokens, seconds = map(sum, zip(*((one.late_tokens, one.late_seconds) for one in samples), strict=True))
+    return tokens / seconds
+
+
+def _ratio(pairs: Sequence[tuple[Sample, Sample]]) -> float:
+    return _rate(one for _, one in pairs) / _rate(one for one, _ in pairs)
 
 
 def _text_key(sample: Sample) -> tuple[str, int, int]:

@@ -178,7 +178,7 @@ def document(plan: Plan, measured: Measured, found: Sequence[Compared], seconds:
         "settings": {
             "engine": plan.config.model_dump(),
             "sampling": plan.params.model_dump(),
-            "ways": {row.name: row.decoding.model_dump() for row in plan.rows},
+            "ways": {row.name: row.decoding.in_use().model_dump() for row in plan.rows},
             "sets": {name: sum(task.set == name for task in plan.tasks) for name in {t.set: 0 for t in plan.tasks}},
         },
         "hardware": hardware(),

@@ -1,0 +1,103 @@
+"""What the target writes by itself: the reference of `pearl check`, made without what decodes in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from pearl.client.request import Prompt, encode, submission
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import read_draw
+from pearl.decoding.shaping import make_shaper
+from pearl.models.checkpoint import is_toy
+from pearl.models.grammar import Guides
+from pearl.models.runner import ModelRunner, feed_chain
+from pearl.models.tokenizer import load_tokenizer
+from pearl.protocol.request_machine import PREFILL_CHUNK
+from pearl.text import TextStream
+
+CHECKED = (  # the second begins as the first; the third repeats itself, so that much is guessed of its text
+    "Explain gravity to a beginner.",
+    "Explain gravity to a child of five.",
+    "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
+    "Write a Python function that reverses a linked list.",
+)
+_SECOND_TURN = "\n\nAnd now in one sentence:"
+_SHAPES: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.6},
+    "grammar": {"regex": "([a-z]{1,6} ){3,6}end", "json_schema": None, "ignore_eos": False},
+}
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the target writes by itself: of each prompt, sampled by `params`."""
+
+    name: str
+    params: SamplingParams
+    prompts: list[list[int]]
+    texts: list[list[int]]
+
+
+class Alone:
+    """The target by itself, in this process: one token a forward, from an empty cache.
+
+    Of the runtime only the runner, the draw and the shaper have a hand in its texts: what else there is to get wrong is
+    got right here, or wrong in another way.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self._runner, self._is_toy = runner, is_toy(config.target)
+        self._tokenizer, self._defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+
+    def owns(self, asked: Sequence[Prompt], params: SamplingParams) -> tuple[list[Own], list[Own]]:
+        """The texts of prompts, and of a second turn of the first, under each direct rule; and some that are shaped."""
+        prompts = [encode(self._tokenizer, prompt) for prompt in asked]
+        second = self._second_turn(prompts[0], direct_rules(params)[0][1])
+        if len(second) + (params.max_tokens or 0) <= self._runner.context:
+            prompts.insert(1, second)
+        plain = [self._own(*each, prompts) for each in direct_rules(params)]
+        shapes = dict(_SHAPES)
+        if not self._defaults.eos or self._is_toy or not find_spec("llguidance"):  # a toy has no space
+            del shapes["grammar"]
+        shaped = [
+            self._own(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:3])
+            for name, shape in shapes.items()
+            for rule, sampling in direct_rules(params)
+        ]
+        return plain, shaped
+
+    def _second_turn(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        return prompt + self._text(prompt, params) + self._tokenizer.encode(_SECOND_TURN, special=False)
+
+    def _own(self, name: str, params: SamplingParams, prompts: list[list[int]]) -> Own:
+        return Own(name, params, prompts, [self._text(prompt, params) for prompt in prompts])
+
+    def _text(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        decoding, runner = DecodingConfig(method="ar"), self._runner
+        submit = submission(1, prompt, runner.context, params, self._defaults, decoding)
+        guides = Guides(lambda: self._tokenizer, runner.vocab_size)
+        draw, shaper = DirectDraw(submit.sampling), make_shaper(submit.sampling.shaping, prompt, guides)
+        stream = TextStream(self._tokenizer, submit.prompt, submit.stops)
+        tokens, fed = [*prompt], 0
+        runner.rollback(0)
+        while len(tokens) < submit.limit:
+            for start in range(fed, len(tokens), PREFILL_CHUNK):
+                part = tokens[start : start + PREFILL_CHUNK]
+                row = feed_chain(runner, part, 1)
+                row = row if shaper is None else shaper.chain(row, part)
+            fed = len(tokens)
+            tokens.append(read_draw(draw(row[0], fed)))
+            stream.push(tokens[-1])
+            if tokens[-1] in submit.eos or stream.stopped:
+                break
+        runner.rollback(0)
+        return tokens[len(prompt) :]
+
+
+def direct_rules(params: SamplingParams) -> tuple[tuple[str, SamplingParams], ...]:
+    """Rules that commit the target's own draw, and how to sample under them."""
+    return ("greedy", params.model_copy(update={"temperature": 0.0})), ("coupled", params)

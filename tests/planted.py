@@ -1,0 +1,136 @@
+"""Bugs that a test plants into the workers of its engines (`tests.warm`). Each changes texts, but for `LAW`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pearl.decoding.rules import Judgement, ratio
+from pearl.decoding.rules.direct import DirectTarget
+from pearl.decoding.shaping import Shaper
+from pearl.models import attention, llama
+from pearl.models.grammar import Guide
+from pearl.models.llama import LlamaRunner
+from pearl.models.slots import Slots
+from pearl.protocol.messages import FinishReason
+from pearl.protocol.request import RequestState
+from pearl.protocol.sequence import TokenSequence
+from pearl.worker.execute import TargetExecutor
+
+LAW = "a correction from the target, not the residual"
+
+
+def wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Plants `make(what stands there)` in the place of `owner.name`."""
+    return lambda: setattr(owner, name, make(getattr(owner, name)))
+
+
+def restart(plain: Any) -> Any:
+    def one_too_long(self: TokenSequence, prefix: Any) -> None:
+        plain(self, prefix)
+        self.fed = min(self.fed + 1, self.cached, len(prefix) - 1)
+
+    return one_too_long
+
+
+def rollback(plain: Any) -> Any:
+    def one_too_many(self: Slots, length: int, slot: int) -> None:
+        if 0 < length < self.lengths[slot]:
+            self.keys[slot, :, :, length - 1].zero_()
+        plain(self, length, slot)
+
+    return one_too_many
+
+
+def paths(plain: Any) -> Any:
+    def sees_a_neighbour(parents: Any) -> Any:
+        found = plain(parents)
+        for path in found:
+            others = [i for i in range(len(parents)) if len(path) > 1 and parents[i] == parents[path[-2]]]
+            path[-2:-1] = others[:1]
+        return found
+
+    return sees_a_neighbour
+
+
+def keep(plain: Any) -> Any:
+    def first_rows(self: Slots, path: Any, slot: int) -> None:
+        tree = self._trees[slot]
+        assert tree is not None
+        if tree.rows is not None:
+            rows = [*tree.rows]
+            for at, node in enumerate(path):
+                rows[node] = tree.rows[at]
+            self._trees[slot] = replace(tree, rows=rows)
+        plain(self, path, slot)
+
+    return first_rows
+
+
+def lay_out(plain: Any) -> Any:
+    def one_off(*given: Any) -> Any:
+        layout, seen = plain(*given), set[int]()
+        for i, span in enumerate(layout.spans):
+            if span.tree in seen:
+                layout.spans[i] = replace(span, start=span.start + 1)
+            seen |= {span.tree} - {-1}
+        return layout
+
+    return one_off
+
+
+def sampled(plain: Any) -> Any:
+    return lambda self, request, command: plain(
+        self, request, command if command.follow else replace(command, node=max(0, command.node - 1))
+    )
+
+
+def commit(plain: Any) -> Any:
+    def goes_on(self: RequestState, token: int | None, *more: Any) -> None:
+        plain(self, token, *more)
+        if token is None and self.ending is FinishReason.EOS:
+            self.ending = None
+
+    return goes_on
+
+
+def hold(plain: Any) -> Any:
+    def counts_on(self: Shaper, length: int) -> None:
+        written = dict(self._written)
+        plain(self, length)
+        self._written = written | {token: max(n, written.get(token, 0)) for token, n in self._written.items()}
+
+    return counts_on
+
+
+def forward(plain: Any) -> Any:
+    def mixed_up(self: LlamaRunner, feeds: Any) -> Any:
+        rows = plain(self, feeds)
+        return rows[::-1] if len({each.shape for each in rows}) == 1 else rows
+
+    return mixed_up
+
+
+def judge(plain: Any) -> Any:
+    def forgives_the_last(self: DirectTarget, logits: Any, tokens: Any, *more: Any) -> Judgement:
+        found = plain(self, logits, tokens, *more)
+        return Judgement(len(tokens), None) if found.accepted == len(tokens) - 1 else found
+
+    return forgives_the_last
+
+
+BUGS = {
+    "a KV prefix one too long on reuse": wrapped(TokenSequence, "restart", restart),
+    "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
+    "a tree's node that sees its parent's neighbour": wrapped(attention, "_paths", paths),
+    "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
+    "positions one off behind a fork of a tree": wrapped(llama, "lay_out", lay_out),
+    "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),
+    "an end of text inside of a window passed over": wrapped(RequestState, "commit", commit),
+    "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),
+    "a grammar that is not rolled back": wrapped(Guide, "cut", lambda _: lambda self, length: None),
+    "slots mixed up": wrapped(LlamaRunner, "forward", forward),
+    "the last token of a window accepted unseen": wrapped(DirectTarget, "judge", judge),
+    LAW: wrapped(ratio, "residual", lambda _: lambda target, draft: target),
+}
