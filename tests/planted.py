@@ -44,14 +44,14 @@ def rollback(plain: Any) -> Any:
 
 
 def paths(plain: Any) -> Any:
-    def sees_a_neighbour(parents: Any) -> Any:
+    def sees_a_sibling(parents: Any) -> Any:
         found = plain(parents)
-        for path in found:
-            others = [i for i in range(len(parents)) if len(path) > 1 and parents[i] == parents[path[-2]]]
-            path[-2:-1] = others[:1]
+        for node, path in enumerate(found):
+            others = [i for i, parent in enumerate(parents[:node]) if len(path) > 1 and parent == parents[node]]
+            path[-2:-1] = others[-1:] or path[-2:-1]
         return found
 
-    return sees_a_neighbour
+    return sees_a_sibling
 
 
 def keep(plain: Any) -> Any:
@@ -69,15 +69,15 @@ def keep(plain: Any) -> Any:
 
 
 def lay_out(plain: Any) -> Any:
-    def one_off(*given: Any) -> Any:
+    def too_far(*given: Any) -> Any:
         layout, seen = plain(*given), set[int]()
         for i, span in enumerate(layout.spans):
             if span.tree in seen:
-                layout.spans[i] = replace(span, start=span.start + 1)
+                layout.spans[i] = replace(span, start=span.start + 5)
             seen |= {span.tree} - {-1}
         return layout
 
-    return one_off
+    return too_far
 
 
 def sampled(plain: Any) -> Any:
@@ -123,9 +123,9 @@ def judge(plain: Any) -> Any:
 BUGS = {
     "a KV prefix one too long on reuse": wrapped(TokenSequence, "restart", restart),
     "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
-    "a tree's node that sees its parent's neighbour": wrapped(attention, "_paths", paths),
+    "a tree's node that sees a sibling, not its parent": wrapped(attention, "_paths", paths),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
-    "positions one off behind a fork of a tree": wrapped(llama, "lay_out", lay_out),
+    "positions too far on behind a fork of a tree": wrapped(llama, "lay_out", lay_out),
     "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),
     "an end of text inside of a window passed over": wrapped(RequestState, "commit", commit),
     "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),

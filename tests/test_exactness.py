@@ -328,7 +328,7 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers are not forked there, and bugs not planted")
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=pytest.mark.long) if bug == LAW else bug for bug in BUGS])
 def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not one that changes the law of sampled texts only, which tests/test_verification.py shows."""
     monkeypatch.setenv("PEARL_PLANTED", bug)
@@ -340,7 +340,8 @@ def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest
         log_level="error",
     )
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
-    prompts = ["The hat and the tin", "The hat and the hat and the hat"]
+    prompts = ["the hat the tin the cat the hat the ran the tin the hen the", "The hat and the hat and the hat"]
+    prompts.append("an inner thing, then another one and the hat in the tin and the")  # texts that repeat, and branch
     longest = 0
     with closing(check_pair(config, prompts, params, kill=False)) as findings:
         for finding in findings:

@@ -26,7 +26,7 @@ _TOKENS = 48
 
 
 @click.command("check", cls=SettingsCommand)
-@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: four of ours]")
+@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
 @click.option("--combinations", is_flag=True, help="Instead of methods each combination of what guesses in pearl.")

@@ -23,7 +23,6 @@ CHECKED = (  # the second begins as the first; the third repeats itself, so that
     "Explain gravity to a beginner.",
     "Explain gravity to a child of five.",
     "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
-    "Write a Python function that reverses a linked list.",
 )
 _SECOND_TURN = "\n\nAnd now in one sentence:"
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -64,7 +63,7 @@ class Alone:
         if not self._defaults.eos or self._is_toy or not find_spec("llguidance"):  # a toy has no space
             del shapes["grammar"]
         shaped = [
-            self._own(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:3])
+            self._own(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:2])
             for name, shape in shapes.items()
             for rule, sampling in direct_rules(params)
         ]

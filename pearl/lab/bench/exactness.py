@@ -55,8 +55,6 @@ _DIRECT = (  # method, window, gamma[, whether guesses are off]
 _SOME = (  # for texts that are shaped, and for several at once
     ("ngram", "stream", None),
     ("sd", "stream", 3),
-    ("ssd", "stream", None),
-    ("pearl", "stream", None),
     ("pearl", "fixed", 3),
     ("auto", "stream", None),
 )
