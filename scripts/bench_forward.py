@@ -28,7 +28,7 @@ from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor
 
@@ -79,7 +79,7 @@ def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
     with Ahead(executor, lambda: True) as ahead:
         runner.rollback(start)
-        ahead.execute(Open((), Sampling(temperature=1.0), "ratio"))
+        ahead.execute(Open((), RequestOptions(sampling=Sampling(temperature=1.0))))
         token, count, began = 0, 0, 0.0
         while count < _STEPS:
             if count == _WARM:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pearl import DecodingConfig, Engine, SamplingParams
 from pearl.models.embedded import embedded_target
-from pearl.protocol.window import METHODS, WINDOWS
+from pearl.spec.methods import METHODS, WINDOWS
 
 console = Console()
 

@@ -30,15 +30,14 @@ from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Committed,
-    Decoding,
     Finished,
     Hello,
     Message,
     Role,
-    Sampling,
     Submit,
     Welcome,
 )
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Listener, Peer, Received
 from pearl.transport.memory import memory_hub
@@ -123,7 +122,9 @@ class DelayedPair:
 
     def text(self, prompt: list[int], tokens: int, seed: int, eos: tuple[int, ...]) -> list[int]:
         sampling = Sampling(temperature=1.0, seed=seed)
-        self._front.send(Submit(1, tuple(prompt), len(prompt) + tokens, sampling, Decoding("pearl"), eos))
+        self._front.send(
+            Submit(1, tuple(prompt), len(prompt) + tokens, RequestOptions("pearl", sampling=sampling), eos=eos)
+        )
         got: list[int] = []
         for message in self._messages:
             if isinstance(message, Committed):

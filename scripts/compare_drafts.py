@@ -33,7 +33,8 @@ from pearl.models.embedded import pack_layers, unpack_layers
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 
 CPU = torch.device("cpu")
 TRIMMED = (16384, 8192)  # output tokens, tried on the first run
@@ -97,7 +98,7 @@ def estimate(alpha: float, t_draft: float, t_target: dict[int, float]) -> float:
     def of(fed: int) -> float:
         return t_target[next((n for n in known if n >= fed), known[-1])]
 
-    submit = Submit(1, (1,), 1 + TOKENS, Sampling(), Decoding())
+    submit = Submit(1, (1,), 1 + TOKENS, RequestOptions(sampling=Sampling()))
     outcome = simulate(submit, CoinTarget(alpha), CoinDraft(), Timing(t_draft, of))
     return len(outcome.tokens) / outcome.seconds
 

@@ -37,13 +37,14 @@ from rich.table import Table
 
 from pearl import SamplingParams
 from pearl.cli.numbers import json_option, table_console, write_json
-from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig
+from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
 from pearl.models.tokenizer import load_tokenizer
+from pearl.spec.methods import AS_PUBLISHED
 
 LOOPS = {
     "large": "autoregressive_sampling",

@@ -21,17 +21,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from pearl import config
 from pearl.config import DecodingConfig
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
+from pearl.spec.methods import AS_PUBLISHED
 from tests.warm import Nursery
 
 hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
 hypothesis.settings.load_profile("pearl")
 
 # PEARL as in the paper: the target waits for its draft
-AS_PUBLISHED = DecodingConfig(method="pearl", **config.AS_PUBLISHED)
+AS_PUBLISHED = DecodingConfig(method="pearl", **AS_PUBLISHED)
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
 
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from pearl.decoding.registry import RULES, Needs, Parameter, RuleSpec, Unit, register
 from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import RatioDraft, RatioTarget
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
+from pearl.spec.rules import RULES, Needs, Parameter, RuleSpec, Unit, register
 
 LENIENT = RuleSpec(
     "lenient",

@@ -45,15 +45,14 @@ from pearl.protocol.events import (
 from pearl.protocol.messages import (
     Begin,
     Committed,
-    Decoding,
     Error,
     Preview,
     Provenance,
-    Sampling,
     Source,
     Submit,
     Verdict,
 )
+from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import State
@@ -76,12 +75,10 @@ TEXT = script(30)
 
 
 def submission(text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any) -> Submit:
-    """Asks for the rest of `text`. `settings`: fields of Decoding or of Submit."""
-    own = ("window", "gamma", "rule", "parameters", "look_ahead", "branches")
-    ours = {k: v for k, v in settings.items() if k in own}
-    theirs = {k: v for k, v in settings.items() if k not in ours}
-    fields: dict[str, Any] = {"request": 1, "limit": len(text), "sampling": Sampling()} | theirs
-    return Submit(prompt=tuple(text[:prompt]), decoding=Decoding(method, **ours), **fields)
+    """Asks for the rest of `text`. `settings`: fields of RequestOptions or of Submit."""
+    ours = {k: v for k, v in settings.items() if k in RequestOptions.__struct_fields__}
+    fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {k: v for k, v in settings.items() if k not in ours}
+    return Submit(prompt=tuple(text[:prompt]), options=RequestOptions(method, **ours), **fields)
 
 
 class Executor(Protocol):
@@ -528,7 +525,7 @@ def until(pair: Pair, there: Callable[[Pair], bool], picker: Callable[[list[str]
 
 def draft_in(state: DraftState) -> Drafter:
     machine = Drafter(100)
-    begin = Begin(1, 0, PROMPT, 3, Sampling(), "ratio", extend_digest(0, PROMPT))
+    begin = Begin(1, 0, PROMPT, 3, extend_digest(0, PROMPT), RequestOptions())
     paths: dict[DraftState, list[object]] = {
         DraftState.IDLE: [],
         DraftState.DRAFTING: [begin],

@@ -18,14 +18,14 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.worker import ahead as module
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor, Event
 from tests.tiny import tiny_model
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
-OPEN = Open(PROMPT, Sampling(temperature=1.0, seed=3), "ratio")
+OPEN = Open(PROMPT, RequestOptions(sampling=Sampling(temperature=1.0, seed=3)))
 
 
 class Watched(ToyRunner):
@@ -158,8 +158,8 @@ def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watch
 
 def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched, chains: bool) -> None:
     with Ahead(executor(runner, chains), lambda: True) as ahead:
-        ahead.execute(Open(PROMPT, Sampling(), "no such rule"))  # greedy takes any rule
-        ahead.execute(Open(PROMPT, OPEN.sampling, "no such rule"))
+        ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule")))  # greedy takes any rule
+        ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule", sampling=OPEN.sampling)))
         ahead.execute(Rollback(0))
         with pytest.raises(Exception, match="no such rule"):
             ahead.execute(Draft(0, PROMPT, 1))
@@ -272,7 +272,7 @@ def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8
     proposer._times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
-        ahead.execute(Open(prompt, Sampling(temperature=1.0, seed=3), "ratio", lookup=lookup))
+        ahead.execute(Open(prompt, RequestOptions(draft_lookup=lookup, sampling=Sampling(temperature=1.0, seed=3))))
         start, fed = 0, prompt
         while len(tokens) < 40:
             event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
@@ -368,7 +368,9 @@ def test_a_trace_is_told_the_same_of_each_row_however_forwards_are_launched(rule
         proposer = ModelProposer(draft, VOCAB, chains=chains, noted=lambda: noted)
         seen: dict[int, Seen] = {}
         with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
-            ahead.execute(Open(PROMPT, sampling, rule, lookup=lookup, branches=branches))
+            ahead.execute(
+                Open(PROMPT, RequestOptions(rule=rule, draft_lookup=lookup, branches=branches, sampling=sampling))
+            )
             start, fed = 0, PROMPT
             while start < 40:
                 event = ahead.execute(Draft(start, fed, 41 - start, start + len(fed) - len(PROMPT)))
@@ -394,7 +396,7 @@ def test_a_trace_is_told_the_same_of_each_row_however_forwards_are_launched(rule
 def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
     chained = ModelProposer(runner, runner.vocab_size, chains=True)
-    chained.open(Open(PROMPT, sampling, rule))
+    chained.open(Open(PROMPT, RequestOptions(rule=rule, sampling=sampling)))
     last = chained.launch(Draft(0, PROMPT, 3))
     last = chained.launch(Draft(3, (-1,), 2), last)  # records
     torch.cuda.set_sync_debug_mode("error")
@@ -415,7 +417,7 @@ def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling) -> None:
     for chains in (False, True):
         runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
         with Ahead(executor(runner, chains), lambda: True) as ahead:
-            ahead.execute(Open(prompt, sampling, rule))
+            ahead.execute(Open(prompt, RequestOptions(rule=rule, sampling=sampling)))
             text, fed = [*prompt], 0
             while len(text) < 100:
                 text.append(drafted(ahead, fed, tuple(text[fed:])))

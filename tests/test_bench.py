@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -59,6 +59,7 @@ from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.window import Profile
 from tests.conftest import TOY
+from tests.replace import replace
 from tests.tiny import EOS_ID, tiny_model
 
 PACED = EngineConfig(target=TOY, draft=TOY, target_pace=0.004, draft_pace=0.001)

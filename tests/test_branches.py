@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.config import BRANCHES, DecodingConfig
+from pearl.config import DecodingConfig
 from pearl.drafting.branches import Branch, Branches, Foresight
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, NumericalError
@@ -21,9 +21,12 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Seen
-from pearl.protocol.messages import Decoding, Sampling, Source, Submit
+from pearl.protocol.messages import Source, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import ForwardTimes
+from pearl.spec.methods import BRANCHES
+from tests.replace import replace
 from tests.tiny import tiny_model
 
 VOCAB, TOKENS, PROMPT = 6, 60, (1, 2, 3)
@@ -57,8 +60,8 @@ def decode(
     """`extras`: look-ahead, draft lookup, branches. The models' text repeats: the next token depends on the last."""
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.6, order=1))
     method, window, gamma = setting
-    decoding = Decoding(method, window, gamma, rule, (), *extras)
-    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, Sampling(temperature, seed=seed), decoding)
+    decoding = RequestOptions(method, window, gamma, rule, (), *extras)
+    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, replace(decoding, sampling=Sampling(temperature, seed=seed)))
     return simulate(submit, *paired_executors(target, draft), timing)
 
 
@@ -148,7 +151,11 @@ def opened(runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature:
     for slot in range(runner.capabilities.slots):
         runner.rollback(0, slot)
     proposer = ModelProposer(runner, runner.vocab_size)
-    proposer.open(Open(prompt, Sampling(temperature, top_k=5, seed=8), rule, branches=most, request=1))
+    proposer.open(
+        Open(
+            prompt, RequestOptions(rule=rule, branches=most, sampling=Sampling(temperature, top_k=5, seed=8)), request=1
+        )
+    )
     return proposer
 
 
@@ -218,7 +225,7 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=2)[1])
     proposer = ModelProposer(runner, VOCAB)
     proposer._times = NoTimes()
-    proposer.open(Open(PROMPT, Sampling(1.0, seed=4), "coupled", branches=5, request=1))
+    proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5, sampling=Sampling(1.0, seed=4)), request=1))
     known: list[int] = []
     text, pending = list(PROMPT), 0
     for _ in range(20):
@@ -339,7 +346,7 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     assert place != 0
     proposer.rollback(0, -1)
     assert proposer.runner.length(place) == 0
-    proposer.open(Open(PROMPT, Sampling(), "coupled", branches=5, request=2))
+    proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5), request=2))
     assert proposer._open[2].slot == place
     assert len(drafted_for(proposer, 2).tokens) == 1
 
@@ -375,7 +382,7 @@ def test_a_branch_is_whole_from_its_outcome_on() -> None:
     ("given_", "told"),
     [
         ({"branches": BRANCHES + 1}, f"less than or equal to {BRANCHES}"),
-        ({"method": "sd", "branches": 2}, "branches are for methods auto, pearl, ssd, not sd"),
+        ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
     ],
 )
 def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:

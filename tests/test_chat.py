@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +35,7 @@ from pearl.trace.reading import read
 from pearl.trace.report import report
 from pearl.worker.build import devices_of
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.replace import replace
 from tests.screen import BOUND, CTRL_C, CTRL_D, Person
 
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]

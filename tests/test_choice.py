@@ -19,10 +19,12 @@ from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.choice import Choice
 from pearl.protocol.events import Forward, Guess, Guessed, Open, Phase, Retrace
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.window import ForwardTimes, Profile, Speeds, worthwhile
 from pearl.worker import profile
 from tests.conftest import TOY, greedy_text
+from tests.replace import replace
 from tests.screen import BOUND
 from tests.test_look_ahead import Chains
 
@@ -31,8 +33,8 @@ VOCAB, PROMPT = 32, (1, 2, 3)
 
 def asked(method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5) -> Submit:
     extras = (0, 8, 8, 7) if method in ("auto", "pearl") else (0, 8 if method == "ngram" else 0, 0, 0)
-    decoding = Decoding(method, "stream", None, rule, (), *extras[1:])
-    return Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, seed=seed), decoding)
+    decoding = RequestOptions(method, "stream", None, rule, (), *extras[1:])
+    return Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(temperature, seed=seed)))
 
 
 def decode(

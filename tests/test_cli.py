@@ -26,12 +26,12 @@ from rich.console import Console
 from pearl.cli import _COMMANDS, chat, cli, generate, main, paper
 from pearl.cli.generate import summary
 from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings
-from pearl.config.decoding import BONUS
 from pearl.engine import Engine, Result, preflight
 from pearl.lab.bench import others
 from pearl.lab.distill.prompts import read_prompts
 from pearl.metrics import Statistics
 from pearl.printable import printable
+from pearl.spec.methods import METHODS
 from tests.conftest import TOY, greedy_text
 from tests.tiny import tiny_model
 
@@ -170,7 +170,7 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     assert (used["sampling"]["temperature"], used["sampling"]["top_k"], used["sampling"]["top_p"]) == (0.9, 20, 0.95)
     assert used["sampling"]["seed"] == document["seed"]
     assert used["decoding"]["rule"] == ("coupled" if method == "auto" else "ratio")
-    assert (used["decoding"]["gamma"] is not None) == (method in BONUS)
+    assert (used["decoding"]["gamma"] is not None) == (METHODS[method].drafts and METHODS[method].bonus)
     monkeypatch.undo()
     params, decoding = SamplingParams(**used["sampling"]), DecodingConfig(**used["decoding"])
     (again,) = toy.generate(document["prompt_tokens"], params, decoding=decoding)

@@ -49,8 +49,10 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.tokenizer import ToyTokenizer, load_tokenizer, vocabulary_digest
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Source, Submit
+from pearl.protocol.messages import Provenance, Source, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, greedy_text
+from tests.replace import replace
 from tests.test_look_ahead import Chains
 from tests.tiny import tiny_model
 
@@ -494,7 +496,7 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     texts = []
     for seed in range(20):
         executors = paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2)))
-        submit = Submit(1, PROMPT, 100, Sampling(1.0, seed=100 + seed), Decoding("ar"))
+        submit = Submit(1, PROMPT, 100, RequestOptions("ar", sampling=Sampling(1.0, seed=100 + seed)))
         texts.append([*PROMPT, *simulate(submit, *executors, TIMING).tokens])
     return make(tmp_path_factory.mktemp("knowing"), texts)
 
@@ -503,8 +505,8 @@ def decode(
     method: str, rule: str, temperature: float, store: Datastore | None, trees: bool = True, **options: int
 ) -> Outcome:
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
-    decoding = Decoding(method, "stream", 3, rule, **options)
-    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, Sampling(temperature, seed=4), decoding)
+    decoding = RequestOptions(method, "stream", 3, rule, **options)
+    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, replace(decoding, sampling=Sampling(temperature, seed=4)))
     runner: ModelRunner = target if trees else Chains(target)
     return simulate(submit, *paired_executors(runner, draft, store), TIMING)
 
@@ -545,7 +547,9 @@ def test_a_datastore_changes_no_text_of_a_model(tmp_path: Path, kind: str, rule:
     store, guessed = None, 0
     for method in ("ar", "ngram"):
         target.rollback(0)
-        submit = Submit(1, prompt, 46, sampling, Decoding(method, rule=rule, look_ahead=16 * (method == "ngram")))
+        submit = Submit(
+            1, prompt, 46, RequestOptions(method, rule=rule, look_ahead=16 * (method == "ngram"), sampling=sampling)
+        )
         outcome = simulate(submit, *paired_executors(target, target, store), TIMING)
         texts.append(outcome.tokens)
         guessed += outcome.counts.guessed.get(Source.DATASTORE, 0)
@@ -562,7 +566,7 @@ def generated(count: int) -> list[Generated]:
     executors = [paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2))) for _ in range(count)]
     texts = []
     for seed, pair in enumerate(executors):
-        submit = Submit(1, PROMPT, 60, Sampling(1.0, seed=seed), Decoding("ar"))
+        submit = Submit(1, PROMPT, 60, RequestOptions("ar", sampling=Sampling(1.0, seed=seed)))
         texts.append(Generated((*PROMPT, *simulate(submit, *pair, TIMING).tokens), len(PROMPT)))
     return texts
 
@@ -570,7 +574,7 @@ def generated(count: int) -> list[Generated]:
 def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> None:
     """And accepts what it accepts, from the same source: where times say that all guesses are worth feeding."""
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
-    submit = Submit(1, PROMPT, 63, Sampling(1.0, seed=4), Decoding("ngram", look_ahead=16))
+    submit = Submit(1, PROMPT, 63, RequestOptions("ngram", look_ahead=16, sampling=Sampling(1.0, seed=4)))
     outcome = simulate(submit, *paired_executors(target, draft, knowing), Timing(1.0, lambda _: 1.0))
     replayed = replay([Generated((*PROMPT, *outcome.tokens), len(PROMPT))], knowing, 16)
     assert (replayed.steps, replayed.tokens) == (outcome.target_steps, 59)

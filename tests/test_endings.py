@@ -14,10 +14,12 @@ from pearl.metrics import Stopwatch, fold
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Guess, Guessed
-from pearl.protocol.messages import FinishReason, Provenance, Sampling, Source, Submit
+from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
+from pearl.protocol.options import Sampling
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import PREFILL_CHUNK
-from pearl.protocol.window import METHODS, Speeds
+from pearl.protocol.window import Speeds
+from pearl.spec.methods import METHODS
 from pearl.text import TextStream
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
@@ -26,7 +28,7 @@ VOCAB = 40
 GARBAGE = VOCAB - 1  # what either model says in a context that is not the script's
 TEXT = (3, 1, *range(5, 25))
 OFFSETS = range(1, 11)  # tokens generated up to the end: over two windows of four
-AHEAD = [(method, 0) for method in METHODS] + [(name, 8) for name, method in METHODS.items() if method.looks_ahead]
+AHEAD = [(method, 0) for method in METHODS] + [(name, 8) for name, method in METHODS.items() if method.look_ahead]
 WINDOWS = [("fixed", 1), ("fixed", 4), ("stream", 4)]
 TOKENIZER = ToyTokenizer(VOCAB)
 
@@ -68,7 +70,7 @@ def run(
     pair = Pair([submit], target, lambda: DraftExecutor(ModelProposer(runner(text, wrong, says), VOCAB)), draft_context)
     pair.run(at_random(seed))
     result = pair.results[submit.request]
-    check_counts(result, runs_ahead=submit.decoding.look_ahead > 0)
+    check_counts(result, runs_ahead=submit.options.look_ahead > 0)
     return result
 
 

@@ -20,16 +20,19 @@ import pytest
 import torch
 import transformers
 
-from pearl import config
-from pearl.config import DRAFTLESS, DecodingConfig, SamplingParams
+from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.tokenizer import load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec import methods
+from pearl.spec.methods import DRAFTLESS
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.replace import replace
 from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
 
 METHODS = ("ar", "ngram", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
@@ -77,8 +80,8 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
     for text in BEFORE["embedded"]:
         prompt, tokens = tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]), text["tokens"]
         assert prompt is not None
-        sampling, decoding = Sampling(text["temperature"], seed=5), Decoding("pearl", rule=text["rule"])
-        submit = Submit(1, tuple(prompt), len(prompt) + len(tokens), sampling, decoding)
+        sampling, decoding = Sampling(text["temperature"], seed=5), RequestOptions("pearl", rule=text["rule"])
+        submit = Submit(1, tuple(prompt), len(prompt) + len(tokens), replace(decoding, sampling=sampling))
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0))
         assert outcome.tokens == tokens
@@ -92,7 +95,7 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
 def test_greedy_text_is_the_targets_own(toy: Engine, method: str, window: str, gamma: int | None) -> None:
     """Invariant 3; a window of 1 is where others crash."""
     usual = DecodingConfig(method=method, window=window, gamma=gamma)  # type: ignore[arg-type]
-    plain = usual.model_copy(update=config.AS_PUBLISHED) if method == "pearl" else usual
+    plain = usual.model_copy(update=methods.AS_PUBLISHED) if method == "pearl" else usual
     for decoding in (plain, usual) if method == "pearl" else (plain,):
         result = one(toy, decoding=decoding)
         assert result.tokens == greedy_text(PROMPT, 60)
@@ -121,7 +124,7 @@ def test_sampled_text_is_a_function_of_seed_and_sample(toy: Engine, rule: str) -
 
 def test_processes_leave_no_trace_in_the_text(toy: Engine) -> None:
     """The text of two real processes is that of the virtual clock."""
-    submit = Submit(1, tuple(PROMPT), 63, Sampling(1.0, seed=11), Decoding())
+    submit = Submit(1, tuple(PROMPT), 63, RequestOptions(sampling=Sampling(1.0, seed=11)))
     assert one(toy, WARM, method="pearl").tokens == _simulated(submit, 32, 0.5)
 
 
@@ -138,7 +141,7 @@ def test_ratio_rule_over_the_tensor_channel_of_two_processes(tensors: str) -> No
     with Engine(spec, spec, tensors=tensors, control="tcp") as engine:
         assert (engine.directory / "group").exists() == (tensors == "gloo")
         result = one(engine, params, decoding=AS_PUBLISHED)  # otherwise the target would not wait for its draft
-    submit = Submit(1, tuple(PROMPT), 153, Sampling(1.0, seed=11), Decoding())
+    submit = Submit(1, tuple(PROMPT), 153, RequestOptions(sampling=Sampling(1.0, seed=11)))
     assert result.tokens == _simulated(submit, 512, 0.7)
     assert result.statistics.num_accepted_draft_tokens > 0
     assert not result.statistics.draft_lost
@@ -385,7 +388,7 @@ def test_greedy_text_is_that_of_transformers(
     params = SamplingParams(temperature=0, max_tokens=100)
     decoding = DecodingConfig(method=method, window=window)  # type: ignore[arg-type]
     usual = one(tiny, params, STORY, decoding=decoding)
-    plain = decoding.model_copy(update=config.AS_PUBLISHED)
+    plain = decoding.model_copy(update=methods.AS_PUBLISHED)
     result = one(tiny, params, STORY, decoding=plain) if method == "pearl" else usual
     assert usual.tokens == result.tokens
     assert result.prompt_tokens == tiny.tokenizer.encode(STORY)

@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,11 +43,13 @@ from pearl.models.replay import ReplayRunner
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Judge, Judged
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import part_path
 from pearl.worker.execute import DraftExecutor, TargetExecutor
+from tests.replace import replace
 from tests.tiny import tiny_model
 
 VOCAB = 12
@@ -234,7 +235,7 @@ def test_every_method_meets_the_same_luck() -> None:
     """Where every position is judged, as many draft tokens are right by any window and delay."""
     work = independent(STEADY, 0.7, 4, 300)
     expected = sum(sum(text.right.values()) for text in work.texts)
-    for decoding in (STREAM, FIXED, Decoding("pearl", "fixed", 2), Decoding("pearl-no-pre-verify")):
+    for decoding in (STREAM, FIXED, RequestOptions("pearl", "fixed", 2), RequestOptions("pearl-no-pre-verify")):
         for timing in ({}, {"delay": 2.0}, {"jitter": 0.4}):
             done = run(work.at(**timing), decoding)
             assert (done.judged, done.accepted) == (1200, expected)
@@ -258,7 +259,7 @@ def test_methods_stand_side_by_side() -> None:
 
 def test_waits_are_told() -> None:
     """In alternation each side waits for all that the other does: of a step of 4 + 5 seconds."""
-    done = run(independent(STEADY, 1.0, 2, 500), Decoding("sd", "fixed", 4))
+    done = run(independent(STEADY, 1.0, 2, 500), RequestOptions("sd", "fixed", 4))
     assert sum(done.target_waits.values()) / done.whole == pytest.approx(4 / 9, abs=0.01)
     assert done.draft_waits / done.whole == pytest.approx(5 / 9, abs=0.01)
     assert run(independent(STEADY, 1.0, 2, 500), FIXED).target_waits == {"window": pytest.approx(0, abs=1e-6)}
@@ -268,7 +269,7 @@ def test_waits_are_told() -> None:
 def test_the_best_window_is_climbed_to() -> None:
     """From wherever one begins."""
     work = independent(STEADY, 0.8, 20, 100)
-    assert {best(work, lambda c: Decoding("pearl", "fixed", c), start).gamma for start in (2, 9)} == {5}
+    assert {best(work, lambda c: RequestOptions("pearl", "fixed", c), start).gamma for start in (2, 9)} == {5}
     assert sd_at_best(work).gamma == 4
 
 
@@ -277,13 +278,13 @@ def test_the_best_window_is_climbed_to() -> None:
 
 def test_a_delay_costs_sd_two_messages_a_step() -> None:
     for delay in (0.5, 3.0):
-        done = run(independent(Timing(1.0, lambda _: 5.0, delay), 0.8, 20, 400), Decoding("sd", "fixed", 4))
+        done = run(independent(Timing(1.0, lambda _: 5.0, delay), 0.8, 20, 400), RequestOptions("sd", "fixed", 4))
         closed = theory.sd_tokens_per_step(0.8, 4) / (4 + 5 + 2 * delay)
         assert done.tokens_per_second == pytest.approx(closed, rel=0.01)
 
 
-@pytest.mark.parametrize("decoding", [STREAM, FIXED, Decoding("sd", "fixed", 4)])
-def test_no_delay_is_better_than_a_delay(decoding: Decoding) -> None:
+@pytest.mark.parametrize("decoding", [STREAM, FIXED, RequestOptions("sd", "fixed", 4)])
+def test_no_delay_is_better_than_a_delay(decoding: RequestOptions) -> None:
     work = independent(STEADY, 0.8, 20, 200)
     rates = [run(work.at(delay=delay), decoding).tokens_per_second for delay in (0.0, 1.0, 2.5, 5.0, 10.0)]
     assert all(later < sooner for sooner, later in pairwise(rates)), rates
@@ -295,7 +296,7 @@ def test_a_delay_does_not_touch_ar() -> None:
 
 
 @pytest.mark.parametrize("decoding", [STREAM, FIXED])
-def test_jitter_makes_pearl_slower(decoding: Decoding) -> None:
+def test_jitter_makes_pearl_slower(decoding: RequestOptions) -> None:
     """It is as slow as the slower of two: a spread of both costs, though their means stay."""
     work = independent(STEADY, 0.8, 20, 400)
     rates = [run(work.at(jitter=jitter), decoding).tokens_per_second for jitter in (0.0, 0.3, 0.6)]
@@ -306,17 +307,22 @@ def test_jitter_makes_pearl_slower(decoding: Decoding) -> None:
 
 
 def decoded(
-    decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, order: int = 8, **options: object
+    decoding: RequestOptions,
+    timing: Timing,
+    temperature: float = 1.0,
+    tokens: int = 300,
+    order: int = 8,
+    **options: object,
 ) -> Outcome:
     target, draft = alpha_pair(VOCAB, 0.7, order=order)
     runners = [ToyRunner(VOCAB, model, slots=8) for model in (target, draft)]
     executors = paired_executors(*runners, t_draft=timing.draft, noted="parts" in options)
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, seed=5), decoding)
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(temperature, seed=5)))
     return simulate(submit, *executors, timing, **options)  # type: ignore[arg-type]
 
 
 def traced(
-    path: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, tokens: int = 300, order: int = 8
+    path: Path, decoding: RequestOptions, timing: Timing, temperature: float = 1.0, tokens: int = 300, order: int = 8
 ) -> Trace:
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
     decoded(decoding, timing, temperature, tokens, order, parts=parts)
@@ -330,8 +336,10 @@ def rate(outcome: Outcome) -> float:
     return speed
 
 
-@pytest.mark.parametrize("decoding", [Decoding("pearl", "stream", 5), Decoding("pearl", "fixed", 4), Decoding("pearl")])
-def test_a_replay_gives_back_the_traces_own_speed(tmp_path: Path, decoding: Decoding) -> None:
+@pytest.mark.parametrize(
+    "decoding", [RequestOptions("pearl", "stream", 5), RequestOptions("pearl", "fixed", 4), RequestOptions("pearl")]
+)
+def test_a_replay_gives_back_the_traces_own_speed(tmp_path: Path, decoding: RequestOptions) -> None:
     """Exactly, where forwards lasted as long as their mean; within 3 per cent where they vary by a fifth."""
     for jitter, bound in ((0.0, 1e-6), (0.2, 0.03)):
         timing = Timing(0.01, lambda n: 0.05 + 0.001 * n, jitter=jitter, seed=3)
@@ -341,7 +349,7 @@ def test_a_replay_gives_back_the_traces_own_speed(tmp_path: Path, decoding: Deco
         assert (record.known, again.tokens) == (300, 299)
 
 
-def read_new(folder: Path, decoding: Decoding, timing: Timing, temperature: float = 1.0, order: int = 8) -> Trace:
+def read_new(folder: Path, decoding: RequestOptions, timing: Timing, temperature: float = 1.0, order: int = 8) -> Trace:
     return traced(folder / f"{len(list(folder.iterdir()))}.json", decoding, timing, temperature, order=order)
 
 
@@ -352,7 +360,7 @@ def test_what_guesses_is_replayed_from_a_trace_without_it(
 ) -> None:
     """Recorded as published and decoded again with it, or the other way round: both as if recorded so."""
     timing = Timing(0.01 if kind != "draft_lookup" else 0.03, lambda _: 0.05)
-    published = Decoding("pearl", "fixed", 5, rule=rule)
+    published = RequestOptions("pearl", "fixed", 5, rule=rule)
     guessing = replace(published, **{kind: {"look_ahead": 16, "draft_lookup": 8, "branches": 7}[kind]})
     records = [recorded(read_new(tmp_path, each, timing, temperature, 2)) for each in (published, guessing)]
     speeds = [record.tokens_per_second for record in records]
@@ -377,7 +385,7 @@ def test_two_answers_to_one_prompt_are_not_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("token", [-1, 1 << 20, "a", None, [1]])
 def test_what_is_no_token_is_no_reason_to_take_memory(tmp_path: Path, token: object) -> None:
     path = tmp_path / "it.json"
-    traced(path, Decoding("pearl"), Timing(0.01, lambda _: 0.05), tokens=20)
+    traced(path, RequestOptions("pearl"), Timing(0.01, lambda _: 0.05), tokens=20)
     document = json.loads(path.read_text())
     decisions = (e["args"] for e in document["traceEvents"] if e["ph"] == "X" and e["name"] == "decide")
     event = next(each["event"] for each in decisions if each["event"].get("seen"))
@@ -405,7 +413,7 @@ def test_a_position_that_nobody_drafted_borrows_the_rank_of_another(tmp_path: Pa
 @pytest.mark.parametrize("draft", [CoinDraft(), ForesightDraft(0.5, 4, 500), LookupDraft(0.5, 4, 500)])
 def test_coins_prepare_for_no_more_than_they_say(draft: Executor) -> None:
     """A draft that may go on preparing while it waits ends that, too: its forwards could go on for ever."""
-    submit = Submit(1, (0,), 101, Sampling(), Decoding("pearl", branches=7))
+    submit = Submit(1, (0,), 101, RequestOptions("pearl", branches=7, sampling=Sampling()))
     outcome = simulate(submit, CoinTarget(0.7), draft, Timing(0.01, lambda _: 0.2))
     assert len(outcome.tokens) == 100
 
@@ -413,22 +421,22 @@ def test_coins_prepare_for_no_more_than_they_say(draft: Executor) -> None:
 def test_a_replay_under_another_window_is_that_window(tmp_path: Path) -> None:
     """The bits are the text's, not the window's: what was never run comes out as it would have been."""
     timing = Timing(0.01, lambda _: 0.05)
-    record = recorded(read_new(tmp_path, Decoding("pearl", "stream", 5), timing))
-    for other in (Decoding("pearl", "fixed", 3), Decoding("pearl-no-pre-verify", "stream", 6)):
+    record = recorded(read_new(tmp_path, RequestOptions("pearl", "stream", 5), timing))
+    for other in (RequestOptions("pearl", "fixed", 3), RequestOptions("pearl-no-pre-verify", "stream", 6)):
         assert run(record.workload, other).tokens_per_second == pytest.approx(rate(decoded(other, timing)), rel=1e-6)
 
 
 def test_a_greedy_replay_under_sd_is_sd(tmp_path: Path) -> None:
     timing = Timing(0.01, lambda _: 0.05)
-    record = recorded(read_new(tmp_path, Decoding("pearl"), timing, temperature=0.0))
-    sd = Decoding("sd", "fixed", 3)
+    record = recorded(read_new(tmp_path, RequestOptions("pearl"), timing, temperature=0.0))
+    sd = RequestOptions("sd", "fixed", 3)
     expected = rate(decoded(sd, timing, temperature=0.0))
     assert run(record.workload, sd).tokens_per_second == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_replay_of_sd_tosses_for_what_was_never_judged(tmp_path: Path) -> None:
     """Bonus tokens: their coins have the rate of the trace, and the seed decides them."""
-    trace = read_new(tmp_path, Decoding("sd", "fixed", 4), Timing(0.01, lambda _: 0.05))
+    trace = read_new(tmp_path, RequestOptions("sd", "fixed", 4), Timing(0.01, lambda _: 0.05))
     record = recorded(trace)
     assert 200 < record.known < 300
     rates = {run(recorded(trace, seed=seed).workload, STREAM).accepted for seed in range(4)}
@@ -437,14 +445,14 @@ def test_a_replay_of_sd_tosses_for_what_was_never_judged(tmp_path: Path) -> None
 
 
 def test_a_trace_of_ar_cannot_be_replayed(tmp_path: Path) -> None:
-    trace = read_new(tmp_path, Decoding("ar"), Timing(0.01, lambda _: 0.05))
+    trace = read_new(tmp_path, RequestOptions("ar"), Timing(0.01, lambda _: 0.05))
     with pytest.raises(TraceError, match="no draft drafted"):
         recorded(trace)
 
 
 def test_a_text_of_one_commit_has_no_speed(tmp_path: Path) -> None:
     path = tmp_path / "short.json"
-    traced(path, Decoding("pearl"), Timing(0.01, lambda _: 0.05), tokens=1)
+    traced(path, RequestOptions("pearl"), Timing(0.01, lambda _: 0.05), tokens=1)
     with pytest.raises(TraceError, match="longer text"):
         recorded(read(path))
 
@@ -520,7 +528,7 @@ def test_a_lookup_that_hits_moves_the_bound() -> None:
     """Where all that is drafted is right, PEARL is as fast as c says, times the tokens of a draft forward."""
     work = independent(STEADY, 1.0, 20, 300)
     for hit in (0.0, 0.5):
-        done = run(work, Decoding("pearl", "stream", 24), draft=partial(LookupDraft, hit, 8))
+        done = run(work, RequestOptions("pearl", "stream", 24), draft=partial(LookupDraft, hit, 8))
         bound = 5 * theory.pearl_lookup_ratio(hit, 8)
         assert done.tokens_per_second * 5 == pytest.approx(bound, rel=0.05)
     points = list(sweeps.over_lookup(STEADY, [0.8], sweeps.Luck(1000, 1, 1)))
@@ -541,7 +549,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pip install"):
+    with pytest.raises(ConfigError, match="scripts/setup plot|pip install"):
         plots.heat_maps([a_point(0.8, 0.0, 2.0)], tmp_path / "x.png")
 
 
@@ -600,7 +608,7 @@ def test_table_and_json_agree(tmp_path: Path) -> None:
 
 def test_a_trace_is_replayed_by_command(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    traced(path, Decoding("pearl", "fixed", 5), Timing(0.01, lambda _: 0.05))
+    traced(path, RequestOptions("pearl", "fixed", 5), Timing(0.01, lambda _: 0.05))
     assert "(1.000 of it); 300 of 300 positions" in invoked("--trace", str(path)).output.replace("\n", "")
     assert "leave one of them out" in str(invoked("--trace", str(path), "--tokens", "9", code=2).exception)
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.replace import replace
 from tests.test_processes import BOUND, children, eventually, gone, temporary
 from tests.test_worker import Loops
 from tests.tiny import tiny_model

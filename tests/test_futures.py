@@ -16,7 +16,9 @@ from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.protocol.events import Odds
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from tests.replace import replace
 from tests.tiny import tiny_model
 
 OURS = ("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3")
@@ -44,13 +46,15 @@ def pair(kind: str) -> tuple[ModelRunner, ModelRunner]:
 
 
 def decode(
-    kind: str, decoding: Decoding, temperature: float, timing: Timing, tokens: int = 24, seed: int = 8
+    kind: str, decoding: RequestOptions, temperature: float, timing: Timing, tokens: int = 24, seed: int = 8
 ) -> Outcome:
     target, draft = pair(kind)
     for runner in (target, draft):
         for slot in range(runner.capabilities.slots):
             runner.rollback(0, slot)
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(temperature, top_k=5, seed=seed), decoding)
+    submit = Submit(
+        1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(temperature, top_k=5, seed=seed))
+    )
     return simulate(submit, *paired_executors(target, draft), timing)
 
 
@@ -60,10 +64,10 @@ def decode(
 )
 def test_all_combinations_write_one_text(kind: str, rule: str, temperature: float) -> None:
     """With either window, and whatever forwards and messages take."""
-    plain = decode(kind, Decoding("pearl", "fixed", 3, rule), temperature, TIMINGS[0])
+    plain = decode(kind, RequestOptions("pearl", "fixed", 3, rule), temperature, TIMINGS[0])
     seen = Odds()
     for number, (extras, window) in enumerate(product(EVERY, ("stream", "fixed"))):
-        decoding = Decoding("pearl", window, 3, rule, (), *extras)
+        decoding = RequestOptions("pearl", window, 3, rule, (), *extras)
         outcome = decode(kind, decoding, temperature, TIMINGS[number % len(TIMINGS)])
         assert outcome.tokens == plain.tokens, (extras, window)
         assert outcome.counts.resyncs == 0
@@ -76,7 +80,7 @@ def test_as_many_are_rejected_as_the_models_distributions_say(kind: str) -> None
     """Theorem 1 of Yin et al. at every position that was judged."""
     found, odds = 0, Odds()
     for seed in range(8):
-        counts = decode(kind, Decoding("pearl", "stream", 3, "ratio"), 1.5, TIMINGS[0], 60, seed).counts
+        counts = decode(kind, RequestOptions("pearl", "stream", 3, "ratio"), 1.5, TIMINGS[0], 60, seed).counts
         assert counts.odds is not None
         found, odds = found + counts.rejected, odds + counts.odds
     assert odds.variance > 4, "too little was in doubt to say anything"

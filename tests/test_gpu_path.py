@@ -25,7 +25,8 @@ from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Open, Phase, Sample
-from pearl.protocol.messages import Decoding, DraftTokens, Sampling, Source, Submit
+from pearl.protocol.messages import DraftTokens, Source, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.memory import memory_channels
 from pearl.worker import build
@@ -33,6 +34,7 @@ from pearl.worker.draft_link import DraftLink, TargetSettings
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.settings import WorkerSettings
 from pearl.worker.startup import allow_expandable_segments
+from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
 
@@ -149,7 +151,9 @@ def test_what_is_launched_decides_as_what_is_not(name: str, sampling: Sampling) 
 @pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
 def test_texts_are_the_same_where_judging_begins_with_the_forward(method: str, rule: str, sampling: Sampling) -> None:
     """Chains, trees of guesses and single draws, each row for its own position."""
-    submit = Submit(1, (1, 2, 3), 83, sampling, Decoding(method, rule=rule, look_ahead=8 if method == "ngram" else 0))
+    submit = Submit(
+        1, (1, 2, 3), 83, RequestOptions(method, rule=rule, look_ahead=8 if method == "ngram" else 0, sampling=sampling)
+    )
     pair = [ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.7)]
     launching = TargetExecutor(pair[0], launches=True), DraftExecutor(ModelProposer(pair[1], 32))
     timing = Timing(1.0, lambda fed: 3.0)
@@ -163,8 +167,8 @@ def test_texts_are_the_same_where_judging_begins_with_the_forward(method: str, r
 @pytest.mark.parametrize("rule", ["ratio", "coupled", "batch", "spectr"])
 def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: str, sampling: Sampling) -> None:
     """Rows behind a wrong guess too, and those of branches: every step is the one that draws one by one would make."""
-    decoding = Decoding("pearl", rule=rule, look_ahead=8, draft_lookup=6, branches=4)
-    submit, done = Submit(1, (1, 2, 3), 203, sampling, decoding), []
+    decoding = RequestOptions("pearl", rule=rule, look_ahead=8, draft_lookup=6, branches=4)
+    submit, done = Submit(1, (1, 2, 3), 203, replace(decoding, sampling=sampling)), []
     for at_once in (False, True):
         target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)), noted=True)
         draft.proposer._at_once = at_once  # type: ignore[attr-defined]
@@ -181,7 +185,7 @@ def test_judging_begins_before_the_forward_has_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runner, "synchronize", lambda: done.append("waited"))
     monkeypatch.setattr(DirectDraw, "rows", lambda *given: done.append("launched") or rows(*given))
     executor = TargetExecutor(runner, launches=True)
-    executor.execute(Open((1, 2), Sampling(), "ratio"))
+    executor.execute(Open((1, 2), RequestOptions()))
     executor.execute(Forward(Phase.PREFILL, 0, (1, 2), 1))
     assert done == ["launched", "waited"]
     executor.execute(Sample(2, 1))
@@ -332,9 +336,11 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
         return Loops(TargetExecutor(target), DraftExecutor(proposer), timing, 2, draft.context)
 
     def submit(number: int) -> Submit:
-        decoding = Decoding(method, *(("stream", None) if method == "ar" else ("fixed", 20)))
+        decoding = RequestOptions(method, *(("stream", None) if method == "ar" else ("fixed", 20)))
         prompt = tuple(prompts[number])
-        return Submit(number, prompt, len(prompt) + 24, Sampling(temperature=temperature, seed=3), decoding)
+        return Submit(
+            number, prompt, len(prompt) + 24, replace(decoding, sampling=Sampling(temperature=temperature, seed=3))
+        )
 
     one = loops()
     prompts[3] = [*chat, *one.run([submit(0)]).tokens[0], *chat[::-1]]

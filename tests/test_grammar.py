@@ -34,8 +34,10 @@ from pearl.models.grammar import Guides, grammar_of
 from pearl.models.schema_cost import check_regex
 from pearl.models.tokenizer import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
-from pearl.protocol.window import METHODS
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
+from pearl.spec.methods import METHODS
+from tests.replace import replace
 from tests.test_look_ahead import TIMINGS
 
 VOCAB, PROMPT = 6, (1, 2, 3, 1)
@@ -168,8 +170,8 @@ def reference(sampling: Sampling) -> list[int]:
 
 def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, extras: int = 4) -> list[int]:
     target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
-    decoding = Decoding(method, "stream", None, rule, (), extras, extras, extras)
-    submit = Submit(1, PROMPT, 100, sampling, decoding, (END,))
+    decoding = RequestOptions(method, "stream", None, rule, (), extras, extras, extras)
+    submit = Submit(1, PROMPT, 100, replace(decoding, sampling=sampling), eos=(END,))
     return list(simulate(submit, *paired_executors(target, draft, guides=toy_guides()), timing).tokens)
 
 

@@ -25,8 +25,10 @@ from pearl.lab.experiments.recording import answers
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Sampling, Source, Submit
+from pearl.protocol.messages import Source, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, greedy_text
+from tests.replace import replace
 from tests.test_datastore import VOCAB, make
 from tests.test_look_ahead import Chains
 from tests.tiny import tiny_model
@@ -44,7 +46,7 @@ class Quiet:
 
 def toy_text(seed: int, length: int = 60) -> Generated:
     executors = paired_executors(*(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7, order=1)[0]) for _ in range(2)))
-    submit = Submit(1, (1, 2, 3), length, Sampling(1.0, seed=seed), Decoding("ar"))
+    submit = Submit(1, (1, 2, 3), length, RequestOptions("ar", sampling=Sampling(1.0, seed=seed)))
     return Generated((1, 2, 3, *simulate(submit, *executors, Timing(1.0, lambda n: 1.0)).tokens), 3)
 
 
@@ -61,7 +63,9 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(branches: bool, slope: fl
 
     text = toy_text(4)
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
-    submit = Submit(1, text.tokens[:3], len(text.tokens), Sampling(1.0, seed=4), Decoding("ngram", look_ahead=8))
+    submit = Submit(
+        1, text.tokens[:3], len(text.tokens), RequestOptions("ngram", look_ahead=8, sampling=Sampling(1.0, seed=4))
+    )
     executors = paired_executors(target if branches else Chains(target), draft)
     outcome = simulate(submit, *executors, Timing(1.0, seconds))
     replayed = replay([text], None, 8, branches=branches, seconds=seconds)
@@ -187,8 +191,8 @@ def test_habits_change_no_text_and_save_steps(method: str, rule: str) -> None:
         for number in range(3):
             for runner in (target, draft):
                 runner.rollback(0)
-            decoding = Decoding(method, rule=rule, look_ahead=8)
-            submit = Submit(number, (1, 2, 3), 80, Sampling(1.0, seed=5), decoding)
+            decoding = RequestOptions(method, rule=rule, look_ahead=8)
+            submit = Submit(number, (1, 2, 3), 80, replace(decoding, sampling=Sampling(1.0, seed=5)))
             outcome = simulate(submit, *executors, Timing(1.0, lambda n: 2.0 + 0.1 * n))
             texts.append(outcome.tokens)
             steps.setdefault(kept, []).append(outcome.target_steps)

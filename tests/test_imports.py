@@ -32,8 +32,7 @@ LAYERS: list[set[str]] = [
     {"pearl.decoding"},
     {"pearl.protocol"},
     {"pearl.config"},
-    {"pearl.drafting.registry"},  # of the packages above, what configuration and codec read: no torch
-    {"pearl.decoding.registry"},
+    {"pearl.spec"},
     {"pearl.device", "pearl.document"},
     {"pearl.errors", "pearl.extras", "pearl.printable", "pearl.silence", "pearl.version"},
 ]
@@ -143,7 +142,7 @@ def test_decoding_is_pure_functions_of_tensors_and_keys() -> None:
 
 def test_the_rules_are_declared_without_torch() -> None:
     """Configuration reads the declarations, and starts without it."""
-    name = "pearl.decoding.registry"
+    name = "pearl.spec.rules"
     assert set(imported(name, modules()[name])) & {"torch", "numpy"} == set()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -12,7 +11,6 @@ import torch
 from scipy import stats
 
 from pearl.config import DecodingConfig
-from pearl.decoding.registry import RULES, Parameters, Unit, register
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.rules.joint import JointDraft, JointTarget
 from pearl.drafting.beams import Search
@@ -21,9 +19,13 @@ from pearl.errors import ConfigError, NumericalError
 from pearl.lab.simulate import Timing, simulate
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, feed_chain
 from pearl.models.toy import ToyRunner
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Shaping, Submit
-from pearl.protocol.window import METHODS, Window, whole_blocks
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
+from pearl.protocol.window import Window, whole_blocks
+from pearl.spec.methods import METHODS
+from pearl.spec.rules import RULES, Parameters, Unit, register
 from pearl.worker.execute import DraftExecutor, TargetExecutor
+from tests.replace import replace
 
 WARM = Sampling(1.0, seed=3)
 NEVER = 1e-4
@@ -40,7 +42,7 @@ def runners() -> tuple[ToyRunner, ToyRunner]:
 
 
 def decode(  # type: ignore[no-untyped-def]
-    decoding: Decoding,
+    decoding: RequestOptions,
     seed: int = 3,
     tokens: int = 120,
     ratio: float = 4.0,
@@ -49,7 +51,7 @@ def decode(  # type: ignore[no-untyped-def]
 ):
     target, own = runners()
     executors = TargetExecutor(target), DraftExecutor(ModelProposer(draft or own, 4))
-    submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed, shaping=shaping), decoding)
+    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=Sampling(1.0, seed=seed, shaping=shaping)))
     return simulate(submit, *executors, Timing(1.0, lambda _: ratio))
 
 
@@ -176,7 +178,7 @@ def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -
 @pytest.mark.parametrize("tau", [0.55, 0.9])
 def test_texts_are_what_the_rule_writes(method: str, window: str, tau: float) -> None:
     """All that is accepted follows from the two models; what is not has the target's distribution."""
-    decoding = Decoding(method, window, 4, "joint", parameters(tau, 3, 16))
+    decoding = RequestOptions(method, window, 4, "joint", parameters(tau, 3, 16))
     drawn = [each for seed in range(6) for each in follow(decode(decoding, seed, 400).tokens, tau, 3)]
     pvalues = []
     for state in range(4):
@@ -190,7 +192,7 @@ def test_texts_are_what_the_rule_writes(method: str, window: str, tau: float) ->
 
 def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
     """At an accepted position one token could come: the distance from the target is 1 less its probability there."""
-    run = decode(Decoding("pearl", "stream", 4, "joint", parameters(0.55, 3, 16)), 5, 300)
+    run = decode(RequestOptions("pearl", "stream", 4, "joint", parameters(0.55, 3, 16)), 5, 300)
     states = [0, *run.tokens]
     expected = sum(
         1 - TARGET[a, b].item()
@@ -203,7 +205,7 @@ def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
 
 def test_reading_it_so_notices_a_planted_bug() -> None:
     """A prefix that does not pass ends the block: the text of the rule is not that."""
-    decoding = Decoding("pearl", "stream", 4, "joint", parameters(0.7, 3, 16))
+    decoding = RequestOptions("pearl", "stream", 4, "joint", parameters(0.7, 3, 16))
     text = decode(decoding, 1, 400).tokens
     follow(text, 0.7, 3)
     with pytest.raises(AssertionError):
@@ -223,7 +225,9 @@ def test_one_text_a_seed_whatever_the_timing(methods: Sequence[str], tokens: int
     for method, window, gamma, ratio in product(methods, ["stream", "fixed"], [1, 4, 7], [0.5, 4.0, 9.0]):
         if method == "sd" and gamma > 4:
             continue  # where its bonus tokens stand depends on the window
-        text = decode(Decoding(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio).tokens
+        text = decode(
+            RequestOptions(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio
+        ).tokens
         assert len(text) == tokens
         found.add(tuple(text))
     assert len(found) == 1
@@ -243,7 +247,7 @@ class Chains(WrappedRunner):
 @pytest.mark.parametrize("shaping", [None, Shaping(1, 1.3, 0.5, 0.1), Shaping(1, logit_bias=((2, 3.0),))])
 def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> None:
     """What the search leaves in the cache is text to the penalties too: a draft that did not hold it ended."""
-    decoding = Decoding("pearl", "stream", 4, "joint", parameters())
+    decoding = RequestOptions("pearl", "stream", 4, "joint", parameters())
     found, other = (decode(decoding, draft=draft, shaping=shaping) for draft in (None, Chains(runners()[1])))
     assert found.tokens == other.tokens
     assert found.counts.accepted == other.counts.accepted
@@ -251,7 +255,7 @@ def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> 
 
 @pytest.mark.parametrize("method", ["pearl", "sd"])
 def test_blocks_are_counted_as_tokens(method: str) -> None:
-    run = decode(Decoding(method, "stream", 3, "joint", parameters(0.3)))
+    run = decode(RequestOptions(method, "stream", 3, "joint", parameters(0.3)))
     counts = run.counts
     assert counts.accepted == counts.provenance[Provenance.ACCEPTED] > 0
     assert counts.drafted >= counts.accepted

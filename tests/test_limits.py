@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -14,7 +13,7 @@ import pytest
 import zmq
 
 import pearl.protocol.window
-from pearl.config import MAX_WINDOW, DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.distribution import Distribution, Form
 from pearl.engine import Engine
 from pearl.engine.attach import attach
@@ -24,16 +23,16 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
-    Decoding,
     DraftTokens,
     Error,
     Hello,
     Role,
-    Sampling,
     Submit,
     Trace,
     Welcome,
 )
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.methods import MAX_WINDOW
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode
 from pearl.transport.gate import AT_ONCE, Account
@@ -47,6 +46,7 @@ from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
+from tests.replace import replace
 from tests.test_transport import show_keys
 
 BOUND = 60.0  # seconds
@@ -57,7 +57,7 @@ MIB = 1 << 20
 
 
 def submit(tokens: int = 3, request: int = 1, stops: tuple[str, ...] = ()) -> Submit:
-    return Submit(request, (1,) * tokens, tokens + 1, Sampling(), Decoding("ar"), stops=stops)
+    return Submit(request, (1,) * tokens, tokens + 1, RequestOptions("ar", sampling=Sampling(), stops=stops))
 
 
 # ---- what is admitted ----
@@ -123,7 +123,7 @@ def test_what_each_token_is_looked_at_for_is_bounded(owners: dict[int, tuple[byt
 
 def test_a_wide_window_is_for_an_engine_of_one_slot(owners: dict[int, tuple[bytes, int]]) -> None:
     """One of 1024 tokens made another text wait for six seconds."""
-    asked = dataclasses.replace(submit(), decoding=Decoding("sd", "fixed", MAX_WINDOW + 1))
+    asked = replace(submit(), decoding=RequestOptions("sd", "fixed", MAX_WINDOW + 1))
     take(Admission(owners, 32, CONTEXT), owners, b"a", asked)
     with pytest.raises(RequestError, match="gamma 65 is more than 64"):
         take(Admission(owners, 32, CONTEXT, slots=2), owners, b"a", asked)
@@ -199,7 +199,7 @@ def front() -> Iterator[MemoryEndpoint]:
 def test_wishes_to_record_do_not_pile_up(front: MemoryEndpoint) -> None:
     """They wait while a request is in work, however long it is."""
     front.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-    front.send(Submit(1, (1,), CONTEXT, Sampling(), Decoding("ar")))
+    front.send(Submit(1, (1,), CONTEXT, RequestOptions("ar", sampling=Sampling())))
     for number in range(10 * admission.MAX_RECORDINGS):
         front.send(Trace(number, True))
     said = until(front, lambda message: isinstance(message, Error))
@@ -311,7 +311,7 @@ FLOODS = {
     "no msgpack": [b"\xc1"],
     "unknown types": [b"\x91\x7f"],
     "another's rows": encode(ROWS),
-    "prompts that do not fit": encode(Submit(1, (40,) * 100_000, CONTEXT, Sampling(), Decoding("ar"))),
+    "prompts that do not fit": encode(Submit(1, (40,) * 100_000, CONTEXT, RequestOptions("ar", sampling=Sampling()))),
     "requests that are cancelled": encode(Cancel(1)),
 }
 

@@ -6,15 +6,14 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.config import AS_PUBLISHED, DRAFTLESS, LOOKING_AHEAD, DecodingConfig
-from pearl.config.decoding import BONUS
+from pearl.config import DecodingConfig
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
@@ -40,9 +39,19 @@ from pearl.protocol.events import (
     Sampled,
     Send,
 )
-from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Resync, Sampling, Source, Submit
-from pearl.protocol.window import METHODS, ForwardTimes, worthwhile
+from pearl.protocol.messages import (
+    Begin,
+    DraftTokens,
+    Provenance,
+    Resync,
+    Source,
+    Submit,
+)
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.window import ForwardTimes, worthwhile
+from pearl.spec.methods import AS_PUBLISHED
 from pearl.worker.execute import TargetExecutor
+from tests.replace import replace
 from tests.tiny import tiny_model
 
 VOCAB, TOKENS, PROMPT = 6, 60, (1, 2, 3)
@@ -187,8 +196,7 @@ def decode(
         1,
         PROMPT,
         len(PROMPT) + TOKENS,
-        Sampling(temperature, seed=seed),
-        Decoding(method, window, gamma, rule, (), look_ahead, lookup),
+        RequestOptions(method, window, gamma, rule, (), look_ahead, lookup, sampling=Sampling(temperature, seed=seed)),
     )
     return simulate(submit, *paired_executors(target if trees else Chains(target), draft), timing)
 
@@ -234,7 +242,7 @@ def test_guesses_of_nothing_cost_nothing() -> None:
 
     def run(method: str, look_ahead: int) -> Outcome:
         executors = paired_executors(ToyRunner(300, target), ToyRunner(300, target))
-        submit = Submit(1, PROMPT, 200, Sampling(), Decoding(method, gamma=4, look_ahead=look_ahead))
+        submit = Submit(1, PROMPT, 200, RequestOptions(method, gamma=4, look_ahead=look_ahead, sampling=Sampling()))
         return simulate(submit, *executors, Timing(1.0, lambda n: 3.0 + n))
 
     alone, ahead = run("ar", 0), run("ngram", 16)
@@ -263,10 +271,10 @@ def test_guesses_change_no_text_of_a_model(kind: str, rule: str, temperature: fl
         *(("pearl", "stream", 0), ("pearl", "stream", 16), ("pearl", "fixed", 4)),
     ):
         sampling = Sampling(temperature, top_k=3, seed=8)
-        decoding = Decoding(method, window, 3, rule, (), look_ahead)
+        decoding = RequestOptions(method, window, 3, rule, (), look_ahead)
         target.rollback(0)
         draft.rollback(0)
-        submit = Submit(1, prompt, len(prompt) + 40, sampling, decoding)
+        submit = Submit(1, prompt, len(prompt) + 40, replace(decoding, sampling=sampling))
         outcome = simulate(submit, *paired_executors(target, draft), TIMINGS[1])
         of = "pearl" if method == "pearl" and rule == "ratio" else "ar"
         assert outcome.tokens == texts.setdefault(of, outcome.tokens), (method, window)
@@ -309,7 +317,7 @@ def test_several_tokens_a_forward_are_those_of_single_forwards(
         draft.rollback(0)
         proposer = ModelProposer(draft, draft.vocab_size)
         sampling = Sampling(temperature, top_k=3, seed=8)
-        proposer.open(Open(prompt, sampling, rule, lookup=lookup, request=1))
+        proposer.open(Open(prompt, RequestOptions(rule=rule, draft_lookup=lookup, sampling=sampling), request=1))
         tokens: list[int] = []
         rows: list[torch.Tensor] = []
         start, fed, forwards = 0, prompt, 0
@@ -348,7 +356,7 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
     policy = Third()
     repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())
     proposer = ModelProposer(repeats, 4, lambda opened: policy)
-    proposer.open(Open((0, 1, 2, 3) * 3, Sampling(), "coupled", lookup=8, request=1))
+    proposer.open(Open((0, 1, 2, 3) * 3, RequestOptions(rule="coupled", draft_lookup=8), request=1))
     found = proposer.collect(proposer.launch(Draft(0, (0, 1, 2, 3) * 3, 20, request=1)))
     assert (found.tokens, found.cached, found.paused) == ((0, 1, 2), 2, True)
     assert policy.seen == [0, 1, 2]
@@ -360,7 +368,7 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
 
 def opened(runner: ModelRunner, sampling: Sampling = Sampling()) -> TargetExecutor:  # noqa: B008
     executor = TargetExecutor(runner)
-    executor.execute(Open(PROMPT, sampling, "coupled", request=1))
+    executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=sampling), request=1))
     return executor
 
 
@@ -417,17 +425,10 @@ def test_the_index_follows_what_it_is_told() -> None:
 # ---- settings ----
 
 
-def test_the_configuration_knows_methods_as_the_protocol_does() -> None:
-    assert set(DRAFTLESS) == {name for name, method in METHODS.items() if not method.drafts}
-    assert set(LOOKING_AHEAD) == {name for name, method in METHODS.items() if method.looks_ahead}
-    assert set(BONUS) == {name for name, method in METHODS.items() if method.drafts and method.bonus}
-    assert list(get_args(DecodingConfig.model_fields["method"].annotation)) == list(METHODS)
-
-
 @pytest.mark.parametrize(
     ("given_", "told"),
     [
-        ({"method": "ar", "look_ahead": 4}, "look_ahead is for method auto and ngram and pearl, not ar"),
+        ({"method": "ar", "look_ahead": 4}, "look_ahead is for methods auto, ngram, pearl, not ar"),
         ({"method": "sd", "look_ahead": 4}, "not sd"),
         ({"method": "ngram", "look_ahead": 0}, "is method ar"),
         ({"look_ahead": 257}, "less than or equal to 256"),
@@ -453,8 +454,8 @@ def test_a_resync_waits_until_guesses_are_made() -> None:
     """It cuts the text that they follow: the forward was no tree then, and that ended the target."""
     coordinator = Coordinator(None, 1)
     coordinator.handle(DraftJoined(100, 1e-3))
-    decoding = Decoding("pearl", "fixed", 4, "ratio", look_ahead=8)
-    coordinator.handle(Submit(1, PROMPT, 40, Sampling(1.0, seed=1), decoding))
+    decoding = RequestOptions("pearl", "fixed", 4, "ratio", look_ahead=8)
+    coordinator.handle(Submit(1, PROMPT, 40, replace(decoding, sampling=Sampling(1.0, seed=1))))
     coordinator.handle(Forwarded(1e-3, 1.0, None, request=1))
     coordinator.handle(DraftTokens(1, 0, 3, (0, 0, 2, 2), 1e-3, (None,) * 4, known=3))
     (guess,) = (c for c in coordinator.handle(Judged(1, None, None, request=1)) if isinstance(c, Guess))

@@ -11,7 +11,7 @@ import pickle
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from io import BytesIO
@@ -23,7 +23,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.config import STOPPING
 from pearl.errors import ProtocolError
 from pearl.protocol import telling
 from pearl.protocol.choice import Choice
@@ -32,7 +31,16 @@ from pearl.protocol.drafter import Counts as DraftCounts
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.fed import Fed
-from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenance, Resync, Sampling, Source, Verdict
+from pearl.protocol.messages import (
+    Cancel,
+    DraftTokens,
+    FinishReason,
+    Provenance,
+    Resync,
+    Source,
+    Verdict,
+)
+from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts as TargetCounts
 from pearl.protocol.request import RequestState
@@ -40,7 +48,8 @@ from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.resting import Resting
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import METHODS, Speeds
+from pearl.protocol.window import Speeds
+from pearl.spec.methods import METHODS
 from tests.protocol_pair import (
     LOST,
     PROMPT,
@@ -53,7 +62,9 @@ from tests.protocol_pair import (
     script,
     submission,
 )
+from tests.replace import replace
 
+STOPPING = [name for name, method in METHODS.items() if method.takes_stops]
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
@@ -400,7 +411,7 @@ def test_every_interleaving_ends_with_the_right_text(method: str, window: str, g
         assert explore(method, window, gamma, wrong) > 0
 
 
-@pytest.mark.parametrize("method", STOPPING[1:])
+@pytest.mark.parametrize("method", [name for name in STOPPING if name != "auto"])
 @pytest.mark.parametrize("window", ["fixed", "stream"])
 def test_every_interleaving_with_a_stop_policy_ends_with_the_right_text(method: str, window: str) -> None:
     """And under `sd` each token comes of the same row, however a window's end and a verdict race: of which one the

@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf, isfinite, nan
 
 import msgpack
@@ -23,9 +22,11 @@ from pearl.errors import DraftLost, PearlError, RemoteProtocolError
 from pearl.metrics import Stopwatch, fold
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
-from pearl.protocol.window import MAX_WINDOW, Speeds
+from pearl.protocol.window import Speeds
+from pearl.spec.methods import MAX_WINDOW
 from pearl.trace.tracer import Tracer
 from pearl.transport import codec
 from pearl.transport.codec import decode, encode, received
@@ -34,6 +35,7 @@ from pearl.worker.draft import DraftWorker
 from pearl.worker.execute import DraftExecutor
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
+from tests.replace import replace
 from tests.test_worker import (
     BOUND,
     CONTEXT,
@@ -71,14 +73,14 @@ FLOATS = (
     1e39,
     1e308,
 )
-SAMPLING = m.Sampling(1.0, 5, 0.9, 0.1, 1, 1, m.Shaping(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
+SAMPLING = Sampling(1.0, 5, 0.9, 0.1, 1, 1, Shaping(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)
-BEGIN = m.Begin(1, 0, PREFIX, 6, SAMPLING, "ratio", extend_digest(0, PREFIX))
+BEGIN = m.Begin(1, 0, PREFIX, 6, extend_digest(0, PREFIX), RequestOptions(sampling=SAMPLING))
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, CONTEXT, DIGEST),
     m.Hello(m.PROTOCOL_VERSION, m.Role.FRONT, 0, 0),
     m.Welcome(m.PROTOCOL_VERSION, 32, CONTEXT, CONTEXT, 1e-3, ((1, 1e-2), (4, 2e-2)), 4),
-    m.Submit(9, PROMPT, 6, SAMPLING, m.Decoding(gamma=4), (2,)),
+    m.Submit(9, PROMPT, 6, replace(RequestOptions(gamma=4), sampling=SAMPLING), eos=(2,)),
     m.Committed(1, 3, (4,), (m.Provenance.DIRECT,)),
     m.Preview(1, 3, (4,)),
     m.Finished(1, m.FinishReason.LENGTH, "{}"),
@@ -146,7 +148,7 @@ def test_what_is_let_in_is_a_number_to_compute_with(data: st.DataObject) -> None
         assert number == 0 or (isfinite(1e18 / number) and isfinite(1e18 * number))
 
 
-sound = st.floats(codec.LEAST_SECONDS, codec.MOST_SECONDS)
+sound = st.floats(m.LEAST_SECONDS, m.MOST_SECONDS)
 any_float = st.floats(0, allow_nan=False)
 
 

@@ -5,7 +5,6 @@ That every interleaving comes to a good end is for test_model_check; here are si
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from itertools import count, product
 
@@ -34,11 +33,11 @@ from pearl.protocol.messages import (
     FinishReason,
     Provenance,
     Resync,
-    Sampling,
     Verdict,
 )
+from pearl.protocol.options import RequestOptions
 from pearl.protocol.sequence import TokenSequence, common_prefix, extend_digest
-from pearl.protocol.window import METHODS
+from pearl.spec.methods import METHODS
 from tests.protocol_pair import (
     LOST,
     PROMPT,
@@ -56,6 +55,7 @@ from tests.protocol_pair import (
     submission,
     until,
 )
+from tests.replace import replace
 from tests.test_model_check import freeze
 
 
@@ -169,7 +169,7 @@ def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
 
 
 def test_a_begin_that_contradicts_itself_is_refused() -> None:
-    begin = Begin(1, 0, PROMPT, 9, Sampling(), "ratio", extend_digest(0, PROMPT))
+    begin = Begin(1, 0, PROMPT, 9, extend_digest(0, PROMPT), RequestOptions())
     for bad in (
         replace(begin, digest=begin.digest ^ 1),
         replace(begin, tokens=(), digest=0),
@@ -381,7 +381,7 @@ def test_a_draft_that_chokes_keeps_nothing_of_its_cache() -> None:
     machine = draft_in(draft_side.State.DRAFTING)
     machine.handle(Drafted(failure="not finite"))
     assert machine.state is draft_side.State.IDLE
-    again = machine.handle(Begin(2, 0, PROMPT, 3, Sampling(), "ratio", extend_digest(0, PROMPT)))
+    again = machine.handle(Begin(2, 0, PROMPT, 3, extend_digest(0, PROMPT), RequestOptions()))
     assert [type(command) for command in again] == [Open, Rollback, Draft]
     assert again[1] == Rollback(0, request=2)
 
@@ -389,7 +389,7 @@ def test_a_draft_that_chokes_keeps_nothing_of_its_cache() -> None:
 def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     """The prefix that it choked on no longer stands: a verdict, or another request, came meanwhile."""
     machine = draft_in(draft_side.State.DRAFTING)
-    machine.handle(Begin(2, 0, (*PROMPT, 8), 9, Sampling(), "ratio", extend_digest(0, (*PROMPT, 8))))
+    machine.handle(Begin(2, 0, (*PROMPT, 8), 9, extend_digest(0, (*PROMPT, 8)), RequestOptions()))
     commands = machine.handle(Drafted(failure="not finite"))
     assert not any(isinstance(command, Send) for command in commands)
     assert commands[-1] == Draft(0, (*PROMPT, 8), 6, prompt=True, request=2)

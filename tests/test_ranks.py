@@ -31,7 +31,7 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 from pearl.worker.build import _equal_part, place

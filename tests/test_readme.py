@@ -13,12 +13,12 @@ import pytest
 
 from pearl import errors
 from pearl.cli import cli
-from pearl.decoding.registry import markdown_table
-from pearl.drafting.registry import stops_table
 from pearl.errors import PearlError
 from pearl.metrics import Statistics
 from pearl.protocol.diagram import section
-from pearl.protocol.window import METHODS
+from pearl.spec.methods import METHODS
+from pearl.spec.rules import markdown_table
+from pearl.spec.stops import stops_table
 from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -99,13 +99,13 @@ def test_the_house_has_the_rooms_that_the_layers_have() -> None:
 def test_the_rules_are_listed_from_their_registry() -> None:
     page = ROOT / "pearl" / "decoding" / "README.md"
     shown = page.read_text().split("<!-- rules -->")[1].split("<!-- /rules -->")[0].strip()
-    assert shown == markdown_table(), f"{page} is stale: put in what pearl.decoding.registry.markdown_table() returns"
+    assert shown == markdown_table(), f"{page} is stale: put in what pearl.spec.rules.markdown_table() returns"
 
 
 def test_the_stop_policies_are_listed_from_their_registry() -> None:
     page = ROOT / "pearl" / "drafting" / "README.md"
     shown = page.read_text().split("<!-- stops -->")[1].split("<!-- /stops -->")[0].strip()
-    assert shown == stops_table(), f"{page} is stale: put in what pearl.drafting.registry.stops_table() returns"
+    assert shown == stops_table(), f"{page} is stale: put in what pearl.spec.stops.stops_table() returns"
 
 
 def flags(command: click.Command) -> set[str]:

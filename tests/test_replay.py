@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 
 from pearl import Engine
 from pearl.cli import cli
-from pearl.config import AS_PUBLISHED, DecodingConfig, SamplingParams
+from pearl.config import DecodingConfig, SamplingParams
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
 from pearl.errors import ConfigError, ModelError, PearlError, RequestError
@@ -29,7 +28,10 @@ from pearl.models.recorded import Header, RecordedTexts, read_texts, write_texts
 from pearl.models.replay import ReplayRunner, load_scripted
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.tokenizer import load_tokenizer
-from pearl.protocol.messages import Decoding, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions
+from pearl.spec.methods import AS_PUBLISHED
+from tests.replace import replace
 from tests.test_datastore import make
 from tests.tiny import tiny_model
 
@@ -68,9 +70,14 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "it.npz"
 
 
-def decoded(executors: Any, known: RecordedTexts, number: int, decoding: Decoding) -> Outcome:
+def decoded(executors: Any, known: RecordedTexts, number: int, decoding: RequestOptions) -> Outcome:
     text = known.texts[number - 1]
-    submit = Submit(number, text.prompt, len(text.prompt) + len(text.answer), known.header.sampling(number), decoding)
+    submit = Submit(
+        number,
+        text.prompt,
+        len(text.prompt) + len(text.answer),
+        replace(decoding, sampling=known.header.sampling(number)),
+    )
     target, draft = executors
     return simulate(submit, target, draft, TIMING)
 

@@ -6,7 +6,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
 
@@ -40,19 +40,20 @@ from pearl.protocol.messages import (
     Begin,
     Cancel,
     Committed,
-    Decoding,
     DraftTokens,
     FinishReason,
-    Sampling,
     Source,
     Submit,
     Verdict,
 )
-from pearl.protocol.proposals import MAX_BRANCHES, Proposal, ProposalStore
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.request import Counts
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import extend_digest
+from pearl.spec.methods import MAX_BRANCHES
 from pearl.worker.execute import DraftExecutor, TargetExecutor
+from tests.replace import replace
 
 VOCAB = 32
 
@@ -60,8 +61,8 @@ VOCAB = 32
 def submit(
     number: int, prompt: Sequence[int], length: int, seed: int = 3, method: str = "ar", **settings: Any
 ) -> Submit:
-    decoding = Decoding(method, **({"gamma": 2} | settings))
-    return Submit(number, tuple(prompt), len(prompt) + length, Sampling(1.0, seed=seed), decoding)
+    decoding = RequestOptions(method, **({"gamma": 2} | settings))
+    return Submit(number, tuple(prompt), len(prompt) + length, replace(decoding, sampling=Sampling(1.0, seed=seed)))
 
 
 @dataclass
@@ -182,7 +183,7 @@ def test_events_reach_the_request_that_they_name() -> None:
     coordinator = Coordinator(slots=2)
     coordinator.handle(DraftJoined(100))
     for number, prompt in ((1, (3, 1)), (2, (5, 6))):
-        coordinator.handle(Submit(number, prompt, 10, Sampling(), Decoding("pearl")))
+        coordinator.handle(Submit(number, prompt, 10, RequestOptions("pearl", sampling=Sampling())))
     held = coordinator.handle(Forwarded(1.0, request=2))
     assert coordinator.running[1].state.value == "prefill"
     assert all(getattr(command, "request", 2) == 2 for command in held)
@@ -244,7 +245,9 @@ def working(**settings: Any) -> Coordinator:
     """The target at position 2, that has fed the prompt and holds the row for it."""
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(100))
-    coordinator.handle(Submit(1, (3, 1), 12, Sampling(), Decoding("pearl", **({"gamma": 3, "branches": 8} | settings))))
+    coordinator.handle(
+        Submit(1, (3, 1), 12, RequestOptions("pearl", **({"gamma": 3, "branches": 8} | settings), sampling=Sampling()))
+    )
     coordinator.handle(Forwarded(1.0, request=1))
     return coordinator
 
@@ -317,7 +320,7 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
     """It went on as far as the text may, with a distribution for each token, all fed in one forward."""
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(1000))
-    coordinator.handle(Submit(1, (3, 1), 500, Sampling(), Decoding("pearl", "fixed", 3, branches=8)))
+    coordinator.handle(Submit(1, (3, 1), 500, RequestOptions("pearl", "fixed", 3, branches=8, sampling=Sampling())))
     coordinator.handle(Forwarded(1.0, request=1))
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     rejected_at_3(coordinator)
@@ -413,7 +416,7 @@ def test_a_stop_policy_ends_windows_and_changes_no_text(method: str, rule: str) 
 def drafting(*tokens: int) -> Drafter:
     """A drafter that has begun on these and computes a forward."""
     drafter = Drafter(100)
-    drafter.handle(Begin(1, 0, tokens, 20, Sampling(), "coupled", extend_digest(0, tokens)))
+    drafter.handle(Begin(1, 0, tokens, 20, extend_digest(0, tokens), RequestOptions(rule="coupled")))
     return drafter
 
 

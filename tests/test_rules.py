@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise, product
 
 import click
@@ -18,7 +17,17 @@ from pearl import Engine, EngineConfig
 from pearl.cli.options import field_option
 from pearl.client.request import submission as submit_from
 from pearl.config import DecodingConfig, SamplingParams, with_registered_rules
-from pearl.decoding.registry import (
+from pearl.decoding.rules import make_draft_half, make_target_half, ratio
+from pearl.decoding.sampling import read_draw, shortlists
+from pearl.engine import processes
+from pearl.errors import ConfigError, RequestError
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models.tokenizer import GenerationDefaults
+from pearl.models.toy import NextToken, ToyRunner
+from pearl.protocol.events import Open
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.rules import (
     MAX_PARAMETERS,
     RULES,
     Needs,
@@ -30,18 +39,10 @@ from pearl.decoding.registry import (
     markdown_table,
     register,
 )
-from pearl.decoding.rules import make_draft_half, make_target_half, ratio
-from pearl.decoding.sampling import read_draw, shortlists
-from pearl.engine import processes
-from pearl.errors import ConfigError, RequestError
-from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.tokenizer import GenerationDefaults
-from pearl.models.toy import NextToken, ToyRunner
-from pearl.protocol.events import Open
-from pearl.protocol.messages import Decoding, Sampling, Submit
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests import lenient_rule, test_worker
 from tests.protocol_pair import Pair, at_random
+from tests.replace import replace
 from tests.test_verification import NEVER, TARGET, p_value
 from tests.test_worker import MakeLoops, loops, submission
 
@@ -74,7 +75,7 @@ def text(
     rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0, alpha: float = 0.3
 ) -> list[int]:
     executors = paired_executors(*(ToyRunner(32, pair) for pair in overlapping(32, alpha, draft)))
-    submit = Submit(1, (0,), 101, sampling, Decoding("pearl", rule=rule, parameters=parameters))
+    submit = Submit(1, (0,), 101, RequestOptions("pearl", rule=rule, parameters=parameters, sampling=sampling))
     return simulate(submit, *executors, Timing(1.0, lambda _: 4.0)).tokens
 
 
@@ -151,13 +152,13 @@ DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
 def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, window: str) -> tuple[list[int], int]:
     """Drafts come and go while it is written; and how many went."""
     sampling = Sampling(1.0, seed=seed)
-    decoding = Decoding(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
+    decoding = RequestOptions(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
     target, _ = paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))
 
     def draft() -> DraftExecutor:
         return paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))[1]
 
-    pair = Pair([Submit(1, (0,), 1 + tokens, sampling, decoding)], target, draft)
+    pair = Pair([Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))], target, draft)
     chance, pick, lost = random.Random(seed), at_random(seed), 0
     while not pair.done:
         if pair.drafter is not None:
@@ -240,9 +241,9 @@ def test_halves_and_needs_are_as_declared(name: str) -> None:
     assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, "the models agree"
     executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))
     assert not executor.needs_rows(-1), "nothing is open"
-    executor.execute(Open((0,), WARM, name))
+    executor.execute(Open((0,), RequestOptions(rule=name, sampling=WARM)))
     assert executor.needs_rows(-1) == (find(name).needs is not Needs.NOTHING)
-    executor.execute(Open((0,), Sampling(), name))
+    executor.execute(Open((0,), RequestOptions(rule=name)))
     assert not executor.needs_rows(-1), "greedy decoding needs none"
 
 
@@ -304,7 +305,8 @@ def test_parameters_travel_with_a_request() -> None:
     chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
     defaults = GenerationDefaults()
     submit = submit_from(1, [1, 2], 100, SamplingParams(seed=1), defaults, chosen)
-    assert submit.decoding == Decoding("auto", "stream", None, "lenient", (("epsilon", 0.25),), *chosen.guesses)
+    own = RequestOptions("auto", "stream", None, "lenient", (("epsilon", 0.25),), *chosen.guesses)
+    assert submit.options == own.changed(sampling=submit.options.sampling)
 
 
 # ---- the registry itself ----

@@ -36,7 +36,7 @@ from pearl.decoding.sampling import (
     shortlists_on_device,
 )
 from pearl.errors import NumericalError
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 KEYS = [draw_key(Sampling(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]

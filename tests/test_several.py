@@ -10,14 +10,16 @@ from math import log, prod
 import pytest
 import torch
 
-from pearl.decoding.registry import Parameters
 from pearl.decoding.rules import make_target_half, ratio, several
 from pearl.decoding.rules.biased import BildTarget
 from pearl.decoding.rules.several import BatchTarget, SpectrTarget
 from pearl.lab import theory
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.rules import Parameters
+from tests.replace import replace
 from tests.test_verification import CASES, DRAFT, NEVER, TARGET, Table, generate, p_value
 
 WARM = Sampling(1.0, seed=3)
@@ -113,8 +115,8 @@ def test_enumeration_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_candidate_is_the_ratio_rule() -> None:
     """Bit for bit, in whole texts, whatever the method."""
     for method, window in [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]:
-        plain = generate(Decoding(method, window, 3), 5, 300)
-        assert generate(Decoding(method, window, 3, "batch", candidates(1)), 5, 300) == plain
+        plain = generate(RequestOptions(method, window, 3), 5, 300)
+        assert generate(RequestOptions(method, window, 3, "batch", candidates(1)), 5, 300) == plain
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -131,20 +133,20 @@ def test_of_more_candidates_one_is_accepted_more_often(count: int) -> None:
 # ---- whole texts ----
 
 
-def texts(decoding: Decoding, count: int = 3, tokens: int = 500) -> list[list[int]]:
+def texts(decoding: RequestOptions, count: int = 3, tokens: int = 500) -> list[list[int]]:
     return [generate(decoding, seed, tokens) for seed in range(count)]
 
 
 @pytest.mark.parametrize(("method", "window"), [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")])
 @pytest.mark.parametrize("rule", ["batch", "spectr"])
 def test_texts_have_the_targets_distribution(rule: str, method: str, window: str) -> None:
-    assert p_value(texts(Decoding(method, window, 3, rule, candidates(3)))) > NEVER
+    assert p_value(texts(RequestOptions(method, window, 3, rule, candidates(3)))) > NEVER
 
 
 def test_chi_square_notices_a_planted_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate is judged against the whole target."""
     monkeypatch.setattr(several, "residual", lambda target, draft: target)
-    assert p_value(texts(Decoding("pearl", "fixed", 3, "batch", candidates(3)), tokens=900)) < NEVER
+    assert p_value(texts(RequestOptions("pearl", "fixed", 3, "batch", candidates(3)), tokens=900)) < NEVER
 
 
 @pytest.mark.parametrize("rule", ["batch", "spectr", "bild"])
@@ -155,8 +157,8 @@ def test_one_text_a_seed_whatever_the_timing(rule: str) -> None:
         executors = paired_executors(
             ToyRunner(3, lambda seen: TARGET[seen[-1]]), ToyRunner(3, lambda seen: DRAFT[seen[-1]])
         )
-        decoding = Decoding("pearl", window, gamma, rule, branches=branches)
-        submit = Submit(1, (0,), 121, WARM, decoding)
+        decoding = RequestOptions("pearl", window, gamma, rule, branches=branches)
+        submit = Submit(1, (0,), 121, replace(decoding, sampling=WARM))
         found.add(tuple(simulate(submit, *executors, Timing(1.0, lambda _, ratio_=ratio_: ratio_)).tokens))
     assert len(found) == 1
 
@@ -165,8 +167,8 @@ def test_a_candidate_counts_as_accepted_and_a_branch_may_wait_for_it() -> None:
     executors = paired_executors(
         ToyRunner(3, lambda seen: TARGET[seen[-1]]), ToyRunner(3, lambda seen: DRAFT[seen[-1]])
     )
-    decoding = Decoding("pearl", "stream", 3, "batch", candidates(4), branches=8)
-    run = simulate(Submit(1, (0,), 301, WARM, decoding), *executors, Timing(1.0, lambda _: 4.0))
+    decoding = RequestOptions("pearl", "stream", 3, "batch", candidates(4), branches=8)
+    run = simulate(Submit(1, (0,), 301, replace(decoding, sampling=WARM)), *executors, Timing(1.0, lambda _: 4.0))
     counts = run.counts
     assert counts.provenance[Provenance.ACCEPTED] == counts.accepted == sum(counts.sources.values())
     assert counts.rejected == counts.provenance[Provenance.CORRECTED]
@@ -183,8 +185,8 @@ def test_as_many_are_rejected_as_the_theory_of_batch_drafts_says(count: int) -> 
         executors = paired_executors(
             ToyRunner(3, lambda seen: TARGET[seen[-1]]), ToyRunner(3, lambda seen: DRAFT[seen[-1]])
         )
-        decoding = Decoding("pearl", "fixed", 2, "batch", candidates(count))
-        submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed), decoding)
+        decoding = RequestOptions("pearl", "fixed", 2, "batch", candidates(count))
+        submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=Sampling(1.0, seed=seed)))
         found += simulate(submit, *executors, Timing(1.0, lambda _: 2.0)).counts.rejected
     assert found / runs == pytest.approx(expected, abs=4 * (tokens / 4 / runs) ** 0.5)
 
@@ -234,6 +236,6 @@ def test_biased_texts_of_bild_have_the_distribution_that_is_told(window: str) ->
     least = 0.3
     accepted = torch.where(TARGET.ge(least), DRAFT, 0.0)
     law = accepted + (1 - accepted.sum(-1, keepdim=True)) * TARGET
-    texts_ = texts(Decoding("pearl", window, 3, "bild", (("rollback", -log(least)),)), tokens=900)
+    texts_ = texts(RequestOptions("pearl", window, 3, "bild", (("rollback", -log(least)),)), tokens=900)
     assert p_value(texts_, law) > NEVER
     assert p_value(texts_) < NEVER

@@ -24,11 +24,13 @@ from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
-from pearl.protocol.window import METHODS
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
+from pearl.spec.methods import METHODS
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor
 from tests.conftest import TOY
+from tests.replace import replace
 from tests.test_look_ahead import TIMINGS
 from tests.tiny import tiny_model
 
@@ -131,8 +133,8 @@ def reference(sampling: Sampling, count: int) -> list[int]:
 
 def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, count: int = 24, extras: int = 4) -> list[int]:
     target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
-    decoding = Decoding(method, "stream", None, rule, (), extras, extras, extras)
-    submit = Submit(1, PROMPT, len(PROMPT) + count, sampling, decoding)
+    decoding = RequestOptions(method, "stream", None, rule, (), extras, extras, extras)
+    submit = Submit(1, PROMPT, len(PROMPT) + count, replace(decoding, sampling=sampling))
     return list(simulate(submit, *paired_executors(target, draft), timing).tokens)
 
 
@@ -187,7 +189,9 @@ def test_forwards_that_the_text_shapes_are_not_chained(rule: str) -> None:
 
         found: list[int] = []
         with Ahead(executor, lambda: True) as ahead:
-            ahead.execute(Open(PROMPT, Sampling(1.0, seed=3, shaping=ALL), rule, request=1))
+            ahead.execute(
+                Open(PROMPT, RequestOptions(rule=rule, sampling=Sampling(1.0, seed=3, shaping=ALL)), request=1)
+            )
             start, fed = 0, PROMPT
             while len(found) < 20:
                 event = ahead.execute(Draft(start, fed, 20 - len(found), len(found), request=1))

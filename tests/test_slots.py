@@ -38,7 +38,8 @@ from pearl.protocol.events import (
     Send,
     Wait,
 )
-from pearl.protocol.messages import Begin, Committed, Decoding, Sampling, Submit
+from pearl.protocol.messages import Begin, Committed, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.request_machine import PREFILL_CHUNK, SHARED_CHUNK
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import extend_digest
@@ -49,6 +50,7 @@ from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.target import TargetWorker
 from pearl.worker.watches import Watches
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.replace import replace
 from tests.test_llama_runner import KINDS
 from tests.tiny import tiny_model
 
@@ -118,8 +120,17 @@ def run_together(slots: int, target: object, draft: object) -> dict[int, list[in
             number,
             tuple(range(3 + number, 40 + 40 * number)),
             57 + 39 * number,
-            Sampling(0.9, seed=number),
-            Decoding("pearl", "fixed", 3, "ratio" if number == 1 else "coupled", (), 8, 4, 4),
+            RequestOptions(
+                "pearl",
+                "fixed",
+                3,
+                "ratio" if number == 1 else "coupled",
+                (),
+                8,
+                4,
+                4,
+                sampling=Sampling(0.9, seed=number),
+            ),
         )
         for number in range(3)
     ]
@@ -221,7 +232,7 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
 
 
 def submitted(number: int, prompt: Sequence[int], method: str = "ar") -> Submit:
-    return Submit(number, tuple(prompt), len(prompt) + 8, Sampling(), Decoding(method))
+    return Submit(number, tuple(prompt), len(prompt) + 8, RequestOptions(method, sampling=Sampling()))
 
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:
@@ -242,7 +253,7 @@ def test_the_draft_reads_long_prefixes_in_small_parts_too() -> None:
     drafter = Drafter(4096, slots=2)
 
     def begun(number: int, prefix: tuple[int, ...]) -> Draft:
-        begin = Begin(number, 0, prefix, len(prefix) + 4, Sampling(), "coupled", extend_digest(0, prefix))
+        begin = Begin(number, 0, prefix, len(prefix) + 4, extend_digest(0, prefix), RequestOptions(rule="coupled"))
         (*_, draft) = drafter.handle(begin)
         assert isinstance(draft, Draft)
         return draft
@@ -284,13 +295,15 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     coordinator = Coordinator(slots=3)
     coordinator.handle(DraftJoined(100, 0.01))
     for number in (1, 2):
-        decoding = Decoding("auto", "stream", None, "coupled", (), 8)
-        coordinator.handle(Submit(number, (1, 2), 90, Sampling(), decoding))
+        decoding = RequestOptions("auto", "stream", None, "coupled", (), 8)
+        coordinator.handle(Submit(number, (1, 2), 90, replace(decoding, sampling=Sampling())))
     one, other = coordinator.running.values()
     assert (one.resting.compares, other.resting.compares) == (True, False)
     assert not other.request.is_resting, "nothing is known yet"
     one.speeds.choice.comparisons, one.speeds.choice.gain = 4.0, -1.0
-    coordinator.handle(Submit(3, (1, 2), 90, Sampling(), Decoding("auto", "stream", None, "coupled", (), 8)))
+    coordinator.handle(
+        Submit(3, (1, 2), 90, RequestOptions("auto", "stream", None, "coupled", (), 8, sampling=Sampling()))
+    )
     third = coordinator.running[3]
     assert third.request.is_resting
     assert not third.speeds.choice.is_spread, "the draft still drafts for others, on its own cores"
@@ -315,7 +328,11 @@ def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int)
     _, draft = alpha_pair(32, 0.5)
     executor = DraftExecutor(ModelProposer(_Choking(ToyRunner(32, draft)), 32, texts=2))
     for slot, text in enumerate(((1, 2), (3, 9))):
-        executor.execute(Open(text, Sampling(1.0), "coupled", slot=slot, branches=branches, request=slot))
+        executor.execute(
+            Open(
+                text, RequestOptions(rule="coupled", branches=branches, sampling=Sampling(1.0)), slot=slot, request=slot
+            )
+        )
     asked = [Draft(0, text, 4, request=slot) for slot, text in enumerate(((1, 2), (3, 9)))]
     good, bad = executor.draft(asked)
     assert (len(good.tokens), good.failure) == (1, "")
@@ -342,8 +359,8 @@ def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.Monke
 def test_loops_with_one_slot_are_the_simulation(method: str, rule: str) -> None:
     """To the moment; and what several slots write is what one writes."""
     timing = Timing(1.0, lambda fed: 4.0, delay=0.25)
-    decoding = Decoding(method, "fixed", 4, rule, (), *((8, 4, 4) if method == "pearl" else ()))
-    asked = [Submit(1 + i, (3, i), 62, Sampling(1.0, seed=i), decoding) for i in range(5)]
+    decoding = RequestOptions(method, "fixed", 4, rule, (), *((8, 4, 4) if method == "pearl" else ()))
+    asked = [Submit(1 + i, (3, i), 62, replace(decoding, sampling=Sampling(1.0, seed=i))) for i in range(5)]
 
     def pair() -> tuple[TargetExecutor, DraftExecutor]:
         target, draft = (ToyRunner(32, model, slots=9) for model in alpha_pair(32, 0.7))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,10 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.cli.options import field_option
 from pearl.client.request import submission as submit_from
-from pearl.config import STOPPING, DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Features, StopPolicy
-from pearl.drafting.registry import CAP, STOPS, stops_table
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.preflight import check_classifier
 from pearl.errors import ConfigError, RequestError
@@ -34,15 +32,20 @@ from pearl.models.recorded import Header, RecordedText, RecordedTexts, read_text
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.methods import METHODS
+from pearl.spec.stops import CAP, STOPS, stops_table
 from pearl.trace.figures import side_by_side
 from pearl.trace.report import report
 from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests import traced
+from tests.replace import replace
 from tests.test_rules import overlapping
 from tests.test_verification import DRAFT, NEVER, TARGET, Table, p_value
 from tests.test_worker import MakeLoops, loops, simulated, submission
 
+STOPPING = [name for name, method in METHODS.items() if method.takes_stops]
 __all__ = ["loops"]  # a fixture
 
 WARM = Sampling(1.0, seed=3)
@@ -79,7 +82,7 @@ def classifier(**changes: Any) -> Classifier:
 
 @pytest.mark.parametrize("name", STOPS)
 def test_every_policy_can_be_made_or_says_where_it_is_to_be_had(name: str) -> None:
-    spec, opened = STOPS[name], Open((0,), WARM, "ratio", draft_stop=name)
+    spec, opened = STOPS[name], Open((0,), RequestOptions(draft_stop=name, sampling=WARM))
     if spec.is_simulated:
         with pytest.raises(
             ConfigError, match="needs the recorded text, so only pearl simulate has it; choose fixed, t"
@@ -137,9 +140,9 @@ def test_an_engine_without_a_classifier_refuses_disco_before_it_starts() -> None
 
 
 def test_policy_and_parameters_travel_with_a_request_and_bound_the_windows_of_sd() -> None:
-    def sent(**given: Any) -> Decoding:
+    def sent(**given: Any) -> RequestOptions:
         asked = DecodingConfig(**given)
-        return submit_from(1, [1, 2], 100, SamplingParams(seed=1), GenerationDefaults(), asked).decoding
+        return submit_from(1, [1, 2], 100, SamplingParams(seed=1), GenerationDefaults(), asked).options
 
     given = {"draft_stop": "threshold", "confidence": 0.3}
     assert (sent(**given).draft_stop, sent(**given).stop_parameters) == ("threshold", (("confidence", 0.3),))
@@ -249,7 +252,7 @@ def test_what_was_drafted_and_forgotten_counts_once() -> None:
 
 
 def decoded(
-    decoding: Decoding,
+    decoding: RequestOptions,
     sampling: Sampling = WARM,
     tokens: int = 100,
     timing: Timing | None = None,
@@ -265,7 +268,7 @@ def decoded(
     theirs, ours = (ToyRunner(vocab, each, slots=9) for each in pair)
     made = policies or partial(make_policy, classifier=classifier())
     proposer = VirtualProposer(ours, vocab, lambda fed: 1.0, policies=made)
-    submit = Submit(1, (0,), 1 + tokens, sampling, decoding)
+    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))
     return simulate(submit, TargetExecutor(theirs), DraftExecutor(proposer), timing or Timing(1.0, lambda _: 4.0))
 
 
@@ -275,8 +278,8 @@ def test_greedy_and_coupled_text_is_that_of_the_target_alone(
     method: str, stop: str, parameters: tuple[tuple[str, float], ...]
 ) -> None:
     for sampling, rule in ((Sampling(), "ratio"), (WARM, "coupled")):
-        alone = decoded(Decoding("ar", rule=rule), sampling)
-        asked = Decoding(method, "stream", 6, rule, draft_stop=stop, stop_parameters=parameters)
+        alone = decoded(RequestOptions("ar", rule=rule), sampling)
+        asked = RequestOptions(method, "stream", 6, rule, draft_stop=stop, stop_parameters=parameters)
         found = decoded(asked, sampling)
         assert found.tokens == alone.tokens
         assert found.counts.pauses > 0
@@ -289,8 +292,8 @@ def test_greedy_and_coupled_text_is_that_of_the_target_alone(
 def test_under_ratio_pearls_text_is_the_seeds(
     method: str, window: str, stop: str, parameters: tuple[tuple[str, float], ...]
 ) -> None:
-    asked = Decoding(method, window, 6, "ratio", draft_stop=stop, stop_parameters=parameters)
-    assert decoded(asked).tokens == decoded(Decoding(method, window, 6)).tokens
+    asked = RequestOptions(method, window, 6, "ratio", draft_stop=stop, stop_parameters=parameters)
+    assert decoded(asked).tokens == decoded(RequestOptions(method, window, 6)).tokens
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
@@ -299,10 +302,10 @@ def test_pearls_text_is_the_seeds_with_all_that_guesses_beside(
     stop: str, parameters: tuple[tuple[str, float], ...], rule: str
 ) -> None:
     """Where branches become the text, and the draft takes several tokens of one forward."""
-    every = Decoding("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
+    every = RequestOptions("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
     asked = replace(every, draft_stop=stop, stop_parameters=parameters)
     found = decoded(asked)
-    assert found.tokens == decoded(Decoding("pearl", "stream", 4, rule)).tokens
+    assert found.tokens == decoded(RequestOptions("pearl", "stream", 4, rule)).tokens
     assert found.counts.pauses > 0
 
 
@@ -318,7 +321,7 @@ def test_under_ratio_one_seed_gives_sd_one_text_whatever_the_timing(
     stop: str, parameters: tuple[tuple[str, float], ...]
 ) -> None:
     """Its text depends on where windows end, so that must depend on rows and text alone."""
-    asked = Decoding("sd", "fixed", CAP, draft_stop=stop, stop_parameters=parameters)
+    asked = RequestOptions("sd", "fixed", CAP, draft_stop=stop, stop_parameters=parameters)
     found = [decoded(asked, timing=timing) for timing in TIMINGS]
     assert len({tuple(each.tokens) for each in found}) == 1
     assert len({tuple(each.provenance) for each in found}) == 1
@@ -330,7 +333,7 @@ def test_windows_that_begin_with_a_verdict_make_text_depend_on_timing(monkeypatc
     """Planted bug: a token's place is counted from the newest verdict on. The first one of `sd` comes amid drafting."""
 
     def most_texts() -> int:
-        asked = Decoding("sd", "fixed", CAP, draft_stop="heuristic")
+        asked = RequestOptions("sd", "fixed", CAP, draft_stop="heuristic")
         seeds = [Sampling(1.0, seed=seed) for seed in range(20)]
         return max(len({tuple(decoded(asked, each, 12, timing).tokens) for timing in TIMINGS}) for each in seeds)
 
@@ -352,14 +355,14 @@ def test_windows_that_begin_with_a_verdict_make_text_depend_on_timing(monkeypatc
 # ---- exactness under ratio ----
 
 
-def texts(decoding: Decoding, policies: Any = None, runs: int = 3, tokens: int = 400) -> list[list[int]]:
+def texts(decoding: RequestOptions, policies: Any = None, runs: int = 3, tokens: int = 400) -> list[list[int]]:
     return [
         decoded(decoding, Sampling(1.0, seed=seed), tokens, policies=policies, target=TARGET, draft=DRAFT).tokens
         for seed in range(runs)
     ]
 
 
-ASKED = Decoding("sd", "fixed", 4)
+ASKED = RequestOptions("sd", "fixed", 4)
 
 
 @pytest.mark.parametrize("least", [0.3, 0.6])
@@ -442,17 +445,12 @@ def test_a_policy_goes_through_both_workers(loops: MakeLoops, method: str, rule:
     told = front.ask(asked)
     assert told.tokens == simulated(asked)
     assert told.statistics.num_draft_stops > 0
-    assert (
-        front.ask(
-            replace(asked, request=2, decoding=replace(asked.decoding, draft_stop="fixed", stop_parameters=()))
-        ).statistics.num_draft_stops
-        == 0
-    )
+    assert front.ask(replace(asked, request=2, draft_stop="fixed", stop_parameters=())).statistics.num_draft_stops == 0
 
 
 def test_a_trace_tells_how_often_drafting_was_ended(tmp_path: Path) -> None:
     for stop, parameters in (("fixed", ()), ("threshold", (("confidence", 0.2),))):
-        asked = Decoding("sd", "fixed", 8, draft_stop=stop, stop_parameters=parameters)
+        asked = RequestOptions("sd", "fixed", 8, draft_stop=stop, stop_parameters=parameters)
         outcome, trace = traced.recorded(tmp_path / f"{stop}.json", asked, alpha=0.5, tokens=100)
         told = report(trace)
         assert told.stops == outcome.counts.pauses == told.as_dict()["stops"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,10 +15,20 @@ from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Guessed, Judged, Sampled, Stalled
-from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, Resync, Sampling, Submit, Verdict
+from pearl.protocol.messages import (
+    Begin,
+    Cancel,
+    DraftTokens,
+    Finish,
+    Resync,
+    Submit,
+    Verdict,
+)
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
-from pearl.protocol.window import METHODS
+from pearl.spec.methods import METHODS
 from tests.protocol_pair import TEXT, Pair, ScriptDraft, ScriptTarget, at_random, draft_in, make_pair, submission, until
+from tests.replace import replace
 from tests.test_model_check import freeze
 
 TARGET_EVENTS = {
@@ -39,7 +48,7 @@ TARGET_EVENTS = {
 MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
 WAITING = (target_side.State.HELD, target_side.State.GATHERING)
 DRAFT_EVENTS = {
-    Begin: Begin(9, 0, (1,), 5, Sampling(), "ratio", extend_digest(0, (1,))),
+    Begin: Begin(9, 0, (1,), 5, extend_digest(0, (1,)), RequestOptions()),
     Verdict: Verdict(9, 0, 1, (1,), 5, 0),
     Finish: Finish(9),
     Drafted: Drafted((1,)),
@@ -174,7 +183,7 @@ def reached() -> Reached:
         for seed in (*range(6000), 17335, 22907):  # the last two take the rarest arrow
             eventful_run(seed)
         # pearl-no-post-verify with windows of one: between two of them a prefix comes with nothing to draft
-        draft_in(draft_side.State.WAITING).handle(Begin(1, 3, (5,), 1, Sampling(), "ratio", extend_digest(0, (5,))))
+        draft_in(draft_side.State.WAITING).handle(Begin(1, 3, (5,), 1, extend_digest(0, (5,)), RequestOptions()))
     return target, draft
 
 

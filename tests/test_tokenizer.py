@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from pearl.models.tokenizer import (
     vocabulary_digest,
 )
 from pearl.text import Tokenizer
+from tests.replace import replace
 from tests.test_text import byte_fallback, byte_level
 from tests.tiny import CHAT_TEMPLATE
 

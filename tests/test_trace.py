@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,15 @@ from pearl.protocol import messages
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
-from pearl.protocol.messages import Begin, Decoding, DraftTokens, Provenance, Sampling, Source, Submit
+from pearl.protocol.messages import (
+    Begin,
+    DraftTokens,
+    Provenance,
+    Source,
+    Submit,
+    Verdict,
+)
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
 from pearl.trace import chrome
 from pearl.trace.latency import latencies, latency
@@ -47,6 +54,7 @@ from pearl.trace.report import report
 from pearl.trace.tracer import Tracer, _TimedOnGpu
 from pearl.trace.validate import problems
 from pearl.worker.recording import Recordings
+from tests.replace import replace
 from tests.traced import PROMPT, VOCAB, altered, recorded
 
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
@@ -58,7 +66,7 @@ BOUND = 60.0
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
     """A pearl run with rejections, in virtual time."""
     path = tmp_path_factory.mktemp("run") / "run.json"
-    outcome, _ = recorded(path, Decoding("pearl"), alpha=0.8, tokens=400)
+    outcome, _ = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=400)
     return outcome, path
 
 
@@ -72,7 +80,7 @@ def near(value: float | None) -> Any:
 
 def test_a_pair_in_step_never_waits(tmp_path: Path) -> None:
     """t_target = 5 t_draft, c = 5, everything accepted: both busy all the time."""
-    _, trace = recorded(tmp_path / "t.json", Decoding("pearl", "fixed", 5))
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("pearl", "fixed", 5))
     found = report(trace)
     assert found.target.busy == near(1.0)
     assert found.draft is not None
@@ -85,7 +93,7 @@ def test_a_pair_in_step_never_waits(tmp_path: Path) -> None:
 
 def test_sd_waits_for_what_pearl_overlaps(tmp_path: Path) -> None:
     """A round is 4 drafts and a verification: the target works 5 of 9 and waits 4, the draft the other way round."""
-    _, trace = recorded(tmp_path / "t.json", Decoding("sd", gamma=4))
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("sd", gamma=4))
     found = report(trace)
     assert found.target.busy == near(5 / 9)
     assert found.target.waits == {"draft tokens": near(4 / 9)}
@@ -100,7 +108,7 @@ def test_sd_waits_for_what_pearl_overlaps(tmp_path: Path) -> None:
 
 def test_sd_that_prepares_uses_the_time_that_its_draft_waits_in_sd(tmp_path: Path) -> None:
     """What it prepared and the target took is known as accepted, though the epoch began with a bonus token."""
-    outcome, trace = recorded(tmp_path / "t.json", Decoding("ssd", gamma=4, branches=7), t_target=9.0, alpha=0.8)
+    outcome, trace = recorded(tmp_path / "t.json", RequestOptions("ssd", gamma=4, branches=7), t_target=9.0, alpha=0.8)
     assert problems(json.loads(trace.path.read_text())) == []
     assert replay(trace).difference is None
     found, counts = report(trace), outcome.counts
@@ -115,7 +123,7 @@ def test_sd_that_prepares_uses_the_time_that_its_draft_waits_in_sd(tmp_path: Pat
 
 def test_a_slow_draft_sets_the_pace(tmp_path: Path) -> None:
     """t_target = 2 t_draft and a window of 5: five drafts for each verification, which takes two of them."""
-    _, trace = recorded(tmp_path / "t.json", Decoding("pearl", "fixed", 5), t_target=2.0)
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("pearl", "fixed", 5), t_target=2.0)
     found = report(trace)
     assert found.target.busy == near(0.4)
     assert found.pace["draft works"] == near(0.6)
@@ -126,7 +134,7 @@ def test_a_slow_draft_sets_the_pace(tmp_path: Path) -> None:
 
 def test_messages_on_their_way_are_told_from_their_senders_work(tmp_path: Path) -> None:
     """sd with a delay of 0.5: a round is 4 + 0.5 + 5 + 0.5. The last half is the token's way."""
-    _, trace = recorded(tmp_path / "t.json", Decoding("sd", gamma=4), delay=0.5)
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("sd", gamma=4), delay=0.5)
     found = report(trace)
     assert found.target.busy == near(5 / 10)
     assert found.target.waits["transport"] == near(0.5 / 10)
@@ -139,13 +147,13 @@ def test_messages_on_their_way_are_told_from_their_senders_work(tmp_path: Path) 
 
 def test_a_held_row_is_a_cause_of_its_own(tmp_path: Path) -> None:
     """Window 1, t_target below t_draft: each forward ends before the token that it judges is there."""
-    _, trace = recorded(tmp_path / "t.json", Decoding("pearl", "fixed", 1), t_target=0.5)
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("pearl", "fixed", 1), t_target=0.5)
     waits = report(trace).target.waits
     assert waits["held row"] == near(0.5)
 
 
 def test_target_alone(tmp_path: Path) -> None:
-    _, trace = recorded(tmp_path / "t.json", Decoding("ar"), tokens=50)
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("ar"), tokens=50)
     found = report(trace)
     assert found.target.busy == pytest.approx(1.0)
     assert found.target.waits == {}
@@ -163,7 +171,7 @@ def test_target_alone(tmp_path: Path) -> None:
 def test_a_trace_is_sound_and_says_what_happened(
     tmp_path: Path, method: str, window: str, rule: str, delay: float
 ) -> None:
-    decoding = Decoding(method, window, rule=rule)
+    decoding = RequestOptions(method, window, rule=rule)
     outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=120, delay=delay)
     assert problems(json.loads(trace.path.read_text())) == []
     found = report(trace)
@@ -184,8 +192,8 @@ def test_a_trace_is_sound_and_says_what_happened(
     assert replay(trace).difference is None
 
 
-@pytest.mark.parametrize("decoding", [Decoding("ar"), Decoding("sd", gamma=4), Decoding("pearl")])
-def test_latencies_are_those_of_the_statistics(tmp_path: Path, decoding: Decoding) -> None:
+@pytest.mark.parametrize("decoding", [RequestOptions("ar"), RequestOptions("sd", gamma=4), RequestOptions("pearl")])
+def test_latencies_are_those_of_the_statistics(tmp_path: Path, decoding: RequestOptions) -> None:
     outcome, trace = recorded(tmp_path / "t.json", decoding, alpha=0.8, tokens=120)
     found, watch = report(trace).latency, outcome.watch
     assert watch.first is not None
@@ -213,8 +221,8 @@ def test_time_in_the_queue_counts_to_the_first_token() -> None:
         for number, time, tokens in ((1, 1, 1), (1, 2, 3), (2, 5, 1), (2, 6, 2))
     ]
     requests = [
-        Slice("request 1", "whole", 0.0, 2.0, {"request": 1, "decoding": {"method": "sd"}, "prompt_tokens": 3}),
-        Slice("request 2", "whole", 2.5, 6.0, {"request": 2, "decoding": {"method": "ar"}, "prompt_tokens": 4}),
+        Slice("request 1", "whole", 0.0, 2.0, {"request": 1, "options": {"method": "sd"}, "prompt_tokens": 3}),
+        Slice("request 2", "whole", 2.5, 6.0, {"request": 2, "options": {"method": "ar"}, "prompt_tokens": 4}),
     ]
     trace = Trace(Path("t.json"), {}, [*submits, *commits], [], requests)
     one, two = latencies(trace)
@@ -238,7 +246,7 @@ def test_a_flow_for_each_judged_token(run: tuple[Outcome, Path]) -> None:
 
 def test_verdicts_are_arrows_from_target_to_draft(tmp_path: Path) -> None:
     """Those that reject among them; each is read after its way."""
-    _, trace = recorded(tmp_path / "t.json", Decoding("pearl"), alpha=0.8, tokens=100, delay=0.25)
+    _, trace = recorded(tmp_path / "t.json", RequestOptions("pearl"), alpha=0.8, tokens=100, delay=0.25)
     corrections = [one.end for one in trace.target if one.name == "decide" and chrome.is_rejection(one.args)]
     assert [arrow.sent for arrow in trace.verdicts if arrow.is_rejection] == pytest.approx(corrections)
     assert len(trace.verdicts) > len(corrections) > 5
@@ -306,7 +314,7 @@ def test_what_comes_after_the_end_and_what_waits_for_it(tmp_path: Path) -> None:
     decide = Tracer(r).deciding(coordinator)
 
     def submit(number: int) -> Submit:
-        return Submit(number, PROMPT, len(PROMPT) + 1, Sampling(seed=5), Decoding("pearl"))
+        return Submit(number, PROMPT, len(PROMPT) + 1, RequestOptions("pearl", sampling=Sampling(seed=5)))
 
     decide(DraftJoined(100))
     for event in (
@@ -416,11 +424,11 @@ def test_the_validator_takes_anything(document: Any) -> None:
         (b"{}", "no traceEvents"),
         (b'{"traceEvents": []}', "not one of ours"),
         (b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}', "format 99"),
-        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 8}}', "damaged"),
-        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 8}}', "lacks config"),
+        (b'{"traceEvents": [5], "metadata": {"pearl_trace": 9}}', "damaged"),
+        (b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 9}}', "lacks config"),
         (
             b'{"traceEvents": [], "distributedInfo": {"rank": 0}, '
-            b'"metadata": {"pearl_trace": 8, "config": {}, "workers": []}}',
+            b'"metadata": {"pearl_trace": 9, "config": {}, "workers": []}}',
             "holds no request",
         ),
     ],
@@ -472,25 +480,14 @@ def recorder(path: Path, **more: Any) -> Recorder:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     r = recorder(tmp_path / "p")
-    r.record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": Decoding()})
+    r.record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": Verdict(1, 0, 3, (4,), 9, 7)})
     r.close()
     r.close()
     part = Part(tmp_path / "p")
     ((track, kind, name, start, end, args),) = part.records()
     assert (track, kind, name, start, end, args["n"]) == (LOOP, "busy", "judge", 5, 9, 3)
-    assert args["event"] == {
-        "type": "Decoding",
-        "method": "pearl",
-        "window": "stream",
-        "gamma": None,
-        "rule": "ratio",
-        "parameters": [],
-        "look_ahead": 0,
-        "draft_lookup": 0,
-        "branches": 0,
-        "draft_stop": "fixed",
-        "stop_parameters": [],
-    }
+    verdict = {"request": 1, "epoch": 0, "start": 3, "tokens": [4], "draft_until": 9, "digest": 7}
+    assert args["event"] == {"type": "Verdict", **verdict}
     assert part.end["records"] == 1
 
 
@@ -541,12 +538,12 @@ def test_a_part_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None:
     """The draft's clock is ahead by `offset`; the quickest ping tells it to within half of its way."""
     path = tmp_path / "t.json"
-    outcome, there = recorded(path, Decoding("pearl"), alpha=0.8, tokens=50)
+    outcome, there = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=50)
     before = report(there)
     target, draft = alpha_pair(VOCAB, 0.8)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    submit = Submit(1, PROMPT, len(PROMPT) + 50, Sampling(1.0, seed=5), Decoding("pearl"))
+    submit = Submit(1, PROMPT, len(PROMPT) + 50, RequestOptions("pearl", sampling=Sampling(1.0, seed=5)))
     simulate(submit, *executors, Timing(1.0, lambda _: 5.0), parts=parts)
 
     def rewrite(part: Path, change: Callable[[list[Any]], list[Any]]) -> None:
@@ -763,7 +760,7 @@ def test_off_means_that_nothing_is_recorded(toy: Engine, monkeypatch: pytest.Mon
     assert toy.config.trace is None
     monkeypatch.setattr(Tracer, "record", lambda *_: pytest.fail("recorded"))
     drafter = Drafter(100)
-    begin = Begin(1, 0, (1, 2), 5, Sampling(), "ratio", extend_digest(0, (1, 2)))
+    begin = Begin(1, 0, (1, 2), 5, extend_digest(0, (1, 2)), RequestOptions())
     assert Tracer().deciding(drafter)(begin) == Drafter(100).handle(begin)
     assert Tracer().computing(lambda command: command)(5) == 5
     toy.generate([[1, 2, 3]], WARM, method="pearl")
@@ -857,6 +854,7 @@ def test_a_draft_that_returns_amid_a_text_is_recorded_and_drafts(tmp_path: Path)
 KILLED_FRONT = """
 import sys, time
 from pathlib import Path
+from tests.replace import replace
 from pearl.engine.attach import attach
 engine = attach(Path(sys.argv[1]))
 engine.start_trace(sys.argv[2])

@@ -20,7 +20,8 @@ from pearl.errors import ConfigError, TraceError
 from pearl.extras import installing
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.figures import side_by_side
 from pearl.trace.gantt import _PAUSE, Bar, _bars, _merged, chart, same_time, terminal
@@ -34,7 +35,7 @@ from tests.traced import PROMPT, VOCAB, altered, recorded
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
     """A pearl run with rejections, in virtual time."""
     path = tmp_path_factory.mktemp("run") / "run.json"
-    outcome, _ = recorded(path, Decoding("pearl"), alpha=0.8, tokens=400)
+    outcome, _ = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=400)
     return outcome, path
 
 
@@ -70,7 +71,7 @@ def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[
 
 def test_compare(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     sd = tmp_path / "sd.json"
-    recorded(sd, Decoding("sd", gamma=4), alpha=0.8, tokens=400)
+    recorded(sd, RequestOptions("sd", gamma=4), alpha=0.8, tokens=400)
     text = invoked("compare", str(sd), str(run[1]))
     rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
     assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())
@@ -79,8 +80,10 @@ def test_compare(run: tuple[Outcome, Path], tmp_path: Path) -> None:
 
 def test_what_only_one_run_has_stands_beside_its_neighbours(tmp_path: Path) -> None:
     """Forwards in the order of the tokens that they were fed, and nothing between them."""
-    runs = [recorded(tmp_path / "a.json", Decoding("ar"), tokens=60)[1]]
-    runs += [recorded(tmp_path / f"{i}.json", Decoding("sd", gamma=g), alpha=0.8)[1] for i, g in enumerate((9, 2))]
+    runs = [recorded(tmp_path / "a.json", RequestOptions("ar"), tokens=60)[1]]
+    runs += [
+        recorded(tmp_path / f"{i}.json", RequestOptions("sd", gamma=g), alpha=0.8)[1] for i, g in enumerate((9, 2))
+    ]
     names = [name for name, _ in side_by_side([report(run) for run in runs])]
     forwards = [name for name in names if name.startswith("forward: verify")]
     fed = [int(name.split()[-1]) for name in forwards]
@@ -112,11 +115,11 @@ def test_check_and_replay(run: tuple[Outcome, Path], tmp_path: Path) -> None:
 
 def test_merge_of_what_a_killed_run_has_left(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    recorded(path, Decoding("pearl"), tokens=30)
+    recorded(path, RequestOptions("pearl"), tokens=30)
     path.rename(tmp_path / "whole.json")
     target, draft = alpha_pair(VOCAB, 1.0)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, 33, Sampling(1.0, seed=5), Decoding("pearl"))
+    submit = Submit(1, PROMPT, 33, RequestOptions("pearl", sampling=Sampling(1.0, seed=5)))
     simulate(
         submit,
         *executors,
@@ -182,7 +185,7 @@ def test_short_work_does_not_cut_a_wait() -> None:
 def test_two_runs_in_one_picture(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     """On one scale of time: sd waits about half of it, pearl hardly, and its text grows faster."""
     pytest.importorskip("matplotlib")
-    recorded(tmp_path / "sd.json", Decoding("sd", gamma=4), alpha=0.8, tokens=400)
+    recorded(tmp_path / "sd.json", RequestOptions("sd", gamma=4), alpha=0.8, tokens=400)
     charts = same_time([read(tmp_path / "sd.json"), read(run[1])])
     assert [c.method for c in charts] == ["sd", "pearl as published"]
     assert [(c.start, c.end) for c in charts] == [(0.0, pytest.approx(charts[0].end))] * 2
@@ -206,9 +209,9 @@ def test_commits_are_the_text(run: tuple[Outcome, Path]) -> None:
 
 def test_a_chart_names_what_guesses_beside_the_draft(tmp_path: Path) -> None:
     """A branch that came true is marked where it was drafted."""
-    _, plain = recorded(tmp_path / "a.json", Decoding("pearl"), tokens=50)
+    _, plain = recorded(tmp_path / "a.json", RequestOptions("pearl"), tokens=50)
     assert chart(plain).method == "pearl as published"
-    outcome, trace = recorded(tmp_path / "b.json", Decoding("pearl", branches=7), alpha=0.6, tokens=200)
+    outcome, trace = recorded(tmp_path / "b.json", RequestOptions("pearl", branches=7), alpha=0.6, tokens=200)
     shown = chart(trace, seconds=1e6)
     assert shown.method == "pearl with branches"
     assert outcome.counts.foreseen > 0
@@ -236,7 +239,7 @@ def test_html_is_a_report(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     data = page_data(page)
     assert [row["name"] for row in data["runs"][0]["rows"]] == ["target", "draft"]
     assert sum(len(sources) for _, sources in data["runs"][0]["commits"]) == len(run[0].tokens)
-    recorded(tmp_path / "sd.json", Decoding("sd", gamma=4), alpha=0.8, tokens=100)
+    recorded(tmp_path / "sd.json", RequestOptions("sd", gamma=4), alpha=0.8, tokens=100)
     invoked("compare", str(tmp_path / "sd.json"), str(run[1]), "--html", str(both))
     assert len(page_data(both)["runs"]) == 2
     result = CliRunner().invoke(cli, ["trace", "report", str(run[1]), "--html", str(tmp_path / "no" / "g.html")])
@@ -257,7 +260,7 @@ def test_html_of_a_hostile_trace(run: tuple[Outcome, Path], tmp_path: Path) -> N
             if event["ph"] == "X" and event["name"] in ("pre-verify", "judge"):
                 event["args"]["why"] = hostile
             if event["ph"] == "X" and event["name"].startswith("request"):
-                event["name"], event["args"]["decoding"]["method"] = hostile, hostile
+                event["name"], event["args"]["options"]["method"] = hostile, hostile
 
     invoked("report", str(altered(run[1], tmp_path / "t.json", change)), "--html", str(tmp_path / "g.html"))
     text = (tmp_path / "g.html").read_text()

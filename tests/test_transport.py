@@ -25,7 +25,14 @@ import zmq
 
 from pearl.decoding.distribution import Distribution, Form
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
-from pearl.protocol.messages import Cancel, DraftTokens, Finish, Message, Ping, Pong
+from pearl.protocol.messages import (
+    Cancel,
+    DraftTokens,
+    Finish,
+    Message,
+    Ping,
+    Pong,
+)
 from pearl.transport import address as addresses
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer

@@ -7,7 +7,6 @@ token and one that depends on how the token before it was drawn.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from scipy import stats
 
 from pearl.decoding.keys import Purpose, draw_key
-from pearl.decoding.registry import RULES
 from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio
 from pearl.decoding.rules.biased import OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraft, DirectDraw
@@ -27,8 +25,11 @@ from pearl.errors import NumericalError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.rules import RULES
 from pearl.worker.execute import TargetExecutor
+from tests.replace import replace
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 GRID = 64
@@ -197,7 +198,7 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     draw = DirectDraw(sampling)
     probs = [torch.softmax(logits_pair(position)[0], -1) for position in range(50)]
     executor = TargetExecutor(ToyRunner(20, lambda seen: probs[len(seen) - 1]))
-    executor.execute(Open((0,), sampling, rule))
+    executor.execute(Open((0,), RequestOptions(rule=rule, sampling=sampling)))
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
@@ -279,11 +280,13 @@ COIN_DRAFT = torch.tensor([[0.9, 0.1]] * 2)
 FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)
 
 
-def generate(decoding: Decoding, seed: int, tokens: int, target: Table = TARGET, draft: Table = DRAFT) -> list[int]:
+def generate(
+    decoding: RequestOptions, seed: int, tokens: int, target: Table = TARGET, draft: Table = DRAFT
+) -> list[int]:
     executors = paired_executors(
         ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
     )
-    submit = Submit(1, (0,), 1 + tokens, Sampling(1.0, seed=seed), decoding)
+    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=Sampling(1.0, seed=seed)))
     return simulate(submit, *executors, FOUR_TO_ONE).tokens
 
 
@@ -310,39 +313,39 @@ def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> 
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def one_long(decoding: Decoding, tokens: int = 1200) -> float:
+def one_long(decoding: RequestOptions, tokens: int = 1200) -> float:
     return p_value([generate(decoding, seed, tokens // 3) for seed in range(3)])
 
 
-def many_short(decoding: Decoding, texts: int = 500) -> float:
+def many_short(decoding: RequestOptions, texts: int = 500) -> float:
     return p_value([generate(decoding, seed, 3) for seed in range(texts)])
 
 
 DECODINGS = [
-    *(Decoding(m, "fixed", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 2, 4)),
-    *(Decoding(m, "stream", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 4)),
-    *(Decoding(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
-    Decoding("ar"),
-    *(Decoding(m, "stream", 2, "coupled") for m in ("pearl", "sd")),
+    *(RequestOptions(m, "fixed", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 2, 4)),
+    *(RequestOptions(m, "stream", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 4)),
+    *(RequestOptions(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
+    RequestOptions("ar"),
+    *(RequestOptions(m, "stream", 2, "coupled") for m in ("pearl", "sd")),
 ]
 
 
-def name(decoding: Decoding) -> str:
+def name(decoding: RequestOptions) -> str:
     return f"{decoding.method}-{decoding.window}-{decoding.gamma}-{decoding.rule}"
 
 
 @pytest.mark.parametrize("decoding", DECODINGS, ids=name)
-def test_long_texts_have_the_targets_distribution(decoding: Decoding) -> None:
+def test_long_texts_have_the_targets_distribution(decoding: RequestOptions) -> None:
     assert one_long(decoding) > NEVER
 
 
 @pytest.mark.parametrize("decoding", DECODINGS[6::3], ids=name)
-def test_the_first_tokens_have_the_targets_distribution(decoding: Decoding) -> None:
+def test_the_first_tokens_have_the_targets_distribution(decoding: RequestOptions) -> None:
     """Jointly: the prompt's own rows are judged in a way of their own."""
     assert many_short(decoding) > NEVER
 
 
-PEARL = Decoding("pearl", "fixed", 4)
+PEARL = RequestOptions("pearl", "fixed", 4)
 
 
 def biased_law(rule: str, epsilon: float, target: Table = TARGET, draft: Table = DRAFT) -> Table:
@@ -356,7 +359,7 @@ def biased_law(rule: str, epsilon: float, target: Table = TARGET, draft: Table =
 @pytest.mark.parametrize("rule", ["opt", "uno"])
 def test_biased_texts_have_the_distribution_that_is_told(rule: str, window: str) -> None:
     """And not the target's: what chi-square says of the one it does not say of the other."""
-    decoding = Decoding("pearl", window, 4, rule, (("epsilon", 0.125),))
+    decoding = RequestOptions("pearl", window, 4, rule, (("epsilon", 0.125),))
     law = biased_law(rule, 0.125)
     assert 0.05 < float((law - TARGET).relu().sum(-1).max()) < 0.25
     texts = [generate(decoding, seed, 800) for seed in range(3)]
@@ -366,18 +369,18 @@ def test_biased_texts_have_the_distribution_that_is_told(rule: str, window: str)
 
 @pytest.mark.parametrize("method", ["pearl", "sd", "pearl-no-pre-verify"])
 def test_opt_with_epsilon_0_is_ratio(method: str) -> None:
-    at_zero = Decoding(method, "fixed", 3, "opt", (("epsilon", 0.0),))
-    assert generate(at_zero, 5, 300) == generate(Decoding(method, "fixed", 3, "ratio"), 5, 300)
+    at_zero = RequestOptions(method, "fixed", 3, "opt", (("epsilon", 0.0),))
+    assert generate(at_zero, 5, 300) == generate(RequestOptions(method, "fixed", 3, "ratio"), 5, 300)
 
 
-def rejections(decoding: Decoding, target: Table = TARGET, draft: Table = DRAFT, texts: int = 6) -> float:
+def rejections(decoding: RequestOptions, target: Table = TARGET, draft: Table = DRAFT, texts: int = 6) -> float:
     """How many standard deviations more were rejected than the distributions at hand let expect."""
     found, odds = 0, Odds()
     for seed in range(texts):
         executors = paired_executors(
             ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
         )
-        submit = Submit(1, (0,), 601, Sampling(1.0, seed=seed), decoding)
+        submit = Submit(1, (0,), 601, replace(decoding, sampling=Sampling(1.0, seed=seed)))
         counts = simulate(submit, *executors, FOUR_TO_ONE).counts
         assert counts.odds is not None
         found, odds = found + counts.rejected, odds + counts.odds
@@ -392,7 +395,7 @@ def rejections(decoding: Decoding, target: Table = TARGET, draft: Table = DRAFT,
 def test_as_many_are_rejected_as_the_distributions_say(method: str, rule: str, window: str) -> None:
     """Theorem 1 of Yin et al. at each position judged; a bonus token or a direct draw counts on neither side."""
     parameters = () if rule == "ratio" else (("epsilon", 0.1),)
-    assert abs(rejections(Decoding(method, window, 3, rule, parameters))) < 4
+    assert abs(rejections(RequestOptions(method, window, 3, rule, parameters))) < 4
 
 
 def test_the_count_of_rejections_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:

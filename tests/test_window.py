@@ -10,11 +10,13 @@ import pytest
 
 from pearl.lab.simulate import CoinDraft, CoinTarget, Outcome, Timing, simulate
 from pearl.protocol.events import Forward, Judge, Judged, Phase
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.telling import grant
-from pearl.protocol.window import MAX_WINDOW, METHODS, Speeds, Window
+from pearl.protocol.window import Speeds, Window
+from pearl.spec.methods import MAX_WINDOW, METHODS
 
 TOKENS = 12_000  # enough for 1 %
 FEWER = 4_000  # enough for 2 %
@@ -41,7 +43,7 @@ class WatchedCoin(CoinTarget):
 
 def run(acceptance: float, c: int, method: str, seed: int, tokens: int) -> tuple[Outcome, list[tuple[Phase, int]]]:
     """A long text with forwards of 1 (draft) and c (target) seconds."""
-    submit = Submit(1, (0,), 1 + tokens, Sampling(), Decoding(method, "fixed", c))
+    submit = Submit(1, (0,), 1 + tokens, RequestOptions(method, "fixed", c, sampling=Sampling()))
     target = WatchedCoin(acceptance, seed)
     return simulate(submit, target, CoinDraft(), Timing(1.0, lambda _: float(c))), target.steps[1:]
 
@@ -210,7 +212,7 @@ def test_stream_waits_for_a_token_that_is_due_but_never_after_a_rejection() -> N
 )
 def test_a_text_that_depends_on_its_measured_window_keeps_it(method: str, temperature: float, keeps: bool) -> None:
     """So that it can be recorded, and the text made again."""
-    submit = Submit(1, (1,), 99, Sampling(temperature), Decoding(method))
+    submit = Submit(1, (1,), 99, RequestOptions(method, sampling=Sampling(temperature)))
     machine = RequestMachine(submit, TokenSequence(), 0, speeds := Speeds(t_draft=1.0), 99, 0, {})
     windows = []
     for seconds in (2.0, 9.0):

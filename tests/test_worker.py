@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,6 @@ from pearl.protocol.messages import (
     Begin,
     Cancel,
     Committed,
-    Decoding,
     DraftTokens,
     Error,
     Finished,
@@ -44,11 +43,11 @@ from pearl.protocol.messages import (
     Preview,
     Resync,
     Role,
-    Sampling,
     Submit,
     Verdict,
     Welcome,
 )
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.window import Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
@@ -63,6 +62,7 @@ from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
+from tests.replace import replace
 from tests.tiny import tiny_model
 
 BOUND = 120.0  # seconds that anything here may take; far more than it does
@@ -284,7 +284,7 @@ def loops(tmp_path: Path) -> Iterator[MakeLoops]:
 
 
 def submission(new: int, method: str = "pearl", sampling: Sampling = WARM, request: int = 1, **decoding: str) -> Submit:
-    return Submit(request, PROMPT, len(PROMPT) + new, sampling, Decoding(method, **decoding))  # type: ignore[arg-type]
+    return Submit(request, PROMPT, len(PROMPT) + new, RequestOptions(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
 
 
 def simulated(submit: Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
@@ -476,7 +476,7 @@ def test_what_does_not_fit_together_is_computed_one_by_one(loops: MakeLoops) -> 
     pair.wait_ready()
     fronts = [pair.front() for _ in range(3)]
     for front, first in zip(fronts, (1, 9, 2), strict=True):
-        front.endpoint.send(Submit(1, (first, 4), 22, Sampling(0.0), Decoding("ar")))
+        front.endpoint.send(Submit(1, (first, 4), 22, RequestOptions("ar", sampling=Sampling(0.0))))
     for front, first in ((fronts[0], 1), (fronts[2], 2)):
         front.until(Finished, told := Told())
         assert told.tokens == list(greedy_text([first, 4], 20))
@@ -735,7 +735,7 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
 
 def test_rows_that_came_packed_are_judged_as_others() -> None:
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    executor.execute(Open(PROMPT, WARM, "ratio"))
+    executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
     dense = torch.softmax(torch.randn(32, generator=torch.Generator().manual_seed(1)), -1)
     sparse = torch.zeros(32)
@@ -756,7 +756,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_row_is_judged_where_it_was_brought(device: str) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
     executor = TargetExecutor(runner)
-    executor.execute(Open(PROMPT, WARM, "ratio"))
+    executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
     rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
     brought = [executor.bring(row) for row in rows]
@@ -865,7 +865,7 @@ def test_whole_prefixes_do_not_pile_up_for_a_draft_that_reads_none(loops: MakeLo
     """Each was sent at once: as many as the queue holds, 65,536, of up to half a megabyte."""
     pair = loops()
     fake, front, told = FakeDraft(pair), pair.front(), Told()
-    front.endpoint.send(replace(submission(40), decoding=Decoding("pearl", "fixed", 4, "coupled")))
+    front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 4, "coupled")))
     first(fake.endpoint, Begin)
     has_ended = threading.Event()
 
@@ -899,7 +899,7 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
     pair = loops()
     fake = FakeDraft(pair)
     front = pair.front()
-    front.endpoint.send(replace(submission(40), decoding=Decoding("pearl", "fixed", 64, rule, branches=4)))
+    front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 64, rule, branches=4)))
     row = Distribution(_sparse([1], [1.0]), Form.SPARSE)
     branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
     main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
@@ -918,9 +918,9 @@ def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     rows = (Distribution(torch.ones(32) / 32),)
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
-    executor.execute(Open(PROMPT, WARM, "coupled", request=1))
+    executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=WARM), request=1))
     assert link.with_needed_rows(replace(without, rows=rows)) == without
-    executor.execute(Open(PROMPT, WARM, "ratio", request=1))
+    executor.execute(Open(PROMPT, RequestOptions(sampling=WARM), request=1))
     assert link.with_needed_rows(replace(without, rows=rows)) == replace(without, rows=rows)
     with pytest.raises(RemoteProtocolError, match="what the rule needs"):
         link.with_needed_rows(without)
@@ -1071,7 +1071,7 @@ def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: s
     assert isinstance(draft, Ailing)
     front = pair.front()
     draft.after, draft.pause = len(draft.fed) + 10, 0.2
-    told = front.ask(replace(submission(100, method, GREEDY), decoding=Decoding(method, gamma=4)))
+    told = front.ask(replace(submission(100, method, GREEDY), decoding=RequestOptions(method, gamma=4)))
     assert told.tokens == simulated(submission(100, sampling=GREEDY))
     assert told.statistics.draft_lost
     assert told.statistics.provenance["direct"] > 50
@@ -1095,7 +1095,7 @@ def test_draft_that_searches_widely_is_not_taken_for_slow(loops: MakeLoops) -> N
     pair = loops()
     pair.draft(kind=Chainwise)
     widest = (("tau", 0.0), ("depth", 8), ("width", 16))
-    told = pair.front().ask(replace(submission(24), decoding=Decoding("sd", rule="joint", parameters=widest)))
+    told = pair.front().ask(replace(submission(24), decoding=RequestOptions("sd", rule="joint", parameters=widest)))
     assert told.statistics.num_draft_tokens > 8 * 8, "more blocks than slow tokens would end a draft"
     assert not told.statistics.draft_lost
 
@@ -1137,7 +1137,7 @@ def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
     for request in range(6):
         told = front.ask(replace(poisoned, request=request))
         assert told.statistics.draft_lost
-        assert told.tokens == simulated(replace(poisoned, decoding=Decoding("ar", rule=rule)))
+        assert told.tokens == simulated(replace(poisoned, decoding=RequestOptions("ar", rule=rule)))
         sound = submission(120, rule=rule, request=100 + request)
         told = front.ask(sound)
         assert not told.statistics.draft_lost
@@ -1192,7 +1192,7 @@ def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chai
     pair.draft(kind=_Crammed, chains=chains)
     fronts = [pair.front() for _ in range(3)]
     for front, first in zip(fronts, (1, 9, 2), strict=True):
-        front.endpoint.send(Submit(1, (first, 4), 62, Sampling(0.0), Decoding("pearl")))
+        front.endpoint.send(Submit(1, (first, 4), 62, RequestOptions("pearl", sampling=Sampling(0.0))))
     drafted = []
     for front in fronts:
         front.until(Finished, told := Told())

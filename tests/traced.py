@@ -9,17 +9,19 @@ from typing import Any
 
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import part_path
+from tests.replace import replace
 
 VOCAB, PROMPT = 12, (1, 2, 3)
 
 
 def recorded(
     path: Path,
-    decoding: Decoding,
+    decoding: RequestOptions,
     t_target: float = 5.0,
     alpha: float = 1.0,
     tokens: int = 500,
@@ -29,7 +31,7 @@ def recorded(
     """A run in virtual time, t_draft 1, and its trace."""
     target, draft = alpha_pair(VOCAB, alpha)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, Sampling(1.0, seed=5), decoding)
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(1.0, seed=5)))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
     outcome = simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts)
     chrome.merge(path)

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from pearl.cli.reply import legend
 from pearl.client.request import with_defaults
-from pearl.config import DRAFTLESS, DecodingConfig, ModelRole, SamplingParams
+from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.errors import RequestError
 from pearl.printable import printable
 from pearl.protocol.events import Phase
+from pearl.spec.methods import DRAFTLESS
 
 if TYPE_CHECKING:
     from pearl.cli.chat import Answer, Chat

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from pearl.cli.console import SafeConsole, say
 from pearl.cli.distill import Bars
-from pearl.config import LOOK_AHEAD
 from pearl.drafting.datastore import HEADER, Datastore, Header, read_header
 from pearl.errors import ModelError
 from pearl.printable import printable
+from pearl.spec.methods import LOOK_AHEAD
 from pearl.text import Tokenizer
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +57,7 @@ def front_command(
     theirs, _ = load_tokenizer(config.draft, trust_remote_code=config.trust_remote_code)
     check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
     asked = {"temperature": given.temperature or 1.0, "seed": given.seed or 0, "repetition_penalty": 1.0}
-    sampling = replace(resolve_sampling(given.model_copy(update=asked), defaults, 0), shaping=None)
+    sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0).changed(shaping=None)
     tokens = given.max_tokens or _TOKENS
     raw = raw or tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
     prompts = [Conversation(tokenizer, raw).prompt(turn) for turn in turns]

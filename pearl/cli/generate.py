@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 import click
+from msgspec import structs
 from rich.table import Table
 
 from pearl import __version__
@@ -14,13 +15,14 @@ from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.client.request import with_defaults
-from pearl.config import DRAFTLESS, Settings
-from pearl.decoding.registry import find
-from pearl.drafting.registry import FIXED
+from pearl.config import Settings
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.errors import ConfigError
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
+from pearl.spec.methods import DRAFTLESS
+from pearl.spec.rules import find
+from pearl.spec.stops import FIXED
 
 _QUEUED = 1e-3  # seconds: less is the way into an empty queue
 
@@ -85,7 +87,9 @@ def _document(settings: Settings, engine: Engine, result: Result) -> dict[str, o
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "prompt_tokens": result.prompt_tokens,
-        "logprobs": [asdict(one) for one in result.logprobs] if settings.sampling.logprobs is not None else None,
+        "logprobs": [structs.asdict(one) for one in result.logprobs]
+        if settings.sampling.logprobs is not None
+        else None,
         "statistics": asdict(result.statistics),
         "settings": {
             "engine": engine.config.model_dump(),

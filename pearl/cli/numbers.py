@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 from rich.console import Console
 
 from pearl.document import parse_json
@@ -82,9 +83,9 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, document: object) -> None:
     """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written."""
     if path == STDOUT:
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(document, default=structs.asdict))
         return
     try:
-        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document, default=structs.asdict) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -187,7 +188,7 @@ def _run(
     settings = {"tokens": tokens, "texts": texts, "seed": seed, "runtime": not simulate_only}
     about = {"kind": "paper", "emulated": True, "settings": settings, "seconds": time.monotonic() - began}
     result = about | asdict(stolen.taken()) | {"hardware": hardware()} | tables.document(done) | {"baselines": measured}
-    as_read: dict[str, Any] = json.loads(json.dumps(result))
+    as_read: dict[str, Any] = json.loads(json.dumps(result, default=structs.asdict))
     return as_read
 
 

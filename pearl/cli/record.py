@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
+from msgspec import structs
 
 from pearl.cli.console import SafeConsole
 from pearl.cli.options import SettingsCommand, settings_options
@@ -46,7 +46,7 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     asked = {"temperature": given.temperature or 0.0, "seed": given.seed or 0}
     if given.repetition_penalty is None:  # a checkpoint's own is left out
         asked["repetition_penalty"] = 1.0
-    sampling = asdict(resolve_sampling(given.model_copy(update=asked), defaults, 0))
+    sampling = structs.asdict(resolve_sampling(given.model_copy(update=asked), defaults, 0))
     if sampling.pop("shaping") is not None:
         raise ConfigError("a recording has the models' own logits: leave out penalties and logit_bias")
     sampling.pop("sample")

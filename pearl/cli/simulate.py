@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from pearl.cli.texts import ablations, print_ablations
 from pearl.document import damaged
 from pearl.errors import ConfigError, TraceError
 from pearl.lab.experiments.estimate import Estimate, speedup
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
 from pearl.trace.reading import read
 
 if TYPE_CHECKING:
@@ -168,9 +167,9 @@ def _again(record: Recorded, seed: int) -> Totals:
     if record.texts is None:
         return run(record.workload, record.published)
     decoding = record.decoding
-    plain = Decoding(decoding.method, decoding.window, decoding.gamma, texts.RULE)
+    plain = RequestOptions(decoding.method, decoding.window, decoding.gamma, texts.RULE)
     guessed = {name: getattr(decoding, name) for name in ("look_ahead", "draft_lookup", "branches")}
-    return texts.run(record.texts, replace(plain, **guessed), record.workload.timing, seed)
+    return texts.run(record.texts, plain.changed(**guessed), record.workload.timing, seed)
 
 
 def _independent(

@@ -11,7 +11,8 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.models.grammar import grammar_of
 from pearl.models.tokenizer import GenerationDefaults
-from pearl.protocol.messages import Decoding, Sampling, Shaping, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.text import Tokenizer
 
 
@@ -133,8 +134,7 @@ def submission(
         number,
         tuple(tokens),
         limit,
-        resolve_sampling(params, defaults, len(tokens)),
-        Decoding(
+        RequestOptions(
             decoding.method,
             decoding.window,
             decoding.gamma_in_use,
@@ -143,11 +143,12 @@ def submission(
             *decoding.guesses,
             decoding.draft_stop,
             decoding.stop_parameters,
+            sampling=resolve_sampling(params, defaults, len(tokens)),
+            stops=tuple(params.stop),
+            logprobs=params.logprobs,
         ),
-        () if params.ignore_eos else defaults.eos,
-        tuple(params.stop),
-        preview,
-        params.logprobs,
+        eos=() if params.ignore_eos else defaults.eos,
+        preview=preview,
     )
 
 

@@ -10,7 +10,15 @@ from typing import NoReturn, Protocol
 from pearl import errors
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
-from pearl.protocol.messages import Committed, Error, Finished, Logprobs, Preview, Provenance, Submit
+from pearl.protocol.messages import (
+    Committed,
+    Error,
+    Finished,
+    Logprobs,
+    Preview,
+    Provenance,
+    Submit,
+)
 from pearl.text import TextStream, Tokenizer
 
 _SHOWN = 60  # characters of a text in a repr
@@ -84,10 +92,10 @@ class Stream:
         self.inbox: deque[object] = deque()
         self.open = True
         self.heard = False  # whether anything has come
-        self.result = Result(seed=submit.sampling.seed, prompt_tokens=list(submit.prompt))
+        self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has come
         self._source = source
-        self._text = TextStream(source.tokenizer, submit.prompt, submit.stops)
+        self._text = TextStream(source.tokenizer, submit.prompt, submit.options.stops)
 
     def take(self, message: object) -> bool:
         """Puts a message into the inbox; False for committed tokens that do not follow those before."""

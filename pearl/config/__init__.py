@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl.config.decoding import (
-    AS_PUBLISHED,
-    BRANCHES,
-    BRANCHING,
-    DRAFT_LOOKUP,
-    DRAFTLESS,
-    LOOK_AHEAD,
-    LOOKING_AHEAD,
-    MAX_WINDOW,
     NUMBER_WORDS,
-    STOPPING,
     DecodingConfig,
     WordedNumber,
     wide_window,
@@ -48,16 +39,12 @@ from pearl.config.sampling import (
     stop_problem,
 )
 from pearl.config.section import UNSUPPORTED, Section, refuse_unknown
-from pearl.decoding.registry import RULES, named_parameters
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
+from pearl.spec.methods import DRAFTLESS
+from pearl.spec.rules import RULES, named_parameters
 
 __all__ = [
-    "AS_PUBLISHED",
-    "BRANCHES",
-    "BRANCHING",
-    "DRAFTLESS",
-    "DRAFT_LOOKUP",
     "DecodingConfig",
     "EngineConfig",
     "LEAST_LOGPROB",
@@ -65,13 +52,10 @@ __all__ = [
     "LEAST_SHARE",
     "LEAST_TEMPERATURE",
     "LONGEST_STOP",
-    "LOOKING_AHEAD",
-    "LOOK_AHEAD",
     "MAX_BIASES",
     "MAX_GRAMMAR",
     "MAX_LOGPROBS",
     "MAX_SLOTS",
-    "MAX_WINDOW",
     "MOST_BIAS",
     "MOST_EOS",
     "MOST_PENALTY",
@@ -82,7 +66,6 @@ __all__ = [
     "ModelRole",
     "NUMBER_WORDS",
     "SECTIONS",
-    "STOPPING",
     "SamplingParams",
     "Section",
     "Settings",

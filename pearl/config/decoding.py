@@ -13,26 +13,24 @@ from pydantic import (
 )
 
 from pearl.config.section import Section
-from pearl.decoding.registry import RULES, Parameters, find, named_parameters
-from pearl.drafting.registry import CAP, FIXED, STOPS, check_stop
 from pearl.errors import ConfigError
-
-# What `pearl.protocol.window.METHODS` says of them, for who must not import the protocol; a test compares the two.
-DRAFTLESS = ("ar", "ngram")  # methods that need no draft
-BRANCHING = ("auto", "pearl", "ssd")  # methods whose draft may prepare for other outcomes
-LOOKING_AHEAD = ("auto", "ngram", "pearl")  # methods whose target verifies guesses too
-# Methods whose draft may stop where a policy says so. Not ssd and pearl-no-post-verify: what the one prepares no policy
-# sees, and the windows of the other would depend on when a verdict comes, and with them its text under ratio.
-STOPPING = ("auto", "sd", "pearl", "pearl-no-pre-verify")
-BONUS = ("sd", "ssd", "pearl-no-post-verify")  # methods whose windows end in a bonus token: ratio texts depend on c
-LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # guesses in one forward, of the target and of the draft
-BRANCHES = 8  # outcomes that a draft prepares for at a time: so many sequences its cache has room for beside the text
-MAX_WINDOW = 64  # tokens, measured; and of several requests that share forwards: none waits for more than so many
-AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
+from pearl.spec.methods import (
+    AS_PUBLISHED,
+    BRANCHES,
+    DRAFT_LOOKUP,
+    LOOK_AHEAD,
+    MAX_GAMMA,
+    MAX_LOOK_AHEAD,
+    MAX_WINDOW,
+    METHODS,
+)
+from pearl.spec.problems import decoding_problem
+from pearl.spec.rules import RULES, Parameters, find, named_parameters
+from pearl.spec.stops import CAP, FIXED, STOPS, check_stop
 
 NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
 WordedNumber = BeforeValidator(lambda given: NUMBER_WORDS.get(given, given) if isinstance(given, str) else given)
-Guesses = Annotated[Annotated[int, Field(ge=0, le=256)] | None, WordedNumber]
+Guesses = Annotated[Annotated[int, Field(ge=0, le=MAX_LOOK_AHEAD)] | None, WordedNumber]
 Outcomes = Annotated[Annotated[int, Field(ge=0, le=BRANCHES)] | None, WordedNumber]
 
 _Decoding = TypeVar("_Decoding", bound="DecodingConfig")
@@ -44,14 +42,19 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
     """
     summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
     choice = Field(default=next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
+    takes = ", ".join(name for name, method in METHODS.items() if method.takes_stops)
     policies = "; ".join(f"{spec.name}: {spec.description}" for spec in STOPS.values())
     stop = Field(
         default=FIXED,
-        description=f"Where the draft ends a window before its bound. {policies}. For methods {', '.join(STOPPING)}; "
+        description=f"Where the draft ends a window before its bound. {policies}. For methods {takes}; "
         f"under sd --gamma is then the bound, {CAP} by default. It changes no text but that of sd under a rule whose "
         "text depends on drafts, and never its distribution.",
     )
-    fields: dict[str, Any] = {"rule": (Literal[tuple(RULES)], choice), "draft_stop": (Literal[tuple(STOPS)], stop)}
+    fields: dict[str, Any] = {
+        "method": (Literal[tuple(METHODS)], section.model_fields["method"]),
+        "rule": (Literal[tuple(RULES)], choice),
+        "draft_stop": (Literal[tuple(STOPS)], stop),
+    }
     of_rules, of_stops = named_parameters(RULES.values()), named_parameters(STOPS.values())
     assert not set(of_rules) & set(of_stops), "a flag is either a rule's or a stop policy's"
     for name, declared in (of_rules | of_stops).items():
@@ -67,18 +70,12 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
 class DecodingConfig(Section):
     """How a request is decoded: the method, its window, the acceptance rule and that rule's parameters."""
 
-    method: Literal["auto", "ar", "ngram", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify"] = Field(
-        default="auto",
-        description="auto: pearl or ngram, what is faster, found out while a text is written; ar: target alone; "
-        "ngram: target alone, verifying guesses from the text so far; sd: draft and "
-        "target in turn; ssd: the same, but the draft prepares for what the target may decide meanwhile; pearl and its "
-        "two ablations.",
-    )
+    method: str = Field(default="auto", description="; ".join(f"{m.name}: {m.description}" for m in METHODS.values()))
     window: Literal["stream", "fixed"] = Field(
         default="stream", description="stream: no full windows; fixed: the paper's."
     )
     gamma: int | None = Field(
-        default=None, ge=1, le=1024, description="Window in tokens; default: the measured speed ratio c."
+        default=None, ge=1, le=MAX_GAMMA, description="Window in tokens; default: the measured speed ratio c."
     )
     rule: str = next(iter(RULES))
     draft_stop: str = FIXED
@@ -111,7 +108,7 @@ class DecodingConfig(Section):
         `window`: c of the text, where it was measured.
         """
         chosen = dict(zip(AS_PUBLISHED, self.guesses, strict=True), rule=self.rule_in_use, gamma=self.gamma_in_use)
-        if self.method in BONUS:
+        if METHODS[self.method].drafts and METHODS[self.method].bonus:  # whose ratio texts depend on c
             chosen["gamma"] = self.gamma_in_use or window or None
         values = find(self.rule_in_use).values(self.parameters)
         return self.model_copy(update=chosen | values | check_stop(self.draft_stop).values(self.stop_parameters))
@@ -119,13 +116,12 @@ class DecodingConfig(Section):
     @property
     def guesses(self) -> tuple[int, int, int]:
         """`look_ahead`, `draft_lookup` and `branches`, with their defaults."""
-        ahead = LOOK_AHEAD if self.method in LOOKING_AHEAD else 0
-        lookup = DRAFT_LOOKUP if self.method in ("auto", "pearl") else 0
-        branches = BRANCHES if self.method in BRANCHING else 0
-        defaults = {"look_ahead": ahead, "draft_lookup": lookup, "branches": branches}
-        chosen = (default if getattr(self, name) is None else getattr(self, name) for name, default in defaults.items())
-        look_ahead, draft_lookup, most = chosen
-        return look_ahead, draft_lookup, most
+        method = METHODS[self.method]
+        chosen = (
+            getattr(method, name) if getattr(self, name) is None else getattr(self, name) for name in AS_PUBLISHED
+        )
+        look_ahead, draft_lookup, branches = chosen
+        return look_ahead, draft_lookup, branches
 
     @property
     def parameters(self) -> Parameters:
@@ -148,41 +144,24 @@ class DecodingConfig(Section):
         return CAP if waits and self.gamma is None else self.gamma
 
     @model_validator(mode="after")
-    def _parameters_of_the_rule(self) -> Self:
-        try:
-            find(self.rule).values(self.parameters)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        if problem := find(self.rule).problem(self.method, self.draft_stop):
+    def _fits_together(self) -> Self:
+        given = self.method, self.rule, self.parameters, self.draft_stop, self.stop_parameters
+        if problem := decoding_problem(*given) or self._guess_problem():
             raise ConfigError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _stops_of_the_method(self) -> Self:
-        try:
-            check_stop(self.draft_stop).values(self.stop_parameters)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        if self.draft_stop != FIXED and self.method not in STOPPING:
-            raise ConfigError(
-                f"draft_stop {self.draft_stop} is for methods {', '.join(STOPPING)}, not {self.method}, which takes "
-                f"{FIXED}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _guesses_of_the_method(self) -> Self:
-        if self.look_ahead and self.method not in LOOKING_AHEAD:
-            raise ConfigError(f"look_ahead is for method {' and '.join(LOOKING_AHEAD)}, not {self.method}")
+    def _guess_problem(self) -> str | None:
+        """Why what guesses beside the draft is not for this method."""
+        method = METHODS[self.method]
+        for name in ("look_ahead", "branches"):
+            if getattr(self, name) and not getattr(method, name):
+                takes = ", ".join(each for each, other in METHODS.items() if getattr(other, name))
+                return f"{name} is for methods {takes}, not {self.method}"
+        if self.draft_lookup and not method.drafts:
+            return f"draft_lookup is for methods with a draft, not {self.method}"
         if self.look_ahead == 0 and self.method == "ngram":
-            raise ConfigError("method ngram with look_ahead 0 is method ar")
-        if self.draft_lookup and self.method in DRAFTLESS:
-            raise ConfigError(f"draft_lookup is for methods with a draft, not {self.method}")
-        if self.branches and self.method not in BRANCHING:
-            raise ConfigError(f"branches are for methods {', '.join(BRANCHING)}, not {self.method}")
-        if self.branches == 0 and self.method == "ssd":
-            raise ConfigError("method ssd with branches 0 is method sd")
-        return self
+            return "method ngram with look_ahead 0 is method ar"
+        return "method ssd with branches 0 is method sd" if self.branches == 0 and self.method == "ssd" else None
 
 
 def wide_window(gamma: int | None) -> str:

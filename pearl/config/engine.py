@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from pearl.config.decoding import DRAFTLESS, MAX_WINDOW, DecodingConfig, wide_window
+from pearl.config.decoding import DecodingConfig, wide_window
 from pearl.config.section import Section, check_utf8
 from pearl.device import Device
-from pearl.drafting.registry import STOPS
 from pearl.errors import ConfigError
+from pearl.spec.methods import DRAFTLESS, MAX_WINDOW
+from pearl.spec.stops import STOPS
 
 MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
 

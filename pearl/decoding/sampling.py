@@ -17,7 +17,7 @@ import torch
 
 from pearl.decoding.keys import EARLIEST, earliest, early, exponentials, exponentials_on_device, uniform
 from pearl.errors import NumericalError
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 _LARGE = 4096  # tokens: where fewer are possible each takes part in a race
 _LIKELY = 1e-4  # probability; a row has a few hundred tokens that are likelier

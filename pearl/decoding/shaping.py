@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pearl.errors import GrammarError
-from pearl.protocol.messages import Shaping
+from pearl.protocol.options import Shaping
 
 
 class Guide(Protocol):
@@ -120,8 +120,9 @@ class Shaper:
         Raises `GrammarError` where there is no telling what it allows, or that is no token of the model.
         """
         shaping, row = self._shaping, logits.to(torch.float32, copy=True)
-        if shaping.logit_bias:
-            ids, biases = zip(*shaping.logit_bias, strict=True)
+        # A draft may lack the target's last ids, which mean nothing there.
+        if known := [(token, bias) for token, bias in shaping.logit_bias if token < len(row)]:
+            ids, biases = zip(*known, strict=True)
             row[self._ids(ids, row)] += torch.tensor(biases, dtype=torch.float32, device=row.device)
         if shaping.repetition_penalty != 1 and self._seen:
             seen = self._ids(self._seen, row)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from pearl.decoding.distribution import Distribution
-from pearl.decoding.registry import Unit
 from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
 from pearl.decoding.rules.joint import JointDraft
 from pearl.decoding.sampling import read_draw
@@ -30,6 +29,7 @@ from pearl.models.calibrate import calibrate_draft
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open, Seen
 from pearl.protocol.window import ForwardTimes, worthwhile
+from pearl.spec.rules import Unit
 
 _LONG = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
 
@@ -115,19 +115,19 @@ class ModelProposer:
         return calibrate_draft(self.runner, brief)
 
     def open(self, command: Open) -> None:
-        half = make_draft_half(command.rule, command.sampling, command.parameters)
+        half = make_draft_half(command.options.rule, command.options.sampling, command.options.parameters)
         place = self._slots.setdefault(command.slot, command.slot)
         before = self._open.get(command.request)
         window = before.window if before is not None else None  # given the prefix anew: its windows go on
         if window is None and (policy := self._policies(command)) is not None:
             window = StopWindow(policy, len(command.prompt))
         self._open = {number: each for number, each in self._open.items() if each.slot != place}
-        shaper = make_shaper(command.sampling.shaping, command.prompt, self._guides)
+        shaper = make_shaper(command.options.sampling.shaping, command.prompt, self._guides)
         # Where the text changes the logits, a row of its own is drawn from each.
-        has_blocks = rule_in_force(command.rule, command.sampling).unit is Unit.BLOCK
+        has_blocks = rule_in_force(command.options.rule, command.options.sampling).unit is Unit.BLOCK
         is_plain = shaper is None and not has_blocks
-        index = text_index(command.prompt, self._datastore) if command.lookup and is_plain else None
-        branches, hedges, lookup = None, command.branches, command.lookup
+        index = text_index(command.prompt, self._datastore) if command.options.draft_lookup and is_plain else None
+        branches, hedges, lookup = None, command.options.branches, command.options.draft_lookup
         if self.chains:  # the rows of one recording, the last token's among them
             lookup = min(lookup, self.runner.capabilities.tree_nodes - 1)
         elif hedges and is_plain and (spare := self._spare()):

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from pearl.drafting.disco import Classifier
 from pearl.drafting.proposer import Features, StopPolicy
-from pearl.drafting.registry import FIXED, find_stop
 from pearl.errors import RequestError
 from pearl.protocol.events import Open
+from pearl.spec.stops import FIXED, find_stop
 
 _FIRST_WINDOW = 5  # tokens; transformers' own, and the DISCO paper's for it
 
@@ -70,10 +70,10 @@ class Doubtful:
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
     """The policy that a request asks for; None: the bound alone. Raises `RequestError` for one that cannot be had."""
     try:
-        values = find_stop(command.draft_stop).values(command.stop_parameters)
+        values = find_stop(command.options.draft_stop).values(command.options.stop_parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    match command.draft_stop:
+    match command.options.draft_stop:
         case "threshold":
             return Threshold(**values)
         case "heuristic":

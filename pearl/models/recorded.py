@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pearl.document import parse_json
 from pearl.errors import ModelError
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 FEATURES = 12  # of a token, as stop policies see them
 _ARRAYS = {"header": "uint8", "tokens": "int32", "lengths": "int64", "ids": "int32", "logits": "float32"}

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pearl.config import BRANCHES
 from pearl.models.checkpoint import is_replay, replayed_file
 from pearl.models.recorded import RecordedTexts, read_texts
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, load_toy
+from pearl.spec.methods import BRANCHES
 
 _CONTEXT = 1 << 20
 _APART = 1e-5  # logits that are not recorded, one from the next smaller: more than float32 rounds them by

@@ -6,14 +6,22 @@ They decide nothing about the text.  While one may draft it never waits; what it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
 from pearl.protocol.events import Cause, Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.machine import Do, Machine, Table
-from pearl.protocol.messages import Begin, DraftTokens, Error, Finish, Resync, Source, Verdict
+from pearl.protocol.messages import (
+    Begin,
+    DraftTokens,
+    Error,
+    Finish,
+    Resync,
+    Source,
+    Verdict,
+)
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.request_machine import PREFILL_CHUNK, SHARED_CHUNK
 from pearl.protocol.sequence import TokenSequence, extend_digest
@@ -97,9 +105,7 @@ class DraftMachine(Machine):
         self._lost = self._paused = self._is_hedged = False
         self._part()
         self.sequence.restart(begin.tokens)
-        rule, extras = (begin.rule, (), begin.parameters), (begin.lookup, begin.branches)
-        stop = begin.draft_stop, begin.stop_parameters
-        do(Open(begin.tokens, begin.sampling, *rule, self.slot, *extras, *stop, request=begin.request))
+        do(Open(begin.tokens, begin.options, self.slot, request=begin.request))
         self._go_on(do)
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
@@ -149,7 +155,7 @@ class DraftMachine(Machine):
             self._searched = 0.0
             tokens, rows, known = event.tokens, event.rows, self.sequence.committed
             drafted = DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows, known=known)
-            do(Send(replace(drafted, paused=event.paused) if event.paused else drafted))
+            do(Send(drafted.changed(paused=event.paused) if event.paused else drafted))
             self._prepare(event.branches, do)
         elif self._hedges:
             self._is_hedged = event.paused
@@ -162,7 +168,7 @@ class DraftMachine(Machine):
         """Sends what is new of the continuations for other outcomes."""
         assert self.begun is not None
         seq = self.sequence
-        has_bonus = self.begun.bonus and len(seq.tokens) >= self._until
+        has_bonus = self.begun.options.prepares_bonus and len(seq.tokens) >= self._until
         end = len(seq.tokens) + has_bonus  # of positions that are still to be decided
         for branch in branches:
             assert branch.after is not None
@@ -175,7 +181,7 @@ class DraftMachine(Machine):
             self.counts.branched += len(new)
             start, rows = branch.start + len(sent), branch.rows[len(sent) :]
             message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH)
-            do(Send(replace(message, after=branch.after, known=seq.committed)))
+            do(Send(message.changed(after=branch.after, known=seq.committed)))
 
     def _follow(self, branches: tuple[Proposal, ...], do: Do) -> None:
         """Sends what the running forward has added to the branch that has become the text meanwhile."""
@@ -192,7 +198,7 @@ class DraftMachine(Machine):
                 self.counts.drafted += len(new)
                 rows = branch.rows[have:end]
                 message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, known=known)
-                do(Send(replace(message, source=Source.BRANCH)))
+                do(Send(message.changed(source=Source.BRANCH)))
 
     def _part(self) -> None:
         """What is being drafted, and what was prepared, would continue a prefix that no longer stands."""
@@ -255,7 +261,7 @@ class DraftMachine(Machine):
         seq = self.sequence
         is_full = self.draft_until <= len(seq.tokens) or self._paused
         may_go_on = seq.committed < len(seq.tokens) < self.context
-        return self.begun.branches > 0 and is_full and may_go_on and not self._is_hedged
+        return self.begun.options.branches > 0 and is_full and may_go_on and not self._is_hedged
 
     def _hedge(self, do: Do) -> None:
         """Starts a forward that prepares for other outcomes."""
@@ -269,7 +275,7 @@ class DraftMachine(Machine):
         self._overtaken, self._hedges = False, True
         self.state = State.DRAFTING
         pending, depth = len(seq.tokens) - seq.committed, self.draft_until - seq.committed
-        do(Draft(start, tokens, 0, pending, depth, self.begun.bonus, request=self.begun.request))
+        do(Draft(start, tokens, 0, pending, depth, self.begun.options.prepares_bonus, request=self.begun.request))
 
     @property
     def _until(self) -> int:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from pearl.protocol.messages import FinishReason, Message, Sampling, Source
+from pearl.protocol.messages import FinishReason, Message, Source
+from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 
 
@@ -197,24 +198,11 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew).
-
-    `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
-    other outcomes that it prepares continuations for at a time; `draft_stop`: the policy that ends its windows;
-    `logprobs`: see `Submit`.
-    """
+    """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew)."""
 
     prompt: tuple[int, ...]
-    sampling: Sampling
-    rule: str
-    stops: tuple[str, ...] = ()
-    parameters: tuple[tuple[str, float], ...] = ()  # of the rule
+    options: RequestOptions
     slot: int = 0
-    lookup: int = 0
-    branches: int = 0
-    draft_stop: str = "fixed"
-    stop_parameters: tuple[tuple[str, float], ...] = ()  # of the policy
-    logprobs: int | None = None
     request: int = field(default=-1, kw_only=True)
 
 

@@ -6,15 +6,15 @@ Changes one `RequestState` and sends nothing; what follows from it is the state 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 
 from pearl.errors import RemoteProtocolError
 from pearl.protocol.messages import DraftTokens, Source
-from pearl.protocol.proposals import MAX_BRANCHES, Proposal
+from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import RequestState
 from pearl.protocol.sequence import common_prefix
 from pearl.protocol.window import Speeds
+from pearl.spec.methods import MAX_BRANCHES
 
 
 class Taken(Enum):
@@ -108,7 +108,7 @@ def _keep_branch(request: RequestState, speeds: Speeds, message: DraftTokens, af
     is_open = committed <= position and (is_other or is_bonus) and not _is_astray(request, message)
     is_next = message.start == (position + 1 if known is None else known.end)
     is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
-    if not (request.submit.decoding.branches and is_open and is_next) or is_one_more:
+    if not (request.options.branches and is_open and is_next) or is_one_more:
         return _drop(request)
     request.proposals.add(Proposal(position + 1, message.tokens, message.rows, message.source, after))
     return Taken.NOTHING
@@ -143,4 +143,4 @@ def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
     """Its tokens from the one with index `start` to before that with `end`."""
     tokens, rows = message.tokens[start:end], message.rows[start:end]
     source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
-    return replace(message, start=message.start + start, tokens=tokens, rows=rows, source=source)
+    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source)

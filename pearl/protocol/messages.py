@@ -6,11 +6,30 @@ The byte format (msgpack arrays, limits, checks) is `transport/codec.py`; its wr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-PROTOCOL_VERSION = 10
+from msgspec import Meta
+
+from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
+from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
+
+PROTOCOL_VERSION = 11
+
+MAX_FRAME = 16 << 20  # bytes
+MAX_TOKENS = 1 << 20  # in one list
+MAX_RUN = 2048  # drafted tokens in one message: twice the largest gamma
+MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
+LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock measures less
+MOST_SECONDS = 1e9  # thirty years: quotients and multiples of these are formed, and must stay numbers
+MAX_STATISTICS = 1 << 20  # characters
+
+Tokens = Annotated[tuple[Position, ...], Meta(max_length=MAX_TOKENS)]
+Run = Annotated[tuple[Position, ...], Meta(max_length=MAX_RUN)]
+Vocabulary = Annotated[int, Meta(ge=0, le=MAX_VOCAB)]
+Version = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
+Logarithm = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0.0)]
 
 
 class Role(Enum):
@@ -46,105 +65,60 @@ class Source(Enum):
     LOOKUP = "lookup"  # the model too, by a guess of its own that a forward for the token before has confirmed
 
 
-@dataclass(frozen=True, slots=True)
-class Shaping:
-    """How the text before them changes logits; see `pearl.decoding.shaping`. `prompt`: tokens that were not generated.
+class SparseRow(Record, frozen=True):
+    """A distribution of few possible tokens: bytes of their ids (int32 LE) and probabilities (float32 LE)."""
 
-    A `repetition_penalty` of 1 and other penalties of 0 do nothing. `logit_bias`: (token id, what is added).  What is
-    generated keeps to `grammar` (of `pearl.models.grammar`), and then ends with one of `ends`; empty: to none.
-    """
-
-    prompt: int
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: str = ""
-    ends: tuple[int, ...] = ()
+    ids: Annotated[bytes, Meta(max_length=MAX_FRAME)]
+    probs: Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to turn logits into tokens; all resolved. `temperature` 0 is greedy; top_k 0, top_p 1, min_p 0: off.
+FRAME, CHANNEL = 0, 1  # a distribution in a raw frame behind the header, or over the tensor channel
+WireRow = SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None  # None: left out of a trace; never on the wire
 
-    `shaping`: None where logits are taken as they are.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    sample: int = 0
-    shaping: Shaping | None = None
+if TYPE_CHECKING:
+    Rows = tuple[Any, ...]  # in a process `decoding.distribution.Distribution`s
+else:
+    Rows = Annotated[tuple[WireRow, ...], Meta(max_length=MAX_RUN)]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """Which method decodes a request. `gamma` is the fixed window, None where the window is the measured ratio.
-
-    `parameters`: (name, value) of the rule's parameters; one left out has the rule's default.  `look_ahead`: the most
-    guesses made without a model that the target is fed in one forward, and `draft_lookup` that the draft is; 0: none.
-    `branches`: the most other outcomes that the draft prepares continuations for at a time.  `draft_stop`: the policy
-    that ends the draft's windows before their bound, with its parameters.
-    """
-
-    method: str = "pearl"
-    window: str = "stream"
-    gamma: int | None = None
-    rule: str = "ratio"
-    parameters: tuple[tuple[str, float], ...] = ()
-    look_ahead: int = 0
-    draft_lookup: int = 0
-    branches: int = 0
-    draft_stop: str = "fixed"
-    stop_parameters: tuple[tuple[str, float], ...] = ()
+class Message(Record, frozen=True, tag=0):
+    """Base of the message types; each has a number of its own, for ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frozen=True, tag=1):
     """First message in either direction. `context`: the most tokens the sender's model can hold."""
 
-    version: int
+    version: Version
     role: Role
-    vocab_size: int
-    context: int
-    vocab_digest: bytes = b""
+    vocab_size: Vocabulary
+    context: Position
+    vocab_digest: Annotated[bytes, Meta(max_length=64)] = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message, frozen=True, tag=2):
     """The target's answer to a front's Hello: what this engine serves, and the speeds measured at start (seconds)."""
 
-    version: int
-    vocab_size: int
-    context: int
-    draft_context: int  # 0: no draft
-    t_draft: float  # 0.0: unknown
-    t_target: tuple[tuple[int, float], ...]  # (fed tokens, seconds)
-    window: int
+    version: Version
+    vocab_size: Vocabulary
+    context: Position
+    draft_context: Position  # 0: no draft
+    t_draft: Seconds  # 0.0: unknown
+    t_target: Annotated[tuple[tuple[Count, Seconds], ...], Meta(max_length=MAX_RUN)]  # (fed tokens, seconds)
+    window: Position
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A front asks for a text. `request` is the front's own number; `limit` the total length at which to end.
+class Submit(Message, frozen=True, tag=3):
+    """A front asks for a text. `request` is the front's own number; `limit` the total length at which to end."""
 
-    `logprobs`: tell of each token its log probability, and of so many of the likeliest tokens at its place; None: not.
-    """
-
-    request: int
-    prompt: tuple[int, ...]
-    limit: int
-    sampling: Sampling
-    decoding: Decoding
-    eos: tuple[int, ...] = ()
-    stops: tuple[str, ...] = ()
+    request: Count
+    prompt: Tokens
+    limit: Position
+    options: RequestOptions
+    eos: Ends = ()
     preview: bool = False
-    logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(Record, frozen=True):
     """What the target's row says of a token: natural logarithms of probabilities at temperature 1, unfiltered and
     without penalties and biases; at least `LEAST_LOGPROB`.
 
@@ -152,65 +126,48 @@ class Logprobs:
         top: the likeliest tokens, the likeliest first, each with its own.
     """
 
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: Logarithm
+    top: Annotated[tuple[tuple[Position, Logarithm], ...], Meta(max_length=MAX_LOGPROBS)] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Message, frozen=True, tag=4):
     """Final tokens from position `start` on, with one provenance each; `logprobs` too, where asked for."""
 
-    request: int
-    start: int
-    tokens: tuple[int, ...]
-    provenance: tuple[Provenance, ...]
-    logprobs: tuple[Logprobs, ...] = ()
+    request: Count
+    start: Position
+    tokens: Tokens
+    provenance: Annotated[tuple[Provenance, ...], Meta(max_length=MAX_TOKENS)]
+    logprobs: Annotated[tuple[Logprobs, ...], Meta(max_length=MAX_TOKENS)] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(Message, frozen=True, tag=5):
     """Pending tokens from position `start` on: a guess, replaced by what is committed. Only on request."""
 
-    request: int
-    start: int
-    tokens: tuple[int, ...]
+    request: Count
+    start: Position
+    tokens: Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Message, frozen=True, tag=6):
     """A request ended. `statistics` is a JSON document (see pearl.metrics.Statistics)."""
 
-    request: int
+    request: Count
     reason: FinishReason
-    statistics: str
+    statistics: Annotated[str, Meta(max_length=MAX_STATISTICS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The target gives the draft a whole prefix: a new request, or one to be resumed after a resynchronisation.
+class Begin(Message, frozen=True, tag=7):
+    """The target gives the draft a whole prefix: a new request, or one to be resumed after a resynchronisation."""
 
-    `lookup`: the most guesses made without a model that the draft feeds itself in one forward; `branches`: the most
-    other outcomes that it prepares continuations for at a time; `bonus`: the target draws the token behind a window
-    itself, so that is such an outcome too; `draft_stop`: the policy that ends windows, with its parameters.
-    """
-
-    request: int
-    epoch: int
-    tokens: tuple[int, ...]
-    draft_until: int
-    sampling: Sampling
-    rule: str
-    digest: int
-    parameters: tuple[tuple[str, float], ...] = ()  # of the rule
-    lookup: int = 0
-    branches: int = 0
-    bonus: bool = False
-    draft_stop: str = "fixed"
-    stop_parameters: tuple[tuple[str, float], ...] = ()
+    request: Count
+    epoch: Count
+    tokens: Tokens
+    draft_until: Position
+    digest: Word
+    options: RequestOptions
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTokens:
+class DraftTokens(Message, frozen=True, tag=8):
     """Tokens proposed for the positions from `start` on, in their order.
 
     Attributes:
@@ -225,103 +182,88 @@ class DraftTokens:
         known: how long a prefix the target had told the draft when it drafted them.
     """
 
-    request: int
-    epoch: int
-    start: int
-    tokens: tuple[int, ...]
-    seconds: float = 0.0
-    rows: tuple[Any, ...] = ()
-    waited: float = 0.0
+    request: Count
+    epoch: Count
+    start: Position
+    tokens: Run
+    seconds: Seconds = 0.0
+    rows: Rows = ()
+    waited: Seconds = 0.0
     source: Source = Source.MODEL
-    after: tuple[int, int] | None = None
+    after: tuple[Position, Position] | None = None
     paused: bool = False
-    known: int = 0
+    known: Position = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Message, frozen=True, tag=9):
     """Tokens committed from position `start` on; draft up to (not including) position `draft_until`.
 
     `epoch` is one higher than before where the draft's continuation has become invalid. `digest` is the rolling hash
     of the whole committed prefix, these tokens included.
     """
 
-    request: int
-    epoch: int
-    start: int
-    tokens: tuple[int, ...]
-    draft_until: int
-    digest: int
+    request: Count
+    epoch: Count
+    start: Position
+    tokens: Tokens
+    draft_until: Position
+    digest: Word
 
 
-@dataclass(frozen=True, slots=True)
-class Resync:
+class Resync(Message, frozen=True, tag=10):
     """The draft lost the thread (a gap, or a digest that does not match) and asks for the whole prefix."""
 
-    request: int
-    epoch: int
+    request: Count
+    epoch: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Message, frozen=True, tag=11):
     """The request is over; the draft stops drafting for it."""
 
-    request: int
+    request: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message, frozen=True, tag=12):
     """A front no longer wants this request."""
 
-    request: int
+    request: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Message, frozen=True, tag=13):
     """From a work loop. `step` counts forwards, `work` names what is being done with how many `tokens`.
 
     `seconds`: how long that should take; of "calibrated", which admits a draft, what a token takes it.
     """
 
-    step: int
-    work: str
-    tokens: int
-    seconds: float = 0.0
+    step: Count
+    work: Name
+    tokens: Count
+    seconds: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Message, frozen=True, tag=14):
     """Clock ping: `sent` is the sender's monotonic clock, nanoseconds."""
 
-    sent: int
+    sent: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(Message, frozen=True, tag=15):
     """Answer to a Ping: `sent` as received, `received` the answerer's monotonic clock, nanoseconds."""
 
-    sent: int
-    received: int
+    sent: Count
+    received: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Message, frozen=True, tag=17):
     """Record what you do from now on, as recording `number`; not `on`: end it. Echoed by the receiver once done."""
 
-    number: int
+    number: Count
     on: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Error:
+class Error(Message, frozen=True, tag=16):
     """Something went wrong at the sender. `request` -1: about none. `kind`: a class name of pearl.errors."""
 
-    request: int
-    kind: str
-    message: str
-
-
-Message = (
-    Hello | Welcome | Submit | Committed | Preview | Finished | Begin | DraftTokens | Verdict | Resync | Finish
-    | Cancel | Heartbeat | Ping | Pong | Trace | Error
-)  # fmt: skip
+    request: Annotated[int, Meta(ge=-1)]
+    kind: Name
+    message: Annotated[str, Meta(max_length=MAX_TEXT // 4)]

@@ -13,8 +13,6 @@ from typing import Any
 
 from pearl.protocol.messages import Source
 
-MAX_BRANCHES = 64  # of one request, that wait for their outcome
-
 
 @dataclass(frozen=True, slots=True)
 class Proposal:

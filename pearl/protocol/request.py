@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pearl.protocol.events import Odds, Phase
 from pearl.protocol.fed import Fed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
+from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import METHODS, Method, Window, whole_blocks
+from pearl.protocol.window import Window, whole_blocks
+from pearl.spec.methods import Method
 
 _RESYNCS, _TOKENS_A_RESYNC = 16, 4  # whole prefixes that a draft may have again: at first, and one for so many tokens
 
@@ -112,14 +114,18 @@ class RequestState:
         return self.submit.request
 
     @property
+    def options(self) -> RequestOptions:
+        return self.submit.options
+
+    @property
     def method(self) -> Method:
-        return METHODS[self.submit.decoding.method]
+        return self.options.way
 
     @property
     def looks_ahead(self) -> bool:
         """Whether the target verifies guesses, made without a model, too. They make no block whole."""
         is_of_use = self.block == 1 or not self.method.drafts
-        return self.submit.decoding.look_ahead > 0 and self.method.looks_ahead and is_of_use
+        return self.options.look_ahead > 0 and self.method.look_ahead > 0 and is_of_use
 
     @property
     def is_drafting(self) -> bool:
@@ -167,7 +173,7 @@ class RequestState:
 
     @property
     def _bounds(self) -> Window:
-        policy, committed, pending = self.submit.decoding.window, self.sequence.committed, len(self.sequence.pending)
+        policy, committed, pending = self.options.window, self.sequence.committed, len(self.sequence.pending)
         c = self.window if self.block == 1 else whole_blocks(self.window, self.block)
         window = Window.after(self.method, policy, c, committed, fresh=self.is_fresh, pending=pending)
         return window if self.block == 1 else window.in_blocks(self.block, committed)

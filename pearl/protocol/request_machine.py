@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
-from pearl.decoding.registry import find
 from pearl.errors import RemoteProtocolError
 from pearl.protocol.events import (
     Cause,
@@ -148,8 +147,9 @@ class RequestMachine(Machine):
     ) -> None:
         super().__init__()
         self.state = State.IDLE
-        rule, is_greedy = find(submit.decoding.rule), submit.sampling.temperature == 0
-        block = 1 if is_greedy else rule.block(submit.decoding.parameters)
+        options = submit.options
+        rule, is_greedy = options.rule_spec, options.sampling.temperature == 0
+        block = 1 if is_greedy else rule.block(options.parameters)
         self.request = RequestState(submit, sequence, draft_context=draft_context, window=window, block=block)
         self.submit, self.sequence = submit, sequence
         self.proposals, self.counts = self.request.proposals, self.request.counts
@@ -194,9 +194,7 @@ class RequestMachine(Machine):
         seq.restart(submit.prompt)
         self.counts.cached = seq.fed
         self.request.told_front = seq.committed
-        decoding, number = submit.decoding, submit.request
-        rule = decoding.rule, submit.stops, decoding.parameters
-        do(Open(submit.prompt, submit.sampling, *rule, self.slot, logprobs=submit.logprobs, request=number))
+        do(Open(submit.prompt, submit.options, self.slot, request=submit.request))
         self.request.told_guesser = len(submit.prompt)
         self.resting.begin(do)
         begin_draft(self.request, self.speeds, do)
@@ -389,7 +387,7 @@ class RequestMachine(Machine):
     def _guess(self, do: Do) -> None:
         seq, told = self.sequence, self.request.told_guesser
         self.state = State.GUESSING
-        acceptance, most = self.speeds.acceptance if self.request.is_drafting else 1.0, self.submit.decoding.look_ahead
+        acceptance, most = self.speeds.acceptance if self.request.is_drafting else 1.0, self.request.options.look_ahead
         new, limit = tuple(seq.tokens[told:]), self.submit.limit - 1  # the token before the limit is not fed
         do(Guess(told, new, seq.committed, limit, acceptance, most, request=self.number))
         self.request.told_guesser = len(seq.tokens)

@@ -101,7 +101,7 @@ class Resting:
 
     def _retrace(self, do: Do) -> None:
         """While the draft drafts, what the text would have taken without it is found out."""
-        request, most = self._request, self._request.submit.decoding.look_ahead
+        request, most = self._request, self._request.options.look_ahead
         is_wanted = self.compares and not request.is_resting and self._choice.overhead is not None
         if is_wanted or self._retraces:
             sizes = range(1, most + 2) if is_wanted else ()

@@ -18,24 +18,10 @@ def begin_draft(request: RequestState, speeds: Speeds, do: Do) -> None:
     """Gives the draft the whole prefix, if there is a draft to give it to."""
     if not request.is_drafting:
         return
-    seq, submit, decoding = request.sequence, request.submit, request.submit.decoding
+    seq = request.sequence
     request.told_draft, request.is_paused = seq.committed, False
     prefix, until = tuple(seq.tokens[: seq.committed]), grant(request, speeds)
-    begin = Begin(
-        request.number,
-        request.epoch,
-        prefix,
-        until,
-        submit.sampling,
-        decoding.rule,
-        seq.digest,
-        decoding.parameters,
-        decoding.draft_lookup,
-        decoding.branches,
-        bonus=decoding.branches > 0 and request.method.bonus,
-        draft_stop=decoding.draft_stop,
-        stop_parameters=decoding.stop_parameters,
-    )
+    begin = Begin(request.number, request.epoch, prefix, until, seq.digest, request.options)
     do(Send(begin))
 
 
@@ -73,7 +59,7 @@ def grant(request: RequestState, speeds: Speeds) -> int:
     tokens that the draft was never allowed to draft.
     """
     if request.grants % _GRANTS_A_CHOICE == 0 and not (request.grants and request.keeps_window):
-        request.window = request.submit.decoding.gamma or speeds.best_window(request.beside)
+        request.window = request.options.gamma or speeds.best_window(request.beside)
     request.grants += 1
     request.draft_until = max(request.draft_until, request.may_draft_until)
     request.furthest = max(request.furthest, request.draft_until - request.sequence.committed)

@@ -12,9 +12,8 @@ from itertools import accumulate
 from math import inf
 
 from pearl.protocol.choice import Choice
+from pearl.spec.methods import MAX_WINDOW, Method
 
-MAX_WINDOW = 64
-MAX_LOOK_AHEAD = 256  # guesses in one forward
 _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: a hiccup fades within ten forwards
 # Forwards of other sizes until a time begins to fade, by how much with each after that, and down to which part of it.
@@ -303,35 +302,6 @@ def worthwhile(chances: Sequence[float], fed: int, expected: float, t_target: Ca
 
 def _blend(old: float, new: float, weight: float = _TIME_WEIGHT) -> float:
     return old + weight * (min(new, _MOST_OFF * old) - old) if old else new
-
-
-@dataclass(frozen=True)
-class Method:
-    """What makes a decoding method: which of PEARL's two overlaps it has. One coordinator runs them all."""
-
-    drafts: bool = True
-    pre_verify: bool = True  # the target judges the first token while the window is being drafted
-    post_verify: bool = True  # the draft drafts on while the target verifies
-    looks_ahead: bool = False  # the target may be fed guesses made without a model (`Decoding.look_ahead`)
-    adapts: bool = False  # the draft rests where it does not pay (`choice`), if no text changes by that
-
-    @property
-    def bonus(self) -> bool:
-        """Whether the row after a fully accepted window is drawn from: only where no draft token will come for it."""
-        return not self.post_verify
-
-
-METHODS = {
-    "auto": Method(looks_ahead=True, adapts=True),
-    "ar": Method(drafts=False, pre_verify=False, post_verify=False),
-    "ngram": Method(drafts=False, pre_verify=False, post_verify=False, looks_ahead=True),
-    "sd": Method(pre_verify=False, post_verify=False),
-    "ssd": Method(pre_verify=False, post_verify=False),  # sd whose draft prepares for what the target may decide
-    "pearl": Method(looks_ahead=True),
-    "pearl-no-pre-verify": Method(pre_verify=False),
-    "pearl-no-post-verify": Method(post_verify=False),
-}
-WINDOWS = ("stream", "fixed")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.trace.recorder import BESIDE, LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
-VERSION = 8  # of the metadata under "pearl_trace"
+VERSION = 9  # of the metadata under "pearl_trace"
 _ACCEPTED, _REJECTED, _DISCARDED = "accepted", "rejected", "discarded"
 _MOST_HELD = 1000  # records of one wait
 _COUNTERS = ("pending", "epoch", "window", "acceptance")
@@ -160,7 +160,7 @@ class _Merged:
                 event, epochs[args["event"].get("request")] = args["event"], args["epoch"]
                 if is_rejection(args):
                     self._rejections |= {_verdict(m) for m in _sent(args) if m["type"] == "Verdict"}
-                if event["type"] == "Submit" and event["decoding"]["look_ahead"]:
+                if event["type"] == "Submit" and event["options"]["look_ahead"]:
                     self._drawn[event["request"]] = {}
                 if event["type"] == "DraftTokens":
                     line = _line(event)

@@ -157,7 +157,7 @@ def same_time(traces: Sequence[Trace], seconds: float | None = None) -> list[Cha
 def _method(trace: Trace) -> str:
     """The method, and what guesses beside the draft where all requests have the same."""
     known = {"look_ahead": "look-ahead", "draft_lookup": "lookup", "branches": "branches"}
-    decodings = [request.args.get("decoding", {}) for request in trace.requests]
+    decodings = [request.args.get("options", {}) for request in trace.requests]
     used = [tuple(word for name, word in known.items() if decoding.get(name)) for decoding in decodings]
     if len({*used}) > 1 or trace.method != "pearl":
         return trace.method

@@ -105,7 +105,7 @@ def _latency(requests: Sequence[_Request], name: str) -> Latency:
     steps = sum(one.steps for one in requests)
     return Latency(
         request=name,
-        method=", ".join(dict.fromkeys(one.whole.args.get("decoding", {}).get("method", "?") for one in requests)),
+        method=", ".join(dict.fromkeys(one.whole.args.get("options", {}).get("method", "?") for one in requests)),
         num_prompt_tokens=sum(one.whole.args.get("prompt_tokens", 0) for one in requests),
         num_generated_tokens=tokens,
         queue_seconds=_quantile(sorted(one.whole.start - one.submitted for one in requests), 0.5) or 0.0,

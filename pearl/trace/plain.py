@@ -1,6 +1,6 @@
 """Events, commands and messages as lists and dicts, for a file, and back. Distributions are left out.
 
-Writing is coded by hand (in the loop of a worker a few microseconds count); reading is by pydantic.
+Writing is coded by hand (in the loop of a worker a few microseconds count); reading is by msgspec.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
+from msgspec import Struct
 
 from pearl.decoding.distribution import Distribution
 from pearl.errors import TraceError
-from pearl.protocol import events, messages, request, window
+from pearl.protocol import events, messages, options, request, window
 
 _SIMPLE = (int, float, str, type(None))
 
@@ -49,8 +50,7 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
         return lambda value: value.hex()
     if kind is dict:
         return lambda value: {str(plain(k)): plain(v) for k, v in value.items()}
-    assert is_dataclass(kind), kind
-    names, name = [f.name for f in fields(kind)], kind.__name__
+    names, name = _fields(kind), kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:
         return {"type": name, **{n: plain(getattr(value, n)) for n in names}}
@@ -58,26 +58,42 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
     return encode
 
 
+def _fields(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, Struct):
+        return kind.__struct_fields__
+    assert is_dataclass(kind), kind
+    return tuple(field.name for field in fields(kind))
+
+
 def from_plain(value: Any) -> Any:
     """The inverse of `plain`; distributions are missing. Raises `TraceError`."""
     try:
-        kind = _KINDS[value["type"]]
-        given = {k: v for k, v in value.items() if k != "type"}
-        return _adapter(kind).validate_python(given)
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        return msgspec.convert(_convertible(value), _KINDS[value["type"]], strict=False)
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
             f"the trace holds an event that this version does not know: {value!r:.200} ({error})"
         ) from None
 
 
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _convertible(value: Any) -> Any:
+    """As msgspec takes it: a record, which travels as an array, is one here too."""
+    if isinstance(value, list):
+        return [_convertible(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    given = {name: _convertible(item) for name, item in value.items() if name != "type"}
+    kind = _KINDS.get(value.get("type", ""))
+    if kind is None or not issubclass(kind, Struct):
+        return given
+    if unknown := given.keys() ^ set(kind.__struct_fields__):
+        raise ValueError(f"{kind.__name__} has other fields: {', '.join(sorted(unknown))}")
+    tag = kind.__struct_config__.tag
+    return [*([] if tag is None else [tag]), *(given[name] for name in kind.__struct_fields__)]
 
 
 _KINDS: dict[str, type] = {
     name: kind
-    for module in (events, messages, request, window)
+    for module in (events, messages, options, request, window)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and is_dataclass(kind)
+    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Struct))
 }

@@ -73,7 +73,7 @@ class Trace:
     @property
     def method(self) -> str:
         """The decoding method of the requests; a request that was cut off names none."""
-        return ", ".join(dict.fromkeys(r.args.get("decoding", {}).get("method", "?") for r in self.requests))
+        return ", ".join(dict.fromkeys(r.args.get("options", {}).get("method", "?") for r in self.requests))
 
     @property
     def start(self) -> float:

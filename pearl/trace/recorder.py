@@ -27,7 +27,7 @@ from pearl.version import __version__
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # of the parts; a reader takes no other
+FORMAT = 5  # of the parts; a reader takes no other
 # tracks: the worker's loop, the thread of its mailbox, its device, the draft's thread that computes
 LOOP, MAIL, GPU, AHEAD = 1, 2, 3, 4
 TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU", AHEAD: "forwards"}

@@ -193,7 +193,7 @@ class Tracer:
             if number not in self._opened:
                 args = {"request": number}
                 if isinstance(request, Submit):
-                    args |= {"decoding": request.decoding, "sampling": request.sampling}
+                    args["options"] = request.options
                     args |= {"prompt_tokens": len(request.prompt)}
                 self._opened[number] = (start, args)
 

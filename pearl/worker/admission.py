@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pearl.config import MAX_WINDOW, STOPPING, sampling_problem, stop_problem, wide_window
-from pearl.decoding.registry import find
-from pearl.drafting.registry import FIXED, STOPS
+from pearl.config import wide_window
 from pearl.errors import RequestError
-from pearl.protocol.messages import Decoding, Submit
-from pearl.protocol.window import METHODS
+from pearl.protocol.messages import Submit
+from pearl.spec.methods import MAX_WINDOW
+from pearl.spec.stops import STOPS
 from pearl.transport.base import Peer
 
 MAX_FRONTS = 256
@@ -48,9 +47,9 @@ class Admission:
         problem = self._problem(submit) or self._excess(front)
         if problem:
             raise RequestError(problem)
-        shaping = submit.sampling.shaping
+        shaping = submit.options.sampling.shaping
         grammar = shaping.grammar if shaping is not None else ""
-        holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.stops)) + len(grammar)
+        holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.options.stops)) + len(grammar)
         self._held = {waiting: held for waiting, held in self._held.items() if waiting in self._owners}
         own = sum(held for waiting, held in self._held.items() if self._owners[waiting][0] == front)
         if own + holds > MAX_SHARE and sum(self._held.values()) + holds > MAX_HELD:
@@ -65,36 +64,19 @@ class Admission:
     def _problem(self, submit: Submit) -> str | None:
         if not submit.prompt:
             return "the prompt is empty: give at least one token"
-        if submit.decoding.method not in METHODS:
-            return f"unknown method {submit.decoding.method!r}; choose one of {', '.join(METHODS)}"
-        if problem := self._stop_problem(submit.decoding):
+        options = submit.options
+        if problem := options.problem():
             return problem
-        if problem := find(submit.decoding.rule).problem(submit.decoding.method, submit.decoding.draft_stop):
-            return problem
-        if "" in submit.stops:
-            return "a stop string must not be empty"
-        if problem := stop_problem(submit.stops):
-            return problem
-        if self._slots > 1 and (submit.decoding.gamma or 0) > MAX_WINDOW:
-            return wide_window(submit.decoding.gamma)
-        sampling = submit.sampling
-        if problem := sampling_problem(sampling.temperature, sampling.top_p, sampling.min_p):
-            return problem
+        if STOPS[options.draft_stop].is_trained and not self._has_classifier:
+            return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
+        if self._slots > 1 and (submit.options.gamma or 0) > MAX_WINDOW:
+            return wide_window(submit.options.gamma)
         if max(submit.prompt) >= self._vocab_size:
             return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {self._vocab_size - 1}"
-        shaping = sampling.shaping
+        shaping = options.sampling.shaping
         if shaping is not None and (beyond := [token for token, _ in shaping.logit_bias if token >= self._vocab_size]):
             return f"logit_bias names token id {beyond[0]}, the model has ids up to {self._vocab_size - 1}"
         if submit.limit > self._context or submit.limit <= len(submit.prompt):
             length = len(submit.prompt)
             return f"prompt of {length} tokens and limit {submit.limit} do not fit a context of {self._context}"
-        return None
-
-    def _stop_problem(self, decoding: Decoding) -> str | None:
-        if decoding.draft_stop == FIXED:
-            return None
-        if decoding.method not in STOPPING:
-            return f"draft_stop {decoding.draft_stop} is for methods {', '.join(STOPPING)}, not {decoding.method}"
-        if STOPS[decoding.draft_stop].is_trained and not self._has_classifier:
-            return f"draft_stop {decoding.draft_stop} needs a classifier, and this engine was started without --disco"
         return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pearl.config import BRANCHES, EngineConfig, ModelConfig, ModelRole
+from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.device import Device, usable_cores
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.disco import classifier_of
@@ -31,6 +31,7 @@ from pearl.models.runner import ModelRunner, dtype_of
 from pearl.models.shard import ALONE
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabulary_digest
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
+from pearl.spec.methods import BRANCHES
 from pearl.text import TextStream, Tokenizer
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer

@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pearl.decoding.distribution import Form, are_probabilities
 from pearl.errors import DraftLost, RemoteProtocolError
-from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Message, Ping
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    DraftTokens,
+    Error,
+    Hello,
+    Message,
+    Ping,
+)
 from pearl.transport.base import Peer, TensorChannel
 from pearl.transport.mailbox import Mailbox
 from pearl.worker.execute import TargetExecutor
@@ -143,7 +150,7 @@ class DraftLink:
             raise RemoteProtocolError("draft sent tokens without what the rule needs to judge them")
         if needs is None:
             return None
-        return message if needs or not message.rows else replace(message, rows=())
+        return message if needs or not message.rows else message.changed(rows=())
 
     def _receive_announced(self, message: DraftTokens) -> None:
         """Announced rows are received at once, stale ones included, so that the channel stays in step.

@@ -13,7 +13,6 @@ import torch
 
 from pearl.config import LEAST_LOGPROB
 from pearl.decoding.distribution import Distribution, Form
-from pearl.decoding.registry import Needs, RuleSpec
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -47,6 +46,7 @@ from pearl.protocol.events import (
     Spread,
 )
 from pearl.protocol.messages import Logprobs
+from pearl.spec.rules import Needs, RuleSpec
 from pearl.text import TextStream
 
 Event = Guessed | Forwarded | Judged | Sampled | Drafted
@@ -225,15 +225,15 @@ class TargetExecutor:
 
     def _open(self, command: Open) -> None:
         self._requests = {number: each for number, each in self._requests.items() if each.slot != command.slot}
-        rule = make_target_half(command.rule, command.sampling, command.parameters)
-        spec, text = rule_in_force(command.rule, command.sampling), None
-        if command.stops:
+        rule = make_target_half(command.options.rule, command.options.sampling, command.options.parameters)
+        spec, text = rule_in_force(command.options.rule, command.options.sampling), None
+        if command.options.stops:
             assert self._text_stream is not None
-            text = self._text_stream(command.prompt, command.stops)
-        direct = DirectDraw(command.sampling)
-        shaper = make_shaper(command.sampling.shaping, command.prompt, self._guides)
+            text = self._text_stream(command.prompt, command.options.stops)
+        direct = DirectDraw(command.options.sampling)
+        shaper = make_shaper(command.options.sampling.shaping, command.prompt, self._guides)
         self._requests[command.request] = _Request(
-            command.slot, rule, direct, spec, text, command.prompt, shaper, logprobs=command.logprobs
+            command.slot, rule, direct, spec, text, command.prompt, shaper, logprobs=command.options.logprobs
         )
 
     def _guess(self, command: Guess) -> Guessed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import replace
 from itertools import count
 
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
@@ -82,7 +81,7 @@ class Fronts:
         number = next(self._numbers)
         self._admission.admit(number, peer, submit)
         self._owners[number] = (peer, submit.request)
-        self._queues.setdefault(peer, deque()).append(replace(submit, request=number))
+        self._queues.setdefault(peer, deque()).append(submit.changed(request=number))
         return number
 
     def next(self) -> Submit | None:
@@ -134,7 +133,7 @@ class Fronts:
     def deliver(self, message: Committed | Preview) -> None:
         owner = self._owners.get(message.request)
         if owner is not None:
-            self._post(replace(message, request=owner[1]), owner[0])
+            self._post(message.changed(request=owner[1]), owner[0])
 
     def end(self, end: End, failure: ForwardError | None, statistics: Callable[[], Statistics]) -> None:
         """Send the last word on a request: why it failed, or how it went."""

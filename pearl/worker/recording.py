@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from pearl.errors import RemoteProtocolError, TraceError
 from pearl.protocol.messages import Error, Trace
@@ -37,7 +36,7 @@ class Recordings:
 
     def wish(self, peer: Peer, trace: Trace) -> None:
         """Raises `RemoteProtocolError` where too many wait. The end of one that has not begun takes that back."""
-        if (begin := (peer, replace(trace, on=True))) in self._wishes and not trace.on:
+        if (begin := (peer, trace.changed(on=True))) in self._wishes and not trace.on:
             self._wishes.remove(begin)
             return
         if len(self._wishes) >= MAX_RECORDINGS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pearl.decoding.distribution import Distribution, Form
 from pearl.protocol.messages import DraftTokens, Message
 from pearl.transport.base import TensorChannel
@@ -44,4 +42,4 @@ def packed(message: Message, waited: float = 0.0) -> Message:
         return message
     for row in message.rows:
         row.pack()
-    return replace(message, waited=waited) if waited else message
+    return message.changed(waited=waited) if waited else message

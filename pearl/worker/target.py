@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from pearl.errors import (
     DraftLost,
@@ -399,7 +398,7 @@ class TargetWorker:
         """What the front is told."""
         self._watches.commit(message.request, len(message.tokens), now)
         logprobs = self._executor.logprobs(message.request, message.start, len(message.tokens))
-        return replace(message, logprobs=logprobs) if logprobs else message
+        return message.changed(logprobs=logprobs) if logprobs else message
 
     def _compute(self, command: object, request: int, now: float) -> None:
         self._watches.go_on(request, now)

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pearl.decoding.registry import Parameters, RuleSpec, find
 from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
 from pearl.protocol.events import Odds
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
+from pearl.spec.rules import Parameters, RuleSpec, find
 
 _GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the target's likeliest token, and only that
 

@@ -20,7 +20,7 @@ from math import exp
 import torch
 
 from pearl.decoding.rules.ratio import RatioDraft, RatioTarget
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 
 class BiasedDraft(RatioDraft):

@@ -26,7 +26,7 @@ from pearl.decoding.sampling import (
     shares,
     shortlist,
 )
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 _MANY = 4096  # tokens: of fewer a race of all is as fast
 

@@ -20,7 +20,7 @@ from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import RatioDraft
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw
 from pearl.protocol.events import Odds
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 
 class JointDraft(RatioDraft):

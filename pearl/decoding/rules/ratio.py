@@ -16,7 +16,7 @@ from pearl.decoding.keys import DrawKeys, Purpose, uniform
 from pearl.decoding.rules import Judgement
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Odds
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 
 def accepts(u: float, target_prob: float, draft_prob: float) -> bool:

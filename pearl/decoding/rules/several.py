@@ -23,7 +23,7 @@ from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import RatioDraft, RatioTarget, accepts, odds_of, residual
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 
 _HALVINGS = 40  # of the interval that the divisor of K-SEQ is looked for in: float32 tells no more apart
 

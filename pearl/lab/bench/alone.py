@@ -79,8 +79,8 @@ class Alone:
         decoding, runner = DecodingConfig(method="ar"), self._runner
         submit = submission(1, prompt, runner.context, params, self._defaults, decoding)
         guides = Guides(lambda: self._tokenizer, runner.vocab_size)
-        draw, shaper = DirectDraw(submit.sampling), make_shaper(submit.sampling.shaping, prompt, guides)
-        stream = TextStream(self._tokenizer, submit.prompt, submit.stops)
+        draw, shaper = DirectDraw(submit.options.sampling), make_shaper(submit.options.sampling.shaping, prompt, guides)
+        stream = TextStream(self._tokenizer, submit.prompt, submit.options.stops)
         tokens, fed = [*prompt], 0
         runner.rollback(0)
         while len(tokens) < submit.limit:

@@ -15,16 +15,7 @@ from statistics import mean, median, quantiles
 from tempfile import TemporaryDirectory
 
 from pearl.client.request import Prompt
-from pearl.config import (
-    AS_PUBLISHED,
-    BRANCHES,
-    DRAFT_LOOKUP,
-    DRAFTLESS,
-    LOOK_AHEAD,
-    DecodingConfig,
-    EngineConfig,
-    SamplingParams,
-)
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import RequestError
 from pearl.lab.bench.interval import Interval, bootstrapped
@@ -35,8 +26,9 @@ from pearl.lab.experiments.workload import independent, run
 from pearl.lab.simulate import Timing
 from pearl.lab.theory import MOST_GAMMA
 from pearl.metrics import Statistics
-from pearl.protocol.messages import Decoding
-from pearl.protocol.window import WINDOWS, Profile, expected_rate
+from pearl.protocol.options import RequestOptions
+from pearl.protocol.window import Profile, expected_rate
+from pearl.spec.methods import AS_PUBLISHED, BRANCHES, DRAFT_LOOKUP, DRAFTLESS, LOOK_AHEAD, WINDOWS
 from pearl.trace.reading import FORWARDS, Slice, Trace, read
 from pearl.worker.build import shared_gpus
 
@@ -48,9 +40,9 @@ PROMPTS = (
 )
 ALL = "all devices"
 _WITH_GUESSES = {
-    "ngram": Decoding("ngram", look_ahead=LOOK_AHEAD),
-    "pearl, ahead": Decoding("pearl", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
-    "auto": Decoding("auto", rule="coupled", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
+    "ngram": RequestOptions("ngram", look_ahead=LOOK_AHEAD),
+    "pearl, ahead": RequestOptions("pearl", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
+    "auto": RequestOptions("auto", rule="coupled", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
 }
 _GAMMAS = (1, 3, 7)  # for sd: the target is fed 2, 4 and 8 tokens
 _TEXTS, _TOKENS = 20, 200  # simulated
@@ -151,7 +143,7 @@ def calibrate(
     with _start_engine(config, say) as engine, TemporaryDirectory() as directory:
         texts = _Texts(engine, prompts, params, Path(directory), say)
         ar_texts, first = texts.run("ar", AR)
-        turns = {f"sd, gamma {g}": texts.run(f"sd, gamma {g}", Decoding("sd", "fixed", g)) for g in _GAMMAS}
+        turns = {f"sd, gamma {g}": texts.run(f"sd, gamma {g}", RequestOptions("sd", "fixed", g)) for g in _GAMMAS}
         rates = turns | {_row_name(decoding): texts.run(_row_name(decoding), decoding) for decoding in OVERLAPPED}
         rates |= {name: texts.run(name, decoding) for name, decoding in _WITH_GUESSES.items()}
     judged, accepted = texts.judged, texts.accepted
@@ -209,7 +201,7 @@ def _speedup(texts: _TextRates, ar_texts: _TextRates) -> Interval:
     return bootstrapped(pairs, ratio)
 
 
-def _row_name(decoding: Decoding) -> str:
+def _row_name(decoding: RequestOptions) -> str:
     return f"pearl, {decoding.window}" if decoding.method == "pearl" else decoding.method
 
 
@@ -242,7 +234,7 @@ class _Texts:
         method = "pearl" if engine.config.has_draft else "ar"
         engine.generate(self._prompts[0], params.model_copy(update={"max_tokens": _WARM_UP}), method=method)
 
-    def run(self, name: str, decoding: Decoding) -> tuple[_TextRates, Trace]:
+    def run(self, name: str, decoding: RequestOptions) -> tuple[_TextRates, Trace]:
         """Decode all prompts: the tokens and seconds of each text, and the trace of both workers."""
         self._say(f"measuring {name}")
         self._engine.start_trace(self._directory / "trace.json")

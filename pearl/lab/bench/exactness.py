@@ -24,13 +24,14 @@ import torch
 
 from pearl.client.request import Prompt
 from pearl.client.stream import Stream
-from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, ModelRole, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import DraftLost
 from pearl.lab.bench.alone import Alone, Own, direct_rules
 from pearl.metrics import Statistics
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
+from pearl.spec.methods import AS_PUBLISHED
 from pearl.worker.build import make_runner, place
 
 _PATIENCE_SECONDS = 300.0  # for a draft that was killed; back-off and a slow start on a busy machine are in it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pearl.client.request import resolve_sampling
-from pearl.config import LOOK_AHEAD, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.lab.bench.interval import bootstrapped
 from pearl.lab.bench.run import Watcher
@@ -28,6 +28,7 @@ from pearl.lab.experiments.recording import answers
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.tokenizer import load_tokenizer
 from pearl.protocol.messages import Source
+from pearl.spec.methods import LOOK_AHEAD
 from pearl.worker.build import make_runner, place
 
 SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one included: the paper's speculation length
@@ -83,7 +84,7 @@ def study(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Wat
     def written(temperature: float, filters: dict[str, Any]) -> list[Generated]:
         params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **filters)
         sampling = resolve_sampling(params, defaults, 0)
-        samplings = [replace(sampling, seed=task.number) for task in tasks]
+        samplings = [sampling.changed(seed=task.number) for task in tasks]
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
         said = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
         return [Generated((*p, *a), len(p)) for p, a in zip(prompts, said, strict=True)]

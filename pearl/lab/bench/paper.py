@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pearl.config import AS_PUBLISHED, DecodingConfig
+from pearl.config import DecodingConfig
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.lab import theory
+from pearl.spec.methods import AS_PUBLISHED
 
 AR, SD = "ar", "sd"  # as `lab.bench.run` names them, which takes torch
 NO_PRE, NO_POST = "pearl-no-pre-verify", "pearl-no-post-verify"

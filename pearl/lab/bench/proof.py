@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from pearl.config import AS_PUBLISHED, DRAFT_LOOKUP, DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.model import ModelProposer
 from pearl.engine import Engine
 from pearl.lab.bench.exactness import check_texts, compare_cuts
@@ -28,7 +28,8 @@ from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.methods import AS_PUBLISHED, DRAFT_LOOKUP
 from pearl.trace.reading import read
 from pearl.worker.ahead import Ahead
 from pearl.worker.execute import DraftExecutor
@@ -259,7 +260,7 @@ def _drafted(
     runner.rollback(0)
     text, fed, worked, began = [*prompt], 0, 0.0, 0.0
     with Ahead(executor, lambda: True) as ahead:
-        ahead.execute(Open(tuple(prompt), sampling, rule, lookup=lookup))
+        ahead.execute(Open(tuple(prompt), RequestOptions(rule=rule, draft_lookup=lookup, sampling=sampling)))
         while len(text) < len(prompt) + count:
             event = ahead.execute(Draft(fed, tuple(text[fed:]), len(prompt) + count - len(text)))
             assert isinstance(event, Drafted)

@@ -21,7 +21,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments import texts
 from pearl.lab.simulate import Timing
 from pearl.models.recorded import RecordedTexts, read_texts
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
 
 _NAMES = {texts.PEARL: PEARL, texts.ALL: AHEAD, texts.NGRAM: NGRAM}  # of others: what they have switched on
 
@@ -101,7 +101,7 @@ def _ratio(rates: dict[tuple[str, int], float | None], one: str, other: str) -> 
     return median(ratios) if ratios else None
 
 
-def _settings(decoding: Decoding) -> DecodingConfig:
+def _settings(decoding: RequestOptions) -> DecodingConfig:
     """As who decodes so in the runtime asks for it."""
     names = ("method", "window", "gamma", "rule", "look_ahead", "draft_lookup", "branches")
     return DecodingConfig(**{name: getattr(decoding, name) for name in names})

@@ -9,8 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from pearl.client.conversation import Conversation
-from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig, SamplingParams
-from pearl.drafting.registry import FIXED as FIXED_STOP
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.energy import Meter
@@ -23,6 +22,8 @@ from pearl.metrics import Statistics
 from pearl.models.checkpoint import is_toy
 from pearl.models.tokenizer import load_tokenizer
 from pearl.protocol.events import Phase
+from pearl.spec.methods import AS_PUBLISHED
+from pearl.spec.stops import FIXED as FIXED_STOP
 
 AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
 NGRAM, AHEAD, AUTO = "ngram", "pearl, ahead", "auto"

@@ -16,7 +16,7 @@ from pearl.engine import Engine
 from pearl.errors import ConfigError, StartError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults
-from pearl.protocol.messages import Shaping
+from pearl.protocol.options import Shaping
 from pearl.worker.build import settled
 
 

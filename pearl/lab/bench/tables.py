@@ -23,7 +23,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
 from pearl.lab.simulate import Timing
 from pearl.models.tokenizer import load_tokenizer
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
 from pearl.trace.reading import read
 from pearl.trace.recorder import CONSUMER
 from pearl.trace.report import report
@@ -168,11 +168,11 @@ class _Simulated:
     def __init__(self, pair: Pair, seed: int) -> None:
         timing = Timing(pair.t_draft, lambda fed: pair.t_target)
         self._workload = independent(timing, pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
-        self._done: dict[Decoding, Totals] = {}
+        self._done: dict[RequestOptions, Totals] = {}
 
     def totals(self, one: Run) -> Totals:
         window = "stream" if one.window is None else "fixed"
-        decoding = Decoding(one.method, window, one.window)
+        decoding = RequestOptions(one.method, window, one.window)
         if decoding not in self._done:
             self._done[decoding] = run(self._workload, decoding)
         return self._done[decoding]

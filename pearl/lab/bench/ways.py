@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from pearl.config import AS_PUBLISHED, DecodingConfig, EngineConfig
-from pearl.decoding.registry import RULES
+from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.interval import Interval, bootstrapped
 from pearl.lab.bench.machine import Taken, hardware
@@ -18,6 +17,8 @@ from pearl.lab.bench.run import AR, Measured, Plan, Row, Sample, Text
 from pearl.lab.bench.summary import Figures, figures
 from pearl.lab.bench.systems import devices_of
 from pearl.models.runner import ModelRunner, feed_chain
+from pearl.spec.methods import AS_PUBLISHED
+from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner, place
 
 PUBLISHED = "published"  # short for method pearl with AS_PUBLISHED

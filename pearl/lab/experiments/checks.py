@@ -18,7 +18,8 @@ from pearl.lab.experiments.workload import Coin, Totals, independent, run
 from pearl.lab.simulate import CoinTarget, Executor, ForesightDraft, Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 
 CLOSE = 0.01  # how far, relatively, a simulation may be from its closed form
 Pair = Callable[[ModelRunner, ModelRunner], tuple[Executor, Executor]]
@@ -73,7 +74,7 @@ def checks(
         yield rejections(chain, tokens // 2, seed, pair)
 
 
-def _run(a: float, t_target: int, decoding: Decoding, tokens: int, seed: int, coin: Coin) -> Totals:
+def _run(a: float, t_target: int, decoding: RequestOptions, tokens: int, seed: int, coin: Coin) -> Totals:
     """t_draft is 1."""
     workload = independent(Timing(1.0, lambda _: float(t_target)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
     return run(workload, decoding, coin)
@@ -82,7 +83,7 @@ def _run(a: float, t_target: int, decoding: Decoding, tokens: int, seed: int, co
 def best_window(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Check:
     """Of a fixed window, tried out from 1 to twice the ratio `c`."""
     rates = {
-        window: _run(a, c, Decoding("pearl", "fixed", window), tokens, seed, coin).tokens_per_second
+        window: _run(a, c, RequestOptions("pearl", "fixed", window), tokens, seed, coin).tokens_per_second
         for window in range(1, 2 * c + 1)
     }
     found = max(rates, key=lambda window: rates[window])
@@ -94,7 +95,7 @@ def best_window(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarge
 
 def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
     """Tokens a step, speed and run lengths of a fixed window at the speed ratio."""
-    done, setting = _run(a, c, Decoding("pearl", "fixed", c), tokens, seed, coin), f"a {a}, fixed({c})"
+    done, setting = _run(a, c, RequestOptions("pearl", "fixed", c), tokens, seed, coin), f"a {a}, fixed({c})"
     closed = theory.pearl_tokens_per_step(a, c)
     yield Check("PEARL: tokens a target step", setting, closed, done.tokens_per_step)
     yield Check("PEARL: times as fast as ar", setting, closed, done.tokens_per_second * c)
@@ -113,7 +114,7 @@ def window_yield(a: float, window: int, ratio: int, tokens: int, seed: int, coin
         "pearl-no-post-verify": theory.no_post_verify_improvement,
     }
     for method, form in forms.items():
-        done = _run(a, ratio, Decoding(method, "fixed", window), tokens, seed, coin)
+        done = _run(a, ratio, RequestOptions(method, "fixed", window), tokens, seed, coin)
         setting = f"a {a}, fixed({window}), t_target/t_draft {ratio}"
         yield Check(f"{method}: times as fast as ar", setting, form(a, window, ratio), done.tokens_per_second * ratio)
 
@@ -125,7 +126,7 @@ def foreseen_yield(
     workload = independent(Timing(1.0, lambda _: float(c)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
     done = run(
         workload,
-        Decoding("pearl", "fixed", c, branches=1),  # as many as it sends: the next outcome's
+        RequestOptions("pearl", "fixed", c, branches=1),  # as many as it sends: the next outcome's
         coin,
         lambda limit, luck: ForesightDraft(share, filled, limit, luck),
     )
@@ -137,7 +138,7 @@ def foreseen_yield(
 
 def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
     """Tokens a step and speed of `sd`."""
-    done = _run(a, ratio, Decoding("sd", "fixed", gamma), tokens, seed, coin)
+    done = _run(a, ratio, RequestOptions("sd", "fixed", gamma), tokens, seed, coin)
     setting = f"a {a}, gamma {gamma}, t_target/t_draft {ratio}"
     closed = theory.sd_tokens_per_step(a, gamma)
     yield Check("SD (Leviathan): tokens a target step", setting, closed, done.tokens_per_step)
@@ -153,7 +154,7 @@ def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors
     for text in range(_TEXTS):
         runners = [ToyRunner(_CHAIN, partial(_after, rows)) for rows in (target, draft)]
         sampling = Sampling(1.0, seed=seed * _TEXTS + text)
-        submit = Submit(text, (0,), 1 + each, sampling, Decoding("pearl", "fixed", 2))
+        submit = Submit(text, (0,), 1 + each, RequestOptions("pearl", "fixed", 2, sampling=sampling))
         outcome = simulate(submit, *pair(runners[0], runners[1]), Timing(1.0, lambda _: 2.0))
         counted += outcome.counts.provenance[Provenance.CORRECTED]
         expected += theory.expected_rejections([target.tolist()] * each, [draft.tolist()] * each, 0)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from pearl.lab.experiments.workload import Totals, Workload, run
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
 
 _TO_CHOOSE_BY = 4000  # tokens
 _NEAR = 2  # how far from the best so far a better one is looked for: a step of noise must not end the climb
 
-AR = Decoding("ar")
-STREAM = Decoding("pearl", "stream")
-FIXED = Decoding("pearl", "fixed")
-OVERLAPPED = (Decoding("pearl-no-pre-verify"), Decoding("pearl-no-post-verify"), STREAM, FIXED)
+AR = RequestOptions("ar")
+STREAM = RequestOptions("pearl", "stream")
+FIXED = RequestOptions("pearl", "fixed")
+OVERLAPPED = (RequestOptions("pearl-no-pre-verify"), RequestOptions("pearl-no-post-verify"), STREAM, FIXED)
 
 
 def compare(workload: Workload, tell: Callable[[str], None] = lambda what: None) -> list[Totals]:
@@ -31,18 +31,18 @@ def compare(workload: Workload, tell: Callable[[str], None] = lambda what: None)
     return done
 
 
-def sd_at_best(workload: Workload) -> Decoding:
+def sd_at_best(workload: Workload) -> RequestOptions:
     timing = workload.timing
     start = sd_best_gamma(workload.acceptance, timing.t_draft, timing.t_target, timing.delay)
-    return best(workload, lambda gamma: Decoding("sd", "fixed", gamma), start)
+    return best(workload, lambda gamma: RequestOptions("sd", "fixed", gamma), start)
 
 
-def pearl_at_best(workload: Workload, start: int) -> Decoding:
+def pearl_at_best(workload: Workload, start: int) -> RequestOptions:
     """Stream, with the window that is found best from `start` on: not always the one that `pearl` chooses itself."""
-    return best(workload, lambda c: Decoding("pearl", "stream", c), start)
+    return best(workload, lambda c: RequestOptions("pearl", "stream", c), start)
 
 
-def best(workload: Workload, decoding: Callable[[int], Decoding], start: int) -> Decoding:
+def best(workload: Workload, decoding: Callable[[int], RequestOptions], start: int) -> RequestOptions:
     """The decoding whose window makes it fastest, climbing from `start` until no near window is better."""
     part, rates = workload.part(_TO_CHOOSE_BY), dict[int, float]()
     top, before = start, 0

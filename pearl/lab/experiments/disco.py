@@ -14,11 +14,11 @@ import torch
 
 from pearl.drafting.disco import INPUTS, Classifier, inputs
 from pearl.drafting.proposer import TOP, Features
-from pearl.drafting.registry import CAP
 from pearl.errors import ConfigError
 from pearl.lab.experiments.stops import Policies, Stopped, bounded, check_features, split, stopped
 from pearl.lab.simulate import Timing
 from pearl.models.recorded import RecordedText, RecordedTexts
+from pearl.spec.stops import CAP
 
 LEAST_TEXTS = 4
 _HELD_OUT = 4  # each such text

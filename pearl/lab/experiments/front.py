@@ -21,7 +21,8 @@ from pearl.lab.experiments.estimate import Estimate
 from pearl.lab.experiments.rejections import EPSILONS
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 
 RULES = ("opt", "uno")
 _PIECE = 64  # positions in one forward: a row spans the vocabulary
@@ -93,8 +94,8 @@ def _text(
     rule: str,
     epsilon: float,
 ) -> Outcome:
-    decoding = Decoding("pearl", "fixed", _WINDOW, rule, (("epsilon", epsilon),))
-    submit = Submit(1, tuple(prompt), len(prompt) + tokens, sampling, decoding)
+    decoding = RequestOptions("pearl", "fixed", _WINDOW, rule, (("epsilon", epsilon),))
+    submit = Submit(1, tuple(prompt), len(prompt) + tokens, decoding.changed(sampling=sampling))
     for runner in (target, draft):
         runner.rollback(0)
     with torch.inference_mode():

@@ -15,7 +15,7 @@ until the next but wait: judging, sampling, messages.  What lies beyond the size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from statistics import mean, median_low
@@ -26,7 +26,7 @@ from pearl.lab.experiments.retold import Retold, retold, texts_of
 from pearl.lab.experiments.workload import Text, Workload
 from pearl.lab.simulate import Timing
 from pearl.models.recorded import RecordedTexts
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
 from pearl.protocol.window import Speeds
 from pearl.trace.plain import from_plain
 from pearl.trace.reading import FORWARDS, Slice, Trace
@@ -47,15 +47,15 @@ class Recorded:
     """
 
     workload: Workload
-    decoding: Decoding
+    decoding: RequestOptions
     texts: RecordedTexts | None
     tokens_per_second: float
     known: int
 
     @property
-    def published(self) -> Decoding:
+    def published(self) -> RequestOptions:
         """Its decoding without what guesses beside the draft."""
-        return replace(self.decoding, look_ahead=0, draft_lookup=0, branches=0)
+        return self.decoding.changed(look_ahead=0, draft_lookup=0, branches=0)
 
 
 def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 0) -> Recorded:
@@ -90,12 +90,12 @@ def _within(one: Slice, request: Slice) -> bool:
     return one.start >= request.start - _ROUNDING and one.end <= request.end + _ROUNDING
 
 
-def _decoding(trace: Trace, request: Slice) -> Decoding:
+def _decoding(trace: Trace, request: Slice) -> RequestOptions:
     """Where it was the runtime that chose the window: with the median of its choices."""
-    decoding = from_plain(request.args["decoding"])
-    assert isinstance(decoding, Decoding)
+    decoding = from_plain(request.args["options"])
+    assert isinstance(decoding, RequestOptions)
     windows = [int(value) for _, value in trace.counters.get("window", []) if value]
-    return replace(decoding, gamma=decoding.gamma or (median_low(windows) if windows else None))
+    return decoding.changed(gamma=decoding.gamma or (median_low(windows) if windows else None))
 
 
 def _right(slices: Iterable[Slice]) -> dict[int, bool]:

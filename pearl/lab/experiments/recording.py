@@ -18,7 +18,7 @@ from pearl.drafting.rows import shape_of
 from pearl.models.recorded import FEATURES, Header, RecordedText
 from pearl.models.replay import faint
 from pearl.models.runner import Feed, ModelRunner, feed_chain
-from pearl.protocol.messages import Sampling
+from pearl.protocol.options import Sampling
 from pearl.text import Tokenizer
 
 _PIECE = 64  # positions of the draft in one forward: a row spans the vocabulary

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from pearl.decoding.registry import RULES, Parameters
 from pearl.lab import theory
 from pearl.lab.experiments.estimate import Estimate
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
-from pearl.protocol.messages import Decoding, Sampling, Submit
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.rules import RULES, Parameters
 
 TOKENS, VOCAB = 50, 8  # of a text; of the chains
 CANDIDATES = (1, 2, 4, 8)
@@ -104,8 +105,8 @@ def measured(chain: Chain, rule: str, parameters: Parameters, texts: int, seed: 
     found, biases = list[float](), list[float]()
     for text in range(texts):
         target, draft = (ToyRunner(VOCAB, _distribution(tables)) for tables in (chain.target, chain.draft))
-        decoding = Decoding("pearl", "fixed", _WINDOW, rule, parameters)
-        submit = Submit(text, (0,), 1 + TOKENS, Sampling(1.0, seed=seed * texts + text), decoding)
+        decoding = RequestOptions("pearl", "fixed", _WINDOW, rule, parameters)
+        submit = Submit(text, (0,), 1 + TOKENS, decoding.changed(sampling=Sampling(1.0, seed=seed * texts + text)))
         counts = simulate(submit, *paired_executors(target, draft), Timing(1.0, lambda _: float(_WINDOW))).counts
         assert counts.odds is not None
         found.append(float(counts.rejected))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from pearl.drafting.disco import Classifier
 from pearl.drafting.proposer import Features, StopPolicy
-from pearl.drafting.registry import CAP, FIXED
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold
 from pearl.errors import ConfigError
 from pearl.lab.experiments.texts import workload
@@ -21,7 +20,8 @@ from pearl.lab.experiments.workload import Text, Totals, run
 from pearl.lab.simulate import Event, Timing
 from pearl.models.recorded import RecordedText, RecordedTexts
 from pearl.protocol.events import Draft, Drafted
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
+from pearl.spec.stops import CAP, FIXED
 
 STATIC = 5  # tokens: the DISCO paper's window for whoever tunes none
 _GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, CAP)
@@ -88,7 +88,7 @@ class Stopped:
 def stopped(
     recorded: RecordedTexts,
     timing: Timing,
-    decoding: Decoding,
+    decoding: RequestOptions,
     policies: Policies | None = None,
     name: str = "",
     policy: str = FIXED,
@@ -108,8 +108,8 @@ def check_features(recorded: RecordedTexts) -> None:
         raise ConfigError("these texts lack what stop policies look at: record them again with pearl simulate record")
 
 
-def bounded(gamma: int) -> Decoding:
-    return Decoding("sd", "fixed", gamma)
+def bounded(gamma: int) -> RequestOptions:
+    return RequestOptions("sd", "fixed", gamma)
 
 
 def side_by_side(
@@ -123,9 +123,9 @@ def side_by_side(
     The best static window and the best threshold are found on these very texts, which favours them.
     """
     check_features(recorded)
-    done = [stopped(recorded, timing, Decoding("ar"), name="ar")]
+    done = [stopped(recorded, timing, RequestOptions("ar"), name="ar")]
 
-    def add(name: str, policy: str, tried: Iterable[tuple[str, Decoding, Policies | None]]) -> None:
+    def add(name: str, policy: str, tried: Iterable[tuple[str, RequestOptions, Policies | None]]) -> None:
         """The fastest of some."""
         tell(name)
         found = [stopped(recorded, timing, one, made, name + note, policy) for note, one, made in tried]
@@ -144,7 +144,7 @@ def side_by_side(
     add(f"sd, {STATIC} tokens", FIXED, [("", bounded(STATIC), None)])
     add("sd, best static", FIXED, [(f": {gamma}", bounded(gamma), None) for gamma in _GAMMAS])
     thresholds = [(f": {least:g}", least) for least in _THRESHOLDS]
-    for method, decoding in (("sd", bounded(CAP)), ("pearl", Decoding("pearl"))):
+    for method, decoding in (("sd", bounded(CAP)), ("pearl", RequestOptions("pearl"))):
         if method == "pearl":
             add("pearl", FIXED, [("", decoding, None)])
         add(

@@ -13,13 +13,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from pearl.config import DRAFT_LOOKUP
 from pearl.lab import theory
 from pearl.lab.experiments.compare import AR, FIXED, STREAM, pearl_at_best, sd_at_best
 from pearl.lab.experiments.estimate import Estimate, speedup
 from pearl.lab.experiments.workload import Workload, independent, run
 from pearl.lab.simulate import Executor, ForesightDraft, LookupDraft, Timing
-from pearl.protocol.messages import Decoding
+from pearl.protocol.options import RequestOptions
+from pearl.spec.methods import DRAFT_LOOKUP
 
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 RATIOS = (0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12)
@@ -122,7 +122,7 @@ def over_lookup(timing: Timing, acceptances: Iterable[float], luck: Luck) -> Ite
 def _drafted(workload: Workload, draft: Callable[[int, int], Executor], branches: int = 0) -> Point:
     """PEARL with either window and another draft than that of coins; `branches`: how many that may send at a time."""
     timing, plain = workload.timing, run(workload, AR)
-    ways = {name: replace(decoding, branches=branches) for name, decoding in ((PEARL, STREAM), (FIXED_C, FIXED))}
+    ways = {name: decoding.changed(branches=branches) for name, decoding in ((PEARL, STREAM), (FIXED_C, FIXED))}
     done = {name: run(workload, decoding, draft=draft) for name, decoding in ways.items()}
     return Point(
         workload.acceptance,
@@ -138,7 +138,7 @@ def point(workload: Workload, best_from: int | None = None) -> Point:
     """`best_from`: near which window to look for PEARL's best; None: not at all."""
     timing = workload.timing
     plain = run(workload, AR)
-    decodings: dict[str, Decoding] = {PEARL: STREAM, FIXED_C: FIXED, SD: sd_at_best(workload)}
+    decodings: dict[str, RequestOptions] = {PEARL: STREAM, FIXED_C: FIXED, SD: sd_at_best(workload)}
     done = {name: run(workload, decoding) for name, decoding in decodings.items()}
     if best_from is not None:
         done[BEST_C] = run(workload, pearl_at_best(workload, best_from))

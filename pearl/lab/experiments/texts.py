@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from pearl.config import BRANCHES, DRAFT_LOOKUP, LOOK_AHEAD
 from pearl.drafting.datastore import Datastore
 from pearl.lab.experiments.workload import Text, Totals, Workload
 from pearl.lab.simulate import Timing, known_speeds, paired_executors, simulate
 from pearl.models.recorded import RecordedTexts
 from pearl.models.replay import ReplayRunner
-from pearl.protocol.messages import Decoding, Submit
-from pearl.protocol.window import MAX_WINDOW
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions
+from pearl.spec.methods import BRANCHES, DRAFT_LOOKUP, LOOK_AHEAD, MAX_WINDOW
 
 _CONTEXT = 1 << 20
 RULE = "coupled"  # what was recorded is the target's own draw
-NGRAM = Decoding("ngram", rule=RULE, look_ahead=LOOK_AHEAD)
-PEARL = Decoding("pearl", rule=RULE)
-ALL = replace(PEARL, look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES)
+NGRAM = RequestOptions("ngram", rule=RULE, look_ahead=LOOK_AHEAD)
+PEARL = RequestOptions("pearl", rule=RULE)
+ALL = PEARL.changed(look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES)
 
 
 def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload:
@@ -37,11 +37,11 @@ def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload
     return Workload(timing, sum(map(sum, rights)) / sum(map(len, rights)), tuple(texts), seed)
 
 
-def ablations() -> list[Decoding]:
+def ablations() -> list[RequestOptions]:
     """`pearl` by stream as published, with each of look-ahead, lookup and branches, with two of them, and with all."""
     sizes = ((0, LOOK_AHEAD), (0, DRAFT_LOOKUP), (0, BRANCHES))
     every = sorted(product(*sizes), key=lambda sizes: sum(map(bool, sizes)))
-    return [replace(PEARL, look_ahead=ahead, draft_lookup=lookup, branches=more) for ahead, lookup, more in every]
+    return [PEARL.changed(look_ahead=ahead, draft_lookup=lookup, branches=more) for ahead, lookup, more in every]
 
 
 def compare(
@@ -61,7 +61,7 @@ def at_best(method: str, recorded: RecordedTexts, timing: Timing, seed: int = 0)
     """`sd` or `ssd` with its best window: from 1 on, until a longer one is no faster."""
     best: Totals | None = None
     for gamma in range(1, MAX_WINDOW + 1):
-        decoding = Decoding(method, "fixed", gamma, RULE, branches=BRANCHES if method == "ssd" else 0)
+        decoding = RequestOptions(method, "fixed", gamma, RULE, branches=BRANCHES if method == "ssd" else 0)
         totals = run(recorded, decoding, timing, seed)
         if best is not None and totals.tokens_per_second <= best.tokens_per_second:
             return best
@@ -71,7 +71,7 @@ def at_best(method: str, recorded: RecordedTexts, timing: Timing, seed: int = 0)
 
 
 def run(
-    recorded: RecordedTexts, decoding: Decoding, timing: Timing, seed: int = 0, datastore: Datastore | None = None
+    recorded: RecordedTexts, decoding: RequestOptions, timing: Timing, seed: int = 0, datastore: Datastore | None = None
 ) -> Totals:
     """All texts, one after the other; what is learned outlives each, as it does in a worker."""
     runners = [ReplayRunner(recorded, role, _CONTEXT) for role in ("target", "draft")]
@@ -82,7 +82,7 @@ def run(
             for slot in range(runner.capabilities.slots):
                 runner.rollback(0, slot)
         end = len(text.prompt) + len(text.answer)
-        submit = Submit(number, text.prompt, end, recorded.header.sampling(number), decoding)
+        submit = Submit(number, text.prompt, end, decoding.changed(sampling=recorded.header.sampling(number)))
         outcome = simulate(submit, *executors, replace(timing, seed=seed + number), speeds=speeds)
         assert tuple(outcome.tokens) == text.answer, "whatever is on, the text is the recorded one"
         totals.add(outcome)

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from pearl.lab.simulate import CoinDraft, CoinTarget, Executor, Outcome, Timing, known_speeds, simulate
-from pearl.protocol.messages import Decoding, Provenance, Sampling, Submit
+from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.options import RequestOptions, Sampling
 
 Coin = Callable[[float, int, Mapping[int, bool]], Executor]
 _Key = TypeVar("_Key")
@@ -87,7 +88,7 @@ def _hypercube(luck: random.Random, acceptance: float, texts: int, tokens: int) 
     return rights
 
 
-def guessers(decoding: Decoding) -> list[str]:
+def guessers(decoding: RequestOptions) -> list[str]:
     """What guesses beside the draft."""
     known = {"look-ahead": decoding.look_ahead, "lookup": decoding.draft_lookup, "branches": decoding.branches}
     return [name for name, most in known.items() if most]
@@ -109,7 +110,7 @@ class Totals:
         window: c (or gamma) as last used.
     """
 
-    decoding: Decoding
+    decoding: RequestOptions
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -200,7 +201,7 @@ def _coin_draft(limit: int, seed: int) -> Executor:
 
 def run(
     workload: Workload,
-    decoding: Decoding,
+    decoding: RequestOptions,
     coin: Coin = CoinTarget,
     draft: Callable[[int, int], Executor] = _coin_draft,
 ) -> Totals:
@@ -212,7 +213,7 @@ def run(
     totals, speeds = Totals(decoding), known_speeds(workload.timing)
     for number, text in enumerate(workload.texts):
         seed = workload.seed * 1_000_003 + number
-        submit = Submit(number, (0,) * text.prompt, text.prompt + text.tokens, Sampling(), decoding)
+        submit = Submit(number, (0,) * text.prompt, text.prompt + text.tokens, decoding.changed(sampling=Sampling()))
         target = coin(workload.acceptance, seed, text.right)
         timing = replace(workload.timing, seed=_MANY + seed)
         totals.add(simulate(submit, target, draft(submit.limit, seed + 1), timing, speeds=speeds))

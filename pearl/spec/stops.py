@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pearl.decoding.registry import Parameter, Parameters, checked_values
+from pearl.spec.rules import Parameter, Parameters, checked_values
 
 FIXED = "fixed"  # no policy: the window alone
 CAP = 16  # tokens: the window of methods that wait for the draft, where a policy ends it and nobody has set gamma

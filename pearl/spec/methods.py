@@ -1,0 +1,82 @@
+"""Every decoding method, declared once. Configuration, protocol, wire, help and README tables read it from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MAX_WINDOW = 64  # tokens, where the window is measured, or several requests share forwards: none waits for more
+MAX_GAMMA = 1024  # tokens of a fixed window
+MAX_LOOK_AHEAD = 256  # guesses in one forward
+MAX_BRANCHES = 64  # of one request, that wait for their outcome in the target
+BRANCHES = 8  # outcomes that a draft prepares for: its cache has room for as many sequences beside the text
+LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # default guesses in one forward of the target, and of the draft
+WINDOWS = ("stream", "fixed")
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which of PEARL's two overlaps a method has, and who guesses beside the draft.
+
+    Attributes:
+        description: one line for help.
+        drafts: whether a draft takes part.
+        pre_verify: whether the target judges a window's first token while the window is being drafted.
+        post_verify: whether the draft drafts on while the target verifies.
+        look_ahead: default number of guesses, made without a model, that the target verifies in a forward; 0: the
+            method takes none.
+        draft_lookup: likewise of the draft; every method with a draft may set it.
+        branches: default number of other outcomes that the draft prepares for; 0: the method takes none.
+        takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
+            Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
+        adapts: whether the draft rests where it does not pay.
+    """
+
+    name: str
+    description: str
+    drafts: bool = True
+    pre_verify: bool = True
+    post_verify: bool = True
+    look_ahead: int = 0
+    draft_lookup: int = 0
+    branches: int = 0
+    takes_stops: bool = False
+    adapts: bool = False
+
+    @property
+    def bonus(self) -> bool:
+        """Whether the row after a fully accepted window is drawn from: only where no draft token will come for it."""
+        return not self.post_verify
+
+
+_GUESSES: dict[str, Any] = {"look_ahead": LOOK_AHEAD, "draft_lookup": DRAFT_LOOKUP, "branches": BRANCHES}
+_ALONE: dict[str, Any] = {"drafts": False, "pre_verify": False, "post_verify": False}
+_IN_TURN: dict[str, Any] = {"pre_verify": False, "post_verify": False}
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("auto", "pearl or ngram, the faster by measured speed", **_GUESSES, takes_stops=True, adapts=True),
+        Method("ar", "the target alone", **_ALONE),
+        Method("ngram", "the target alone, verifying n-grams of the text so far", **_ALONE, look_ahead=LOOK_AHEAD),
+        Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
+        Method("ssd", "sd whose draft prepares meanwhile for other outcomes", **_IN_TURN, branches=BRANCHES),
+        Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True),
+        Method(
+            "pearl-no-pre-verify",
+            "ablation: the target idles while the first window is drafted",
+            pre_verify=False,
+            takes_stops=True,
+        ),
+        Method("pearl-no-post-verify", "ablation: the draft idles while the target verifies", post_verify=False),
+    )
+}
+DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
+AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
+
+
+def check_method(name: str) -> Method:
+    """Raises ValueError, naming all methods, for one that is unknown."""
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; choose one of {', '.join(METHODS)}")
+    return METHODS[name]
