@@ -549,7 +549,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="scripts/setup plot|pip install"):
+    with pytest.raises(ConfigError, match=r"scripts/setup plot|pip install"):
         plots.heat_maps([a_point(0.8, 0.0, 2.0)], tmp_path / "x.png")
 
 
