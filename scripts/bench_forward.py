@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.drafting.model import ModelProposer
+from pearl.execution.ahead import Ahead
+from pearl.execution.draft import DraftExecutor
 from pearl.lab.bench.shapes import SHAPES, random_model
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
@@ -29,8 +31,6 @@ from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor
 
 _STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is started
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)

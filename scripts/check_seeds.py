@@ -25,6 +25,8 @@ from rich.table import Table
 
 from pearl import DecodingConfig, Engine, SamplingParams
 from pearl.drafting.model import ModelProposer
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.messages import (
@@ -43,7 +45,6 @@ from pearl.transport.base import Listener, Peer, Received
 from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_link import TargetSettings
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.rows import RowPacker
 from pearl.worker.target import TargetWorker
 

@@ -9,6 +9,7 @@ from typing import Any
 from pearl.decoding.rules import Judgement, ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
+from pearl.execution.target import TargetExecutor
 from pearl.models import attention, llama
 from pearl.models.grammar import Guide
 from pearl.models.llama import LlamaRunner
@@ -16,7 +17,6 @@ from pearl.models.slots import Slots
 from pearl.protocol.messages import FinishReason
 from pearl.protocol.request import RequestState
 from pearl.protocol.sequence import TokenSequence
-from pearl.worker.execute import TargetExecutor
 
 LAW = "a correction from the target, not the residual"
 

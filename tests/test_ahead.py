@@ -14,14 +14,15 @@ from pearl.drafting.launch import LaunchedForward
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.errors import DraftLost, NumericalError, TransportError
+from pearl.execution.ahead import Ahead
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import Event
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.worker import ahead as module
-from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor, Event
 from tests.tiny import tiny_model
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from pearl.drafting.model import ModelProposer
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.metrics import Stopwatch, fold
 from pearl.models.tokenizer import ToyTokenizer
 from pearl.models.toy import ToyRunner
@@ -21,7 +23,6 @@ from pearl.protocol.request_machine import PREFILL_CHUNK
 from pearl.protocol.window import Speeds
 from pearl.spec.methods import METHODS
 from pearl.text import TextStream
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
 
 VOCAB = 40

@@ -21,6 +21,8 @@ from pearl.decoding.sampling import shortlist
 from pearl.drafting.branches import see
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, TraceError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab import theory
 from pearl.lab.experiments import checks, front, plots, rejections, sweeps, texts
 from pearl.lab.experiments.compare import AR, FIXED, STREAM, best, compare, sd_at_best
@@ -48,7 +50,6 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import part_path
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests.replace import replace
 from tests.tiny import tiny_model
 

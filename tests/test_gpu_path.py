@@ -17,6 +17,8 @@ from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import _keep_nucleus, greedy, probabilities, race_on_device, read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.slots import Loops
 from pearl.lab.simulate import Timing, VirtualProposer, paired_executors, simulate
 from pearl.models import graphs
@@ -31,7 +33,6 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.memory import memory_channels
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink, TargetSettings
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.settings import WorkerSettings
 from pearl.worker.startup import allow_expandable_segments
 from tests.replace import replace

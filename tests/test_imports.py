@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
     {"pearl.client"},
     {"pearl.worker"},
     {"pearl.metrics", "pearl.trace"},
+    {"pearl.execution"},
     {"pearl.drafting", "pearl.transport"},
     {"pearl.models"},
     {"pearl.text"},

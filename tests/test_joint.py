@@ -16,6 +16,8 @@ from pearl.decoding.rules.joint import JointDraft, JointTarget
 from pearl.drafting.beams import Search
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, NumericalError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, simulate
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, feed_chain
 from pearl.models.toy import ToyRunner
@@ -24,7 +26,6 @@ from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.protocol.window import Window, whole_blocks
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES, Parameters, Unit, register
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests.replace import replace
 
 WARM = Sampling(1.0, seed=3)

@@ -19,6 +19,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
 from pearl.drafting.proposer import Features
 from pearl.errors import ConfigError
+from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.feeds import Feed
 from pearl.models.loading import load_runner
@@ -50,7 +51,6 @@ from pearl.protocol.messages import (
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.window import ForwardTimes, worthwhile
 from pearl.spec.methods import AS_PUBLISHED
-from pearl.worker.execute import TargetExecutor
 from tests.replace import replace
 from tests.tiny import tiny_model
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, PearlError, RemoteProtocolError
+from pearl.execution.draft import DraftExecutor
 from pearl.metrics import Stopwatch, fold
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
@@ -32,7 +33,6 @@ from pearl.transport import codec
 from pearl.transport.codec import decode, encode, received
 from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
-from pearl.worker.execute import DraftExecutor
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
 from tests.replace import replace

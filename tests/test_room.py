@@ -16,6 +16,8 @@ import torch
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Features, Launched, Proposer
 from pearl.errors import LocalProtocolError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -52,7 +54,6 @@ from pearl.protocol.request import Counts
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import MAX_BRANCHES
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests.replace import replace
 
 VOCAB = 32

@@ -21,6 +21,8 @@ from pearl.decoding.rules import make_draft_half, make_target_half, ratio
 from pearl.decoding.sampling import read_draw, shortlists
 from pearl.engine import processes
 from pearl.errors import ConfigError, RequestError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import NextToken, ToyRunner
@@ -39,7 +41,6 @@ from pearl.spec.rules import (
     markdown_table,
     register,
 )
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests import lenient_rule, test_worker
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace

@@ -22,13 +22,13 @@ from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper, make_shaper
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, RequestError
+from pearl.execution.ahead import Ahead
+from pearl.execution.draft import DraftExecutor
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
-from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor
 from tests.conftest import TOY
 from tests.replace import replace
 from tests.test_look_ahead import TIMINGS

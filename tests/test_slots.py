@@ -18,6 +18,8 @@ from pearl.cli import cli
 from pearl.config import DecodingConfig
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError, PearlError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.slots import Loops
 from pearl.lab.simulate import Timing, VirtualProposer, simulate
 from pearl.models.loading import load_runner
@@ -46,7 +48,6 @@ from pearl.protocol.sequence import extend_digest
 from pearl.trace.latency import latencies
 from pearl.trace.reading import read
 from pearl.trace.replay import replay
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.target import TargetWorker
 from pearl.worker.watches import Watches
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text

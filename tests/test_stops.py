@@ -25,6 +25,8 @@ from pearl.drafting.proposer import Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.preflight import check_classifier
 from pearl.errors import ConfigError, RequestError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.experiments import disco, stops
 from pearl.lab.experiments.recorded import timing_of
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate
@@ -38,7 +40,6 @@ from pearl.spec.methods import METHODS
 from pearl.spec.stops import CAP, STOPS, stops_table
 from pearl.trace.figures import side_by_side
 from pearl.trace.report import report
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from tests import traced
 from tests.replace import replace
 from tests.test_rules import overlapping

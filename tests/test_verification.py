@@ -22,13 +22,13 @@ from pearl.decoding.rules.direct import DirectDraft, DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.sampling import pick, pick_on_device, race_on_device, read_draw
 from pearl.errors import NumericalError
+from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES
-from pearl.worker.execute import TargetExecutor
 from tests.replace import replace
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not

@@ -20,6 +20,8 @@ import torch
 from pearl.decoding.distribution import Distribution, Form
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError, TransportError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.loading import load_runner
@@ -57,7 +59,6 @@ from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_link import DraftLink, TargetSettings, weigh
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
 from pearl.worker.target import TargetWorker

@@ -23,6 +23,8 @@ from pearl.drafting.habits import Habits
 from pearl.drafting.launch import LaunchedForward
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import Event, TargetExecutor
 from pearl.metrics import Stopwatch
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.coordinator import Coordinator
@@ -51,7 +53,6 @@ from pearl.protocol.request import Counts
 from pearl.protocol.window import Speeds
 from pearl.trace.recorder import Recorder, where_and_what
 from pearl.trace.tracer import Tracer, identity
-from pearl.worker.execute import DraftExecutor, Event, TargetExecutor
 
 _DIGITS = 12  # of a second: five forwards of 10 ms and one of 50 ms end at the same time, not one rounding error apart
 

@@ -21,6 +21,8 @@ from pearl.drafting.habits import Habits
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.stops import make_policy
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoint import is_toy
 from pearl.models.grammar import Guides
 from pearl.models.kept import Progress, silent
@@ -41,7 +43,6 @@ from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.cores import occupy
 from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_link import TargetSettings
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.profile import load as load_profile
 from pearl.worker.profile import times

@@ -10,6 +10,9 @@ from contextlib import ExitStack
 
 from pearl import errors
 from pearl.errors import ForwardError, ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
+from pearl.execution.ahead import Ahead
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import memory_told
 from pearl.protocol.drafter import Drafter, State
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Send, Wait
 from pearl.protocol.messages import (
@@ -31,8 +34,6 @@ from pearl.protocol.messages import (
 from pearl.silence import SLACK
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Endpoint, Fault
-from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor, memory_told
 from pearl.worker.rows import RowPacker, packed
 
 log = logging.getLogger(__name__)

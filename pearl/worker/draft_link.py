@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pearl.decoding.distribution import Form, are_probabilities
 from pearl.errors import DraftLost, RemoteProtocolError
+from pearl.execution.target import TargetExecutor
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     DraftTokens,
@@ -19,7 +20,6 @@ from pearl.protocol.messages import (
 )
 from pearl.transport.base import Peer, TensorChannel
 from pearl.transport.mailbox import Mailbox
-from pearl.worker.execute import TargetExecutor
 from pearl.worker.health import DraftHealth
 
 log = logging.getLogger(__name__)

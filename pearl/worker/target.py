@@ -19,6 +19,7 @@ from pearl.errors import (
     RequestError,
     TransportError,
 )
+from pearl.execution.target import TargetExecutor
 from pearl.metrics import fold
 from pearl.models.calibrate import calibrate_target
 from pearl.protocol.coordinator import Coordinator
@@ -58,7 +59,6 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MOST_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, TargetSettings, weigh
-from pearl.worker.execute import TargetExecutor
 from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
 from pearl.worker.recording import Recordings

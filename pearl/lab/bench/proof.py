@@ -20,6 +20,8 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.model import ModelProposer
 from pearl.engine import Engine
+from pearl.execution.ahead import Ahead
+from pearl.execution.draft import DraftExecutor
 from pearl.lab.bench.exactness import check_texts, compare_cuts
 from pearl.lab.bench.shapes import SHAPES, random_model, save_pair
 from pearl.lab.experiments.recorded import steps as steps_of
@@ -31,8 +33,6 @@ from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import AS_PUBLISHED, DRAFT_LOOKUP
 from pearl.trace.reading import read
-from pearl.worker.ahead import Ahead
-from pearl.worker.execute import DraftExecutor
 
 _TOLERANCE = 2.0  # times what transformers' logits are off from those of a wider dtype: ours may be as far off as they
 _NEAR = 5.0  # times that share of a row's root mean square: two logits that are nearer may change places

@@ -15,6 +15,8 @@ from typing import Any
 from pearl.client.request import encode, submission
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.emulation import paced
 from pearl.lab.bench.run import Watcher, emulated
 from pearl.lab.bench.tasks import Task
@@ -37,7 +39,6 @@ from pearl.protocol.events import (
     Wait,
 )
 from pearl.protocol.messages import Committed, Submit
-from pearl.worker.execute import DraftExecutor, TargetExecutor
 
 _TARGET, _DRAFT = 0, 1
 

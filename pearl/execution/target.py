@@ -1,5 +1,5 @@
-"""Carrying out the commands that compute: forwards, judgements, draws. Knows runners and rules, no sockets, no clock
-but the one that times a forward.
+"""The target's commands that compute: forwards, judgements, draws, guesses. Knows no sockets, and no clock but the one
+that times a forward.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
 from pearl.drafting.hindsight import Hindsight
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
-from pearl.drafting.proposer import Launched, Proposer
 from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.feeds import depths
 from pearl.models.memory import is_of_memory
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
-    Draft,
     Drafted,
     Forward,
     Forwarded,
@@ -49,7 +47,7 @@ from pearl.protocol.messages import Logprobs
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text import TextStream
 
-Event = Guessed | Forwarded | Judged | Sampled | Drafted
+Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a command
 
 
 def _of_memory(error: Exception) -> OutOfMemory | None:
@@ -402,36 +400,3 @@ def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.
     if fed.parents is None:
         return shaper.chain(logits, fed.tokens)
     return shaper.tree(logits, fed.tokens, fed.parents)
-
-
-class DraftExecutor:
-    """Computes for the drafter, with whoever guesses."""
-
-    def __init__(self, proposer: Proposer) -> None:
-        self.proposer = proposer
-
-    def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None where it needs no answer."""
-        match command:
-            case Open():
-                self.proposer.open(command)
-            case Rollback(length):
-                self.proposer.rollback(length, command.request)
-            case Draft():
-                return self.proposer.collect(self.proposer.launch(command))
-            case _:
-                raise AssertionError(command)
-        return None
-
-    def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """One forward of the model for several requests; what answers each."""
-        return [self._collected(launched) for launched in self.proposer.launch_together(commands)]
-
-    def _collected(self, launched: Launched | Drafted) -> Drafted:
-        """What one model chokes on in one request says nothing of the others."""
-        if isinstance(launched, Drafted):
-            return launched
-        try:
-            return self.proposer.collect(launched)
-        except NumericalError as error:
-            return Drafted(failure=str(error), request=launched.command.request)

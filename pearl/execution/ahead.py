@@ -22,8 +22,9 @@ import torch
 
 from pearl.drafting.proposer import Launched
 from pearl.errors import DraftLost, TransportError
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Rollback
-from pearl.worker.execute import DraftExecutor, Event
 
 _PATIENCE = 3.0  # seconds
 _LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late

@@ -1,0 +1,48 @@
+"""The draft's commands that compute, carried out by whoever guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pearl.drafting.proposer import Launched, Proposer
+from pearl.errors import NumericalError
+from pearl.execution.target import Event
+from pearl.protocol.events import (
+    Draft,
+    Drafted,
+    Open,
+    Rollback,
+)
+
+
+class DraftExecutor:
+    """Computes for the drafter, with whoever guesses."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+
+    def execute(self, command: object) -> Event | None:
+        """The event that answers `command`; None where it needs no answer."""
+        match command:
+            case Open():
+                self.proposer.open(command)
+            case Rollback(length):
+                self.proposer.rollback(length, command.request)
+            case Draft():
+                return self.proposer.collect(self.proposer.launch(command))
+            case _:
+                raise AssertionError(command)
+        return None
+
+    def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
+        """One forward of the model for several requests; what answers each."""
+        return [self._collected(launched) for launched in self.proposer.launch_together(commands)]
+
+    def _collected(self, launched: Launched | Drafted) -> Drafted:
+        """What one model chokes on in one request says nothing of the others."""
+        if isinstance(launched, Drafted):
+            return launched
+        try:
+            return self.proposer.collect(launched)
+        except NumericalError as error:
+            return Drafted(failure=str(error), request=launched.command.request)
