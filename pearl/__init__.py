@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from pearl.version import __version__
 
 if TYPE_CHECKING:
-    from pearl.client.stream import Result
     from pearl.config import DecodingConfig, EngineConfig, SamplingParams
     from pearl.engine import Engine
     from pearl.engine.asynchronous import AsyncEngine
+    from pearl.engine.stream import Result
 
 __all__ = ["AsyncEngine", "DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
 
@@ -25,7 +25,7 @@ _ROOMS = {
     "DecodingConfig": "pearl.config",
     "Engine": "pearl.engine",
     "EngineConfig": "pearl.config",
-    "Result": "pearl.client.stream",
+    "Result": "pearl.engine.stream",
     "SamplingParams": "pearl.config",
 }
 

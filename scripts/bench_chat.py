@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl import Engine, SamplingParams
-from pearl.client.conversation import Conversation
+from pearl.engine.conversation import Conversation
 from pearl.lab.bench.interval import bootstrapped
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 

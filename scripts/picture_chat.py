@@ -20,9 +20,9 @@ from rich.text import Text
 
 from pearl.cli.chat import Chat, status
 from pearl.cli.reply import PENDING, STYLES, Reply
-from pearl.client.conversation import Conversation
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
 
 QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without it?")

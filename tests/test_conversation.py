@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.client.conversation import Conversation
+from pearl.engine.conversation import Conversation
 from pearl.errors import RequestError
 
 Messages = list[dict[str, str]]

@@ -474,7 +474,7 @@ def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(toy: Engi
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A front that sends what it should have refused."""
-    monkeypatch.setattr("pearl.client.request.grammar_of", lambda json_schema, regex: regex or "")
+    monkeypatch.setattr("pearl.engine.request.grammar_of", lambda json_schema, regex: regex or "")
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -23,7 +23,6 @@ LAYERS: list[set[str]] = [
     {"pearl.lab.distill", "pearl.lab.simulate", "pearl.lab.theory"},
     {"pearl", "pearl.lab"},
     {"pearl.engine"},
-    {"pearl.client"},
     {"pearl.worker"},
     {"pearl.metrics", "pearl.trace"},
     {"pearl.execution"},

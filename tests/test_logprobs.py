@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pearl import SamplingParams
-from pearl.client.stream import Result
 from pearl.config import LEAST_LOGPROB, DecodingConfig
 from pearl.engine import Engine
+from pearl.engine.stream import Result
 from pearl.errors import ConfigError, RemoteProtocolError
 from pearl.models.toy import alpha_pair
 from pearl.protocol import messages as m

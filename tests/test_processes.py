@@ -22,10 +22,10 @@ import psutil
 import pytest
 import torch
 
-from pearl.client.stream import Stream
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
+from pearl.engine.stream import Stream
 from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
 from tests.conftest import TOY, greedy_text
 from tests.tiny import tiny_model

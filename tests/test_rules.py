@@ -15,11 +15,11 @@ import torch
 
 from pearl import Engine, EngineConfig
 from pearl.cli.options import field_option
-from pearl.client.request import submission as submit_from
 from pearl.config import DecodingConfig, SamplingParams, with_registered_rules
 from pearl.decoding.rules import make_draft_half, make_target_half, ratio
 from pearl.decoding.sampling import read_draw, shortlists
 from pearl.engine import processes
+from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor

@@ -33,10 +33,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pearl.cli import cli
 from pearl.cli.serve import serve
-from pearl.client.request import Chat
-from pearl.client.stream import Result
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine
+from pearl.engine.request import Chat
+from pearl.engine.stream import Result
 from pearl.errors import ConfigError, TargetLost
 from pearl.extras import installing
 from pearl.metrics import Statistics
@@ -922,7 +922,7 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     """New texts wait for it. It waited for a pause, and said that the workers did not answer."""
-    monkeypatch.setattr("pearl.client.recording._RECORD_SECONDS", 0.5)
+    monkeypatch.setattr("pearl.engine.recording._RECORD_SECONDS", 0.5)
     with (
         chatting_engine(target_pace=0.05, draft_pace=0.01, slots=slots) as engine,
         Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 
 from pearl.cli import cli
 from pearl.cli.options import field_option
-from pearl.client.request import submission as submit_from
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.preflight import check_classifier
+from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor

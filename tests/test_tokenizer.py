@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
-from pearl.client.request import Chat, encode, submission
 from pearl.config import DecodingConfig, SamplingParams
+from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
 from pearl.models.kept_tokenizer import KeptTokenizer
 from pearl.models.tokenizer import (

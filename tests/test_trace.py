@@ -868,7 +868,7 @@ def test_a_late_echo_of_a_wish_that_was_given_up_is_no_answer(
 ) -> None:
     """A wish that failed is taken back; what the workers say to that comes while the next one waits."""
     with monkeypatch.context() as patched:
-        patched.setattr("pearl.client.recording._RECORD_SECONDS", 0.0)
+        patched.setattr("pearl.engine.recording._RECORD_SECONDS", 0.0)
         for _ in range(3):
             with pytest.raises(TraceError, match="do not answer"):
                 toy.start_trace(tmp_path / "given up.json")

@@ -22,10 +22,10 @@ from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply, legend
 from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, raw_keys, state_directory
-from pearl.client.conversation import Conversation
-from pearl.client.stream import Piece, Result, Stream
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine
+from pearl.engine.conversation import Conversation
+from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
 from pearl.metrics import Statistics, Stopwatch
 from pearl.printable import printable

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl.cli.reply import legend
-from pearl.client.request import with_defaults
 from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
+from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
 from pearl.printable import printable
 from pearl.protocol.events import Phase

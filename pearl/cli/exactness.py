@@ -13,8 +13,8 @@ from rich.table import Table
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.client.request import Prompt
 from pearl.config import Settings
+from pearl.engine.request import Prompt
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr

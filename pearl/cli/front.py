@@ -12,9 +12,9 @@ from rich.table import Table
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.client.conversation import Conversation
-from pearl.client.request import resolve_sampling
 from pearl.config import Settings
+from pearl.engine.conversation import Conversation
+from pearl.engine.request import resolve_sampling
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer

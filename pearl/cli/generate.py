@@ -14,9 +14,9 @@ from pearl import __version__
 from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.client.request import with_defaults
 from pearl.config import Settings
 from pearl.engine import Engine, Result, Stream, torchrun
+from pearl.engine.request import with_defaults
 from pearl.errors import ConfigError
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance

@@ -9,8 +9,8 @@ from msgspec import structs
 
 from pearl.cli.console import SafeConsole
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.client.request import resolve_sampling
 from pearl.config import Settings
+from pearl.engine.request import resolve_sampling
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer

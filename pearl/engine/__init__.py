@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from pearl.client.client import Client, Options, check_options
-from pearl.client.request import Prompt
-from pearl.client.stream import Piece, Result, Stream
 from pearl.config import EngineConfig, SamplingParams
+from pearl.engine.client import Client, Options, check_options
 from pearl.engine.launcher import Launcher, LocalLauncher
+from pearl.engine.request import Prompt
+from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import PearlError
 from pearl.models.kept import Progress, silent
 from pearl.models.tokenizer import GenerationDefaults, load_tokenizer

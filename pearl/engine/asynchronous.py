@@ -15,11 +15,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Unpack
 
-from pearl.client.client import Options, check_options
-from pearl.client.request import Prompt, as_prompts
-from pearl.client.stream import Piece, Result, Stream
 from pearl.config import SamplingParams
 from pearl.engine import Engine
+from pearl.engine.client import Options, check_options
+from pearl.engine.request import Prompt, as_prompts
+from pearl.engine.stream import Piece, Result, Stream
 from pearl.engine.turnstile import Turnstile
 from pearl.errors import EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pearl.client.client import Life
-from pearl.client.recording import logged_not_raised
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
+from pearl.engine.client import Life
 from pearl.engine.preflight import check_classifier, check_datastore, check_models, check_profile, check_toys
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
+from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.models.kept import Progress
 from pearl.trace.chrome import merge

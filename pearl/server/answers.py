@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pearl.client.stream import Piece, Result
+from pearl.engine.stream import Piece, Result
 from pearl.protocol.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"

@@ -23,10 +23,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from pearl.client.stream import Result
 from pearl.config import SamplingParams
 from pearl.document import parse_json
 from pearl.engine.asynchronous import AsyncStream
+from pearl.engine.stream import Result
 from pearl.engine.turnstile import Turnstile
 from pearl.errors import PearlError
 from pearl.server import openapi

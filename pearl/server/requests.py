@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from pearl.client.request import Chat, Prompt
 from pearl.config import LONGEST_STOP, MAX_LOGPROBS, MOST_STOPS, SamplingParams
 from pearl.document import parse_json
+from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
 from pearl.models.grammar import grammar_of
 from pearl.server.errors import ApiError

@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from pearl.client.request import Prompt
-from pearl.client.stream import Piece
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
+from pearl.engine.request import Prompt
+from pearl.engine.stream import Piece
 from pearl.errors import EngineClosed
 from pearl.server.errors import ApiError, engine_lost, of_engine
 from pearl.server.figures import Figures

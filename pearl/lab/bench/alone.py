@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from pearl.client.request import Prompt, encode, submission
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import make_shaper
+from pearl.engine.request import Prompt, encode, submission
 from pearl.models.checkpoint import is_toy
 from pearl.models.grammar import Guides
 from pearl.models.runner import ModelRunner, feed_chain

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from tempfile import TemporaryDirectory
 
-from pearl.client.request import Prompt
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.request import Prompt
 from pearl.errors import RequestError
 from pearl.lab.bench.interval import Interval, bootstrapped
 from pearl.lab.bench.systems import devices_of

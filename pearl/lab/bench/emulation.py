@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pearl.client.request import submission
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine.request import submission
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.replay import load_scripted

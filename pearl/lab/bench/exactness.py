@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pearl.client.request import Prompt
-from pearl.client.stream import Stream
 from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.request import Prompt
+from pearl.engine.stream import Stream
 from pearl.errors import DraftLost
 from pearl.lab.bench.alone import Alone, Own, direct_rules
 from pearl.metrics import Statistics

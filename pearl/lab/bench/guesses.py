@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from pearl.client.request import resolve_sampling
 from pearl.config import EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore, check_tokenizer
+from pearl.engine.request import resolve_sampling
 from pearl.lab.bench.interval import bootstrapped
 from pearl.lab.bench.run import Watcher
 from pearl.lab.bench.tasks import Task

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Protocol
 
-from pearl.client.conversation import Conversation
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.energy import Meter

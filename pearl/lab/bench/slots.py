@@ -12,9 +12,9 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-from pearl.client.request import encode, submission
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine, Result
+from pearl.engine.request import encode, submission
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.emulation import paced

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pearl.client.request import resolve_sampling
 from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.request import resolve_sampling
 from pearl.errors import ConfigError, StartError
 from pearl.metrics import Statistics
 from pearl.models.tokenizer import GenerationDefaults

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from pearl.client.conversation import Conversation
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import SHORTLIST, read_draw
 from pearl.drafting.rows import shape_of
+from pearl.engine.conversation import Conversation
 from pearl.models.recorded import FEATURES, Header, RecordedText
 from pearl.models.replay import faint
 from pearl.models.runner import Feed, ModelRunner, feed_chain

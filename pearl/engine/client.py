@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
-from pearl.client.recording import Recording, logged_not_raised
-from pearl.client.request import Prompt, as_prompts, check_length, encode, submission
-from pearl.client.stream import Result, Stream
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine.recording import Recording, logged_not_raised
+from pearl.engine.request import Prompt, as_prompts, check_length, encode, submission
+from pearl.engine.stream import Result, Stream
 from pearl.errors import (
     ConfigError,
     EngineClosed,

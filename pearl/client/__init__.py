@@ -1,1 +1,0 @@
-"""What talks to a running target: requests, streams, conversations. Launches nothing."""
