@@ -14,6 +14,7 @@ from pearl.drafting.launch import LaunchedForward
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.errors import DraftLost, NumericalError, TransportError
+from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event
@@ -22,7 +23,6 @@ from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.worker import ahead as module
 from tests.tiny import tiny_model
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
