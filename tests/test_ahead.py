@@ -160,7 +160,7 @@ def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watch
 def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched, chains: bool) -> None:
     with Ahead(executor(runner, chains), lambda: True) as ahead:
         ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule")))  # greedy takes any rule
-        ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule", sampling=OPEN.sampling)))
+        ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule", sampling=OPEN.options.sampling)))
         ahead.execute(Rollback(0))
         with pytest.raises(Exception, match="no such rule"):
             ahead.execute(Draft(0, PROMPT, 1))
