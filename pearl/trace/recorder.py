@@ -58,6 +58,10 @@ class Record(NamedTuple):
     end: int
     args: dict[str, Any]
 
+    @property
+    def middle(self) -> int:
+        return (self.start + self.end) // 2
+
 
 class Recorder:
     """One worker's file. Any thread may record.
