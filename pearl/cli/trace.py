@@ -57,7 +57,7 @@ def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | 
     if png is not None:
         with damaged(a, TraceError):
             charts = same_time([read(a), read(b)], seconds)
-        draw(charts, png)
+            draw(charts, png)
         say(f"{png}: {a} above {b}, {max(chart.end for chart in charts):.3f} s of each")
         return
     if seconds is not None:
@@ -82,7 +82,7 @@ def show(file: Path, png: Path, start: float | None, seconds: float | None) -> N
     """Draw both workers on one time axis."""
     with damaged(file, TraceError):
         shown = chart(read(file), start, seconds)
-    draw([shown], png)
+        draw([shown], png)
     say(f"{png}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
 
 

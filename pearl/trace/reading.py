@@ -1,4 +1,4 @@
-"""A trace file, read back into slices. Broken, foreign and empty files raise errors of their own."""
+"""A trace file, read back into slices. Damaged, foreign and empty files each have their own error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARDS = ("prefill", "pre-verify", "post-verify", "draft", "prepare")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took from `start` to `end`, seconds from the trace's beginning."""
+    """What lasted from `start` to `end`, seconds from the trace's beginning."""
 
     name: str
     kind: str
@@ -32,13 +32,13 @@ class Slice:
 
     @property
     def ran(self) -> float:
-        """Seconds that a forward took: a draft's may have begun before its loop had to wait for it."""
+        """Seconds that a forward took: the draft's may begin before its loop waits for it."""
         return float(self.args.get("seconds", self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A verdict on its way: when the target sent it and when the draft read it, in seconds."""
+    """A verdict: when the target sent it and when the draft read it, in seconds."""
 
     sent: float
     read: float
@@ -47,13 +47,12 @@ class Arrow:
 
 @dataclass
 class Trace:
-    """One run.
+    """One run. Lists are in order of time.
 
     Attributes:
-        target: what the target's loop did, outermost slices only, in order of time; requests are apart.
-        drafts: likewise, of each draft: there are several where one was lost and started again.
+        target: what its loop did: the outermost slices, without requests.
+        drafts: the same of each draft: there are several if one was lost and restarted.
         requests: the target's.
-        verdicts: in order of time.
         counters: name -> (time, value).
     """
 
@@ -67,12 +66,12 @@ class Trace:
 
     @property
     def draft(self) -> list[Slice]:
-        """What the drafts did, one after the other."""
+        """What all drafts did."""
         return sorted((one for draft in self.drafts for one in draft), key=lambda s: s.start)
 
     @property
     def method(self) -> str:
-        """The decoding method of the requests; a request that was cut off names none."""
+        """The decoding methods of the requests; a request that was cut off has none."""
         return ", ".join(dict.fromkeys(r.args.get("options", {}).get("method", "?") for r in self.requests))
 
     @property
@@ -85,7 +84,7 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Read a trace. Raises `TraceError`, with cause and advice, for a file that is no trace of ours."""
+    """Read a trace. Raises `TraceError`, with cause and advice, for any other file."""
     with damaged(path, TraceError):
         return _read(path)
 
@@ -165,7 +164,7 @@ def _sort(events: list[Event], trace: Trace) -> None:
             read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION
             trace.verdicts.append(Arrow(sent.pop(event["id"]), read_at, is_rejection))
         elif event["ph"] == "X" and (event["tid"] == LOOP or event["cat"] == "whole"):
-            # By nanoseconds, which floats hold exactly: what begins where another ends must not seem to lie in it.
+            # Round to nanoseconds: a slice that begins where another ends must not seem to lie in it.
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
             name = "draft" if event["name"] in fates else event["name"]
             one = Slice(name, event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
@@ -180,9 +179,9 @@ def _sort(events: list[Event], trace: Trace) -> None:
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
-    """Those that lie in no other; decisions in any case (in virtual time, one takes none and may fall into a forward).
+    """Slices that lie in no other, and all decisions (in virtual time these take none and may fall into a forward).
 
-    Of two that start together the one that ended first comes first: a forward that was done before its loop asked for
+    Of two that start together, the one that ended first comes first: a forward that was done before its loop asked for
     it takes no time there, and yet lies in nothing.
     """
     kept: list[Slice] = []
