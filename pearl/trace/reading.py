@@ -102,17 +102,12 @@ def _read(path: Path) -> Trace:
         raise TraceError(f"{path} is damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if found[1:] else ""))
     trace = Trace(path, metadata)
     _sort(document["traceEvents"], trace)
-    if not trace.requests:
-        trace.requests += _unfinished(trace)
+    if not trace.requests:  # a target that was killed: a request's slice is written at its end
+        opened = [one.start for one in trace.target if one.name == "open"]
+        trace.requests += [Slice("request, cut off", "whole", at, trace.target[-1].end, {}) for at in opened[:1]]
     if not trace.requests:
         raise TraceError(f"{path} holds no request: nothing was generated while it was recorded")
     return trace
-
-
-def _unfinished(trace: Trace) -> list[Slice]:
-    """The request during which the target was killed: a request's own slice is written at its end."""
-    opened = [one.start for one in trace.target if one.name == "open"]
-    return [Slice("request, cut off", "whole", opened[0], trace.target[-1].end, {})] if opened else []
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -120,7 +115,8 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise TraceError(_missing(path)) from None
+        why = f"is not there yet, only parts of it: `pearl trace merge {path}` makes it from them"
+        raise TraceError(f"{path} {why if part_paths(path) else 'does not exist'}") from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -132,22 +128,15 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(text)
     except json.JSONDecodeError as error:
+        why = f"is no trace: not JSON at line {error.lineno}, column {error.colno}"
         if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
-            raise TraceError(
-                f"{path} is cut off at line {error.lineno}: it was not written or copied to its end"
-            ) from None
-        raise TraceError(f"{path} is no trace: not JSON at line {error.lineno}, column {error.colno}") from None
+            why = f"is cut off at line {error.lineno}: it was not written or copied to its end"
+        raise TraceError(f"{path} {why}") from None
     except ValueError as error:
         raise TraceError(f"{path} is no trace: {error}") from None
     if not isinstance(document, dict) or "traceEvents" not in document:
         raise TraceError(f"{path} is JSON, but no trace: it has no traceEvents")
     return document
-
-
-def _missing(path: Path) -> str:
-    if part_paths(path):
-        return f"{path} is not there yet, only parts of it: `pearl trace merge {path}` makes it of them"
-    return f"{path} does not exist"
 
 
 def _sort(events: list[Event], trace: Trace) -> None:

@@ -168,6 +168,10 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def _limits(elements: int) -> dict[str, Any]:
+    return {"strict_map_key": False, "max_array_len": elements, "max_map_len": elements, "max_ext_len": 0}
+
+
 def _is_record(item: Any) -> bool:
     return isinstance(item, list) and tuple(map(type, item)) == _RECORD
 
@@ -212,8 +216,7 @@ class Part:
         with file:
             # An element takes at least a byte: an array that announces more is not ours.
             most = min(os.fstat(file.fileno()).st_size, _MOST_ELEMENTS)
-            limits = {"max_array_len": most, "max_map_len": most, "max_ext_len": 0}
-            unpacker = msgpack.Unpacker(file, strict_map_key=False, **limits)
+            unpacker = msgpack.Unpacker(file, **_limits(most))
             while True:
                 try:
                     yield unpacker.unpack()
@@ -233,8 +236,7 @@ class GrowingPart:
 
     def __init__(self, path: Path) -> None:
         self.path, self.role, self.size = path, "", 0
-        limits = {"max_array_len": _MOST_ELEMENTS, "max_map_len": _MOST_ELEMENTS, "max_ext_len": 0}
-        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=_MOST_UNREAD, **limits)
+        self._unpacker = msgpack.Unpacker(max_buffer_size=_MOST_UNREAD, **_limits(_MOST_ELEMENTS))
 
     def read(self) -> list[Record]:
         """New records since the last call. Raises `TraceError` if the file is gone, or is not ours."""

@@ -16,35 +16,17 @@ import torch
 
 from pearl.errors import ProtocolError, TraceError
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import (
-    Cause,
-    Draft,
-    Drafted,
-    End,
-    Forward,
-    Guess,
-    Guessed,
-    Judge,
-    Judged,
-    Keep,
-    Open,
-    Phase,
-    Rollback,
-    Sample,
-    Sampled,
-    Spread,
-    Wait,
-)
 from pearl.protocol.messages import Begin, Message, Pong, Submit
 from pearl.trace.plain import plain
 from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
 from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
-_TARGET_CAUSES = {Cause.HELD_ROW: HELD_ROW, Cause.WINDOW: DRAFT, Cause.IDLE: CONSUMER}
-_DRAFT_CAUSES = {Cause.WINDOW: VERDICT, Cause.IDLE: CONSUMER}
+_TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
+_DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
 _ROUNDING = 1000  # nanoseconds
 _CATCHING_UP = 2  # the most tokens that a draft forward feeds after a verdict
 
@@ -144,7 +126,7 @@ class Tracer:
         args = {
             "event": event,
             # the counts of an ended request go on counting stale messages: encode them at once
-            "commands": [plain(command) if type(command) is End else command for command in commands],
+            "commands": [plain(command) if type(command) is events.End else command for command in commands],
             "pending": len(own.sequence.tokens) - own.sequence.committed,
             "epoch": own.epoch,
         }
@@ -159,7 +141,7 @@ class Tracer:
         self._follow_requests(machine, start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
-            if type(command) is Wait:
+            if type(command) is events.Wait:
                 self.cause = causes[command.cause]
         self._spent_since(end)
 
@@ -198,7 +180,7 @@ class Tracer:
         is shown later than it was, but never before the end of the previous one.
         """
         recorder = self.recorder
-        if recorder is None or not isinstance(event, Drafted):
+        if recorder is None or not isinstance(event, events.Drafted):
             return
         end = self.clock()
         done = max(self._beside, end - round(event.draw * 1e9))
@@ -212,15 +194,15 @@ class Tracer:
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
         assert self.recorder is not None
-        if isinstance(command, Draft):
-            assert isinstance(event, Drafted)
+        if isinstance(command, events.Draft):
+            assert isinstance(event, events.Drafted)
             self._drafted(command, event, start, end)
         elif (work := _work(command, event)) is not None:
             name, args = work
             self.recorder.record(LOOP, "busy", name, start, end, args)
         self._spent_since(end)
 
-    def _drafted(self, command: Draft, event: Drafted, start: int, end: int) -> None:
+    def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """A draft forward: it may have begun before the loop asked for it, or have had to wait for another one."""
         assert self.recorder is not None
         record = self.recorder.record
@@ -278,42 +260,42 @@ def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
     match command, event:
         case list(), _:
             return _name_of_all(command), _of_all(command)
-        case Forward(), _:
+        case events.Forward(), _:
             args = {"n": len(command.tokens), "start": command.start, "request": command.request}
             tree = {} if command.parents is None else {"parents": list(command.parents)}
             return command.phase.value, args | tree
-        case Judge(), Judged():
+        case events.Judge(), events.Judged():
             args = {"start": command.start, "n": len(command.tokens), "accepted": event.accepted}
             return "judge", args | {"correction": event.token, "request": command.request}
-        case Sample(), Sampled():
+        case events.Sample(), events.Sampled():
             tokens = list(event.tokens)
             return "sample", {"start": command.position, "tokens": tokens, "request": command.request}
-        case Guess(), Guessed():
+        case events.Guess(), events.Guessed():
             sources = {source.value: n for source, n in Counter(event.sources).items()}
             start = command.base + len(command.tokens)
             return "guess", {"start": start, "n": len(event.tokens), "sources": sources}
-        case Spread(), _:
+        case events.Spread(), _:
             return "spread", {"everywhere": command.everywhere}
-        case Keep(), _:
+        case events.Keep(), _:
             return "keep", {"n": len(command.path)}
-        case Rollback(), _:
+        case events.Rollback(), _:
             return "rollback", {"length": command.length}
-        case Open(), _:
+        case events.Open(), _:
             return "open", {}
     return None
 
 
-def _name_of_all(commands: Sequence[Forward | Draft]) -> str:
+def _name_of_all(commands: Sequence[events.Forward | events.Draft]) -> str:
     """A forward of several requests is called a prefill only if it is nothing else."""
-    if any(isinstance(command, Draft) for command in commands):
+    if any(isinstance(command, events.Draft) for command in commands):
         return "draft"
-    phases = {command.phase for command in commands if isinstance(command, Forward)}
-    ranked = (Phase.POST_VERIFY, Phase.PRE_VERIFY, Phase.PREFILL)
+    phases = {command.phase for command in commands if isinstance(command, events.Forward)}
+    ranked = (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL)
     return next(phase for phase in ranked if phase in phases).value
 
 
-def _of_all(commands: Sequence[Forward | Draft]) -> dict[str, Any]:
-    prompts = [each.request for each in commands if getattr(each, "phase", None) is Phase.PREFILL]
+def _of_all(commands: Sequence[events.Forward | events.Draft]) -> dict[str, Any]:
+    prompts = [each.request for each in commands if getattr(each, "phase", None) is events.Phase.PREFILL]
     args = {"n": sum(len(each.tokens) for each in commands), "requests": [each.request for each in commands]}
     return args | ({"prompts": prompts} if prompts else {})
 
@@ -327,7 +309,7 @@ class _TracedMailbox(Mailbox):
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         found = super()._checked(peer, message)
         if self._tracer.recorder is not None and self._tracer.track == LOOP:
-            self._traced.read_by_loop = self._tracer.clock()  # what follows, its rows, is no such wait
+            self._traced.read_by_loop = self._tracer.clock()  # waiting for its rows is recorded as such
         return found
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
