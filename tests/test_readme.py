@@ -206,6 +206,6 @@ def test_every_command_can_be_given(page: str, command: str) -> None:
 
 
 def test_a_wrong_command_is_noticed() -> None:
-    for wrong in (["trace", "shew", "x"], ["generate", "hello", "--no-such-flag"], ["trace", "show", "x"]):
+    for wrong in (["trace", "shew", "x"], ["generate", "hello", "--no-such-flag"], ["trace", "show", "x", "--png"]):
         with pytest.raises((click.UsageError, AssertionError)):
             parsed(wrong)

@@ -42,7 +42,7 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
         return lambda value: value.hex()
     if kind is dict:
         return lambda value: {str(plain(k)): plain(v) for k, v in value.items()}
-    # Judge without its rows: distributions
+    # Judge goes without its rows, which are distributions
     names, name = [n for n in _fields(kind) if (kind, n) != (events.Judge, "rows")], kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:
