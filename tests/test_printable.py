@@ -95,9 +95,9 @@ def test_a_trace_file_cannot_steer_the_terminal(tmp_path: Path) -> None:
     event = {"ph": "X", "name": HOSTILE, "cat": HOSTILE, "pid": 1, "tid": HOSTILE, "ts": -1, "dur": 1, "args": {}}
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [event, {"ph": HOSTILE}], "metadata": {"pearl_trace": HOSTILE}}))
-    for command in ("check", "report", "show", "replay", "compare"):
+    for command in ("check", "report", "show --png it.png", "replay", "compare"):
         files = [str(path)] * (2 if command == "compare" else 1)
-        with Person([sys.executable, "-m", "pearl", "trace", command, *files]) as person:
+        with Person([sys.executable, "-m", "pearl", "trace", *command.split(), *files]) as person:
             assert person.leaves() != 0
             assert "rror" in person.text
             assert person.title == ""

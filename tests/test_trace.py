@@ -433,11 +433,11 @@ def test_the_validator_takes_anything(document: Any) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["report", "show", "replay", "compare"])
+@pytest.mark.parametrize("command", ["report", "show --png it.png", "replay", "compare"])
 def test_a_broken_file_is_told_what_it_is(tmp_path: Path, content: bytes, said: str, command: str) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    result = CliRunner().invoke(cli, ["trace", command, *([str(path)] * (1 + (command == "compare")))])
+    result = CliRunner().invoke(cli, ["trace", *command.split(), *([str(path)] * (1 + (command == "compare")))])
     assert isinstance(result.exception, TraceError)
     assert said in str(result.exception)
     assert str(path) in str(result.exception)

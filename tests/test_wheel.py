@@ -57,7 +57,6 @@ def test_it_has_what_belongs_to_it(installed: Path) -> None:
         "py.typed",
         "config/toy.yaml",
         "server/page.html",
-        "trace/page.html",
         "models/embedded_draft/README.md",
     ):
         assert (installed / "pearl" / name).is_file(), name

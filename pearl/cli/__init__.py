@@ -116,7 +116,7 @@ Examples:
   pearl generate "Explain the tides to a child."
   pearl chat --target my-model --draft my-small-model
   pearl calibrate --target my-model --draft my-small-model
-  pearl generate "Hello" --trace run.json && pearl trace show run.json
+  pearl generate "Hello" --trace run.json && pearl trace report run.json
 
 Shell completion, for bash (zsh and fish likewise):
 

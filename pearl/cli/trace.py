@@ -1,9 +1,8 @@
-"""`pearl trace`: report on recorded runs. Arguments and tables; `pearl.trace` computes the numbers."""
+"""`pearl trace`: its arguments and tables; `pearl.trace` computes the numbers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,19 +12,18 @@ from pearl.cli.console import SafeConsole, say
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
-from pearl.trace import chrome, page
+from pearl.trace import chrome
 from pearl.trace.figures import REQUEST_COLUMNS, request_row, side_by_side
-from pearl.trace.gantt import chart, png, same_time, terminal
-from pearl.trace.reading import Trace, read, read_document
+from pearl.trace.gantt import chart, same_time
+from pearl.trace.gantt import png as draw
+from pearl.trace.reading import read, read_document
 from pearl.trace.replay import replay as run_again
 from pearl.trace.report import Report
 from pearl.trace.report import report as make_report
 from pearl.trace.validate import problems
 
-_FILE = click.Path(path_type=Path)
-_HTML = click.option(
-    "--html", type=_FILE, help="Instead write a page: figures, waits by cause, and a timeline to zoom into."
-)
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group()
@@ -37,42 +35,34 @@ def trace() -> None:
 
 
 @trace.command()
-@click.argument("file", type=_FILE)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_HTML
-def report(file: Path, as_json: bool, html: Path | None) -> None:
+@_FILE
+@_JSON
+def report(file: Path, as_json: bool) -> None:
     """Work, waits by cause, overlap, pace and latencies of the run in FILE."""
-    run = _read_report(file)
-    if html is not None:
-        _drawn([run], html)
-    elif as_json:
-        click.echo(json.dumps(run[1].as_dict()))
+    found = _report(file)
+    if as_json:
+        click.echo(json.dumps(found.as_dict()))
     else:
-        _print({str(file): run[1]})
+        _print({str(file): found})
 
 
 @trace.command()
-@click.argument("a", type=_FILE)
-@click.argument("b", type=_FILE)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--png", "png_path", type=_FILE, help="Instead draw both runs, A above B on one time scale.")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@_JSON
+@click.option("--png", type=click.Path(path_type=Path), help="Instead draw both runs, A above B on one time scale.")
 @click.option("--seconds", type=float, help="How much --png shows of each; default: twelve verification steps of one.")
-@_HTML
-def compare(a: Path, b: Path, as_json: bool, png_path: Path | None, seconds: float | None, html: Path | None) -> None:
+def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | None) -> None:
     """Two runs side by side: one of sd and one of pearl, say."""
-    if seconds is not None and png_path is None:
-        raise click.UsageError("--seconds says how much a picture shows: give --png FILE too")
-    if png_path is not None:
+    if png is not None:
         with damaged(a, TraceError):
-            shown = same_time([read(a), read(b)], seconds)
-        png(shown, png_path)
-        say(f"{png_path}: {a} above {b}, {max(c.end for c in shown):.3f} s of each")
+            charts = same_time([read(a), read(b)], seconds)
+            draw(charts, png)
+        say(f"{png}: {a} above {b}, {max(chart.end for chart in charts):.3f} s of each")
         return
-    runs = [_read_report(path) for path in (a, b)]
-    if html is not None:
-        _drawn(runs, html)
-        return
-    reports = {str(path): found for path, (_, found) in zip((a, b), runs, strict=True)}
+    if seconds is not None:
+        raise click.UsageError("--seconds says how much a picture shows: give --png FILE too")
+    reports = {str(path): _report(path) for path in (a, b)}
     if as_json:
         click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
         return
@@ -84,29 +74,24 @@ def compare(a: Path, b: Path, as_json: bool, png_path: Path | None, seconds: flo
 
 
 @trace.command()
-@click.argument("file", type=_FILE)
+@_FILE
+@click.option("--png", type=click.Path(path_type=Path), required=True, help="The picture to write.")
 @click.option("--from", "start", type=float, help="Seconds from the start of the first request.")
 @click.option("--seconds", type=float, help="How much to show; default: twelve verification steps.")
-@click.option("--png", "png_path", type=_FILE, help="Draw a PNG instead.")
-def show(file: Path, start: float | None, seconds: float | None, png_path: Path | None) -> None:
-    """Both workers on one time axis, in the terminal or as a picture."""
+def show(file: Path, png: Path, start: float | None, seconds: float | None) -> None:
+    """Draw both workers on one time axis."""
     with damaged(file, TraceError):
         shown = chart(read(file), start, seconds)
-    if png_path is not None:
-        png([shown], png_path)
-        say(f"{png_path}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
-        return
-    console = SafeConsole()
-    for line in terminal(shown, console.width):
-        console.print(line, no_wrap=True, crop=False, soft_wrap=True)
+        draw([shown], png)
+    say(f"{png}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
 
 
 @trace.command()
-@click.argument("file", type=_FILE)
+@_FILE
 def replay(file: Path) -> None:
     """Check that fresh state machines decide as recorded.
 
-    Feeds the recorded events into them and compares their commands with the recorded ones.
+    Feed the recorded events into them and compare their commands with the recorded ones.
     """
     with damaged(file, TraceError):
         outcome = run_again(read(file))
@@ -115,13 +100,13 @@ def replay(file: Path) -> None:
         return
     d = outcome.difference
     raise TraceError(
-        f"decision {d.number} of the {d.worker} comes out otherwise (after {outcome.decisions} that are the same):\n"
+        f"decision {d.number} of the {d.worker} differs (after {outcome.decisions} that are the same):\n"
         f"  event     {json.dumps(d.event)}\n  recorded  {json.dumps(d.recorded)}\n  replayed  {json.dumps(d.replayed)}"
     )
 
 
 @trace.command()
-@click.argument("file", type=_FILE)
+@_FILE
 def merge(file: Path) -> None:
     """Make FILE from the parts that a killed run has left.
 
@@ -132,11 +117,11 @@ def merge(file: Path) -> None:
 
 
 @trace.command()
-@click.argument("file", type=_FILE)
+@_FILE
 def check(file: Path) -> None:
     """Check that a Chrome trace is valid for trace viewers.
 
-    Checks fields, names of processes and tracks, nesting of slices, and pairing of flows. Takes any Chrome trace.
+    Check fields, names of processes and tracks, nesting of slices, and pairing of flows. Any Chrome trace will do.
     """
     document = read_document(file)
     with damaged(file, TraceError):
@@ -148,10 +133,9 @@ def check(file: Path) -> None:
     click.echo(printable(f"{file}: {len(document['traceEvents'])} events, sound"))
 
 
-def _read_report(file: Path) -> tuple[Trace, Report]:
+def _report(file: Path) -> Report:
     with damaged(file, TraceError):
-        trace = read(file)
-        return trace, make_report(trace)
+        return make_report(read(file))
 
 
 def _print(reports: dict[str, Report]) -> None:
@@ -169,9 +153,3 @@ def _print(reports: dict[str, Report]) -> None:
             console.print("", each)
         for note in found.notes:
             console.print(f"note on {path}: {note}")
-
-
-def _drawn(runs: Sequence[tuple[Trace, Report]], path: Path) -> None:
-    with damaged(runs[0][0].path, TraceError):
-        page.write(runs, path)
-    say(f"{path}: a page that opens without a network")

@@ -1,4 +1,4 @@
-"""A report in words: name -> value, for the terminal and the page."""
+"""A report in words, for the terminal."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from itertools import pairwise
 from pearl.trace.latency import Latency
 from pearl.trace.report import Report, Worker
 
-_VERIFY = "forward: verify "  # with the number of tokens fed behind it
-REQUEST_COLUMNS = (
-    "request",
-    "method",
-    "prompt",
-    "tokens",
-    "queued",
-    "first token",
-    "ITL p50",
-    "ITL p99",
-    "tokens/s",
-    "tokens a step",
-)
+_VERIFY = "forward: verify "  # followed by the number of tokens fed
+_COUNTS, _TIMES = ("prompt", "tokens"), ("queued", "first token", "ITL p50", "ITL p99")
+REQUEST_COLUMNS = ("request", "method", *_COUNTS, *_TIMES, "tokens/s", "tokens a step")
 
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
@@ -29,7 +19,7 @@ def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     names: list[str] = []
     for column in columns:
         for before, name in pairwise(["", *column]):
-            if name not in names:  # what only one run has stays beside its neighbour
+            if name not in names:  # a figure of only one run stays beside its neighbour
                 names.insert(names.index(before) + 1 if before else 0, name)
     verifies = sorted((name for name in names if name.startswith(_VERIFY)), key=lambda name: int(name.split()[-1]))
     place = next((i for i, name in enumerate(names) if name in verifies), 0)

@@ -1,4 +1,4 @@
-"""What each request of a trace was like for its client: TTFT, ITL and rates, by the names of `pearl.metrics`."""
+"""The latencies of each request of a trace, by the names of `pearl.metrics`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pearl.trace.reading import Slice, Trace
 
 @dataclass(frozen=True)
 class Latency:
-    """One request, or several together: then medians over them, rates over all their tokens, and quantiles over all
-    their gaps. Times are seconds; None where too little was committed.
+    """One request; or several: then medians over them, rates over all their tokens, and quantiles over all their gaps.
+    Times are seconds; None where too little was committed.
 
     Attributes:
-        num_generated_tokens: that were committed, an EOS included.
-        queue_seconds: from the submission to the beginning: other requests came first.
-        seconds_to_first_token: TTFT, from the submission.
-        itl_p50, itl_p99: quantiles of the time between a token and the one before it; 0 where both came together.
+        num_generated_tokens: committed tokens, an EOS included.
+        queue_seconds: from submission to start.
+        seconds_to_first_token: TTFT, from submission.
+        itl_p50, itl_p99: quantiles of the time between neighbouring tokens; 0 where both came together.
         tokens_per_second: tokens after the first commit over the time after it: 1 / TPOT.
         tokens_per_step: tokens over target forwards after the prefill.
     """
@@ -63,12 +63,12 @@ class _Request:
 
 
 def latencies(trace: Trace) -> list[Latency]:
-    """Of each request, in order of their beginnings."""
+    """Of each request, in order of their start."""
     return [_latency([one], one.whole.name.removeprefix("request ")) for one in _requests(trace)]
 
 
 def latency(trace: Trace) -> Latency:
-    """Of all requests of a trace together."""
+    """Of all requests together."""
     return _latency(_requests(trace), "all")
 
 
@@ -118,5 +118,5 @@ def _latency(requests: Sequence[_Request], name: str) -> Latency:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The least value that at least `share` of all do not exceed: as `Stopwatch.token_latency`."""
+    """The smallest value that at least `share` of all do not exceed, as `Stopwatch.token_latency`."""
     return ordered[max(1, ceil(share * len(ordered))) - 1] if ordered else None

@@ -1,6 +1,6 @@
 """Events, commands and messages as lists and dicts, for a file, and back. Distributions are left out.
 
-Writing is coded by hand (in the loop of a worker a few microseconds count); reading is by msgspec.
+Encoding is hand-written, as microseconds count in the loop of a worker; decoding uses msgspec.
 """
 
 from __future__ import annotations
@@ -34,23 +34,16 @@ def plain(value: object) -> Any:
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    if kind is Distribution:  # tensors or bytes: big, and decisions never look at them
+    if kind is Distribution:  # big, and no decision depends on it
         return lambda distribution: None
-    if kind is events.Judge:
-        return lambda judge: {
-            "type": "Judge",
-            "start": judge.start,
-            "tokens": list(judge.tokens),
-            "nodes": list(judge.nodes),
-            "request": judge.request,
-        }
     if issubclass(kind, Enum):
         return lambda member: member.value
     if kind is bytes:
         return lambda value: value.hex()
     if kind is dict:
         return lambda value: {str(plain(k)): plain(v) for k, v in value.items()}
-    names, name = _fields(kind), kind.__name__
+    # Judge goes without its rows, which are distributions
+    names, name = [n for n in _fields(kind) if (kind, n) != (events.Judge, "rows")], kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:
         return {"type": name, **{n: plain(getattr(value, n)) for n in names}}
@@ -66,7 +59,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `plain`; distributions are missing. Raises `TraceError`."""
+    """The inverse of `plain`, without distributions. Raises `TraceError`."""
     try:
         return msgspec.convert(_convertible(value), _KINDS[value["type"]], strict=False)
     except (KeyError, TypeError, ValueError) as error:
@@ -76,7 +69,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _convertible(value: Any) -> Any:
-    """As msgspec takes it: a record, which travels as an array, is one here too."""
+    """The form that msgspec expects: a message is an array."""
     if isinstance(value, list):
         return [_convertible(item) for item in value]
     if not isinstance(value, dict):

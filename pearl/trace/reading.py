@@ -1,4 +1,4 @@
-"""A trace file, read back into slices. Broken, foreign and empty files raise errors of their own."""
+"""A trace file, read back into slices. Damaged, foreign and empty files each have their own error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARDS = ("prefill", "pre-verify", "post-verify", "draft", "prepare")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took from `start` to `end`, seconds from the trace's beginning."""
+    """What lasted from `start` to `end`, seconds from the trace's beginning."""
 
     name: str
     kind: str
@@ -32,13 +32,13 @@ class Slice:
 
     @property
     def ran(self) -> float:
-        """Seconds that a forward took: a draft's may have begun before its loop had to wait for it."""
+        """Seconds that a forward took: the draft's may begin before its loop waits for it."""
         return float(self.args.get("seconds", self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A verdict on its way: when the target sent it and when the draft read it, in seconds."""
+    """A verdict: when the target sent it and when the draft read it, in seconds."""
 
     sent: float
     read: float
@@ -47,13 +47,12 @@ class Arrow:
 
 @dataclass
 class Trace:
-    """One run.
+    """One run. Lists are in order of time.
 
     Attributes:
-        target: what the target's loop did, outermost slices only, in order of time; requests are apart.
-        drafts: likewise, of each draft: there are several where one was lost and started again.
+        target: what its loop did: the outermost slices, without requests.
+        drafts: the same of each draft: there are several if one was lost and restarted.
         requests: the target's.
-        verdicts: in order of time.
         counters: name -> (time, value).
     """
 
@@ -67,12 +66,12 @@ class Trace:
 
     @property
     def draft(self) -> list[Slice]:
-        """What the drafts did, one after the other."""
+        """What all drafts did."""
         return sorted((one for draft in self.drafts for one in draft), key=lambda s: s.start)
 
     @property
     def method(self) -> str:
-        """The decoding method of the requests; a request that was cut off names none."""
+        """The decoding methods of the requests; a request that was cut off has none."""
         return ", ".join(dict.fromkeys(r.args.get("options", {}).get("method", "?") for r in self.requests))
 
     @property
@@ -85,7 +84,7 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Read a trace. Raises `TraceError`, with cause and advice, for a file that is no trace of ours."""
+    """Read a trace. Raises `TraceError`, with cause and advice, for any other file."""
     with damaged(path, TraceError):
         return _read(path)
 
@@ -103,17 +102,12 @@ def _read(path: Path) -> Trace:
         raise TraceError(f"{path} is damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if found[1:] else ""))
     trace = Trace(path, metadata)
     _sort(document["traceEvents"], trace)
-    if not trace.requests:
-        trace.requests += _unfinished(trace)
+    if not trace.requests:  # a target that was killed: a request's slice is written at its end
+        opened = [one.start for one in trace.target if one.name == "open"]
+        trace.requests += [Slice("request, cut off", "whole", at, trace.target[-1].end, {}) for at in opened[:1]]
     if not trace.requests:
         raise TraceError(f"{path} holds no request: nothing was generated while it was recorded")
     return trace
-
-
-def _unfinished(trace: Trace) -> list[Slice]:
-    """The request during which the target was killed: a request's own slice is written at its end."""
-    opened = [one.start for one in trace.target if one.name == "open"]
-    return [Slice("request, cut off", "whole", opened[0], trace.target[-1].end, {})] if opened else []
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -121,7 +115,8 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise TraceError(_missing(path)) from None
+        why = f"is not there yet, only parts of it: `pearl trace merge {path}` makes it from them"
+        raise TraceError(f"{path} {why if part_paths(path) else 'does not exist'}") from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -133,22 +128,15 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(text)
     except json.JSONDecodeError as error:
+        why = f"is no trace: not JSON at line {error.lineno}, column {error.colno}"
         if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
-            raise TraceError(
-                f"{path} is cut off at line {error.lineno}: it was not written or copied to its end"
-            ) from None
-        raise TraceError(f"{path} is no trace: not JSON at line {error.lineno}, column {error.colno}") from None
+            why = f"is cut off at line {error.lineno}: it was not written or copied to its end"
+        raise TraceError(f"{path} {why}") from None
     except ValueError as error:
         raise TraceError(f"{path} is no trace: {error}") from None
     if not isinstance(document, dict) or "traceEvents" not in document:
         raise TraceError(f"{path} is JSON, but no trace: it has no traceEvents")
     return document
-
-
-def _missing(path: Path) -> str:
-    if part_paths(path):
-        return f"{path} is not there yet, only parts of it: `pearl trace merge {path}` makes it of them"
-    return f"{path} does not exist"
 
 
 def _sort(events: list[Event], trace: Trace) -> None:
@@ -165,7 +153,7 @@ def _sort(events: list[Event], trace: Trace) -> None:
             read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION
             trace.verdicts.append(Arrow(sent.pop(event["id"]), read_at, is_rejection))
         elif event["ph"] == "X" and (event["tid"] == LOOP or event["cat"] == "whole"):
-            # By nanoseconds, which floats hold exactly: what begins where another ends must not seem to lie in it.
+            # Round to nanoseconds: a slice that begins where another ends must not seem to lie in it.
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
             name = "draft" if event["name"] in fates else event["name"]
             one = Slice(name, event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
@@ -180,9 +168,9 @@ def _sort(events: list[Event], trace: Trace) -> None:
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
-    """Those that lie in no other; decisions in any case (in virtual time, one takes none and may fall into a forward).
+    """Slices that lie in no other, and all decisions (in virtual time these take none and may fall into a forward).
 
-    Of two that start together the one that ended first comes first: a forward that was done before its loop asked for
+    Of two that start together, the one that ended first comes first: a forward that was done before its loop asked for
     it takes no time there, and yet lies in nothing.
     """
     kept: list[Slice] = []

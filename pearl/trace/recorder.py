@@ -1,7 +1,7 @@
-"""Records the work of one worker as it happens. Knows times and names, not their meaning.
+"""Record the work of one worker as it happens: times and names, without their meaning.
 
-The file: msgpack arrays one after the other: a header, records and, where the worker ended by itself, an end.  A reader
-takes all whole arrays, so a worker that is killed loses its last quarter of a second only.
+The file: msgpack arrays, one after the other: a header, records and, where the worker ended by itself, an end. A reader
+takes all complete arrays, so a killed worker only loses its last quarter of a second.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pearl.version import __version__
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # of the parts; a reader takes no other
+FORMAT = 5  # of the parts; no other is read
 # tracks: the worker's loop, the thread of its mailbox, its device, the draft's thread that computes
 LOOP, MAIL, GPU, AHEAD = 1, 2, 3, 4
 TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU", AHEAD: "forwards"}
-BESIDE = 16  # tracks from here on: requests beside those that the loop's track shows
-# What a loop waits for. TRANSPORT is told from both sides' records: the end of a wait, once the message is on its way.
+BESIDE = 16  # tracks from here on: requests that overlap those on the loop's track
+# What a loop waits for. TRANSPORT takes both sides' records: the end of a wait, once the message has been sent.
 START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
 VERDICT, TRANSPORT = "verdict", "transport"
 
@@ -46,7 +46,7 @@ _MOST_UNREAD = 64 << 20  # bytes of a part that is read while it grows
 
 
 class Record(NamedTuple):
-    """Something that took from `start` to `end`, nanoseconds of the worker's monotonic clock.
+    """What lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
 
     `kind`: busy, communication, wait, or whole (a slice that only holds others).
     """
@@ -57,6 +57,10 @@ class Record(NamedTuple):
     start: int
     end: int
     args: dict[str, Any]
+
+    @property
+    def middle(self) -> int:
+        return (self.start + self.end) // 2
 
 
 class Recorder:
@@ -88,8 +92,8 @@ class Recorder:
     def record(
         self, track: int, kind: str, name: str, start: int, end: int, args: Mapping[str, Any] | None = None
     ) -> None:
-        """`args` may hold events, commands and messages: what is never changed. They are encoded later, many at once:
-        a loop that has just left a forward finds its caches full of the model, and does the first of anything slowly.
+        """`args` may hold events, commands and messages, which never change. They are encoded later, many at once: a
+        forward leaves the caches full of the model, and encoding right after it is slow.
         """
         self.records += 1
         self._waiting.append((track, kind, name, start, end, args or {}))
@@ -97,7 +101,7 @@ class Recorder:
             self._write()
 
     def close(self) -> None:
-        """Writes the rest and the end; a second time does nothing."""
+        """Write the rest and the end, once."""
         if not self._file.closed:
             self._write()
             self._waiting.append([_END, {"closed": self.clock(), "spent": self.spent, "records": self.records}])
@@ -119,12 +123,12 @@ class Recorder:
             except OSError as error:
                 log.error("the trace ends here: %s: %s", self._file.name, error.strerror)
                 with contextlib.suppress(OSError):
-                    self._file.truncate(0)  # tells who merges, and makes room
+                    self._file.truncate(0)  # so that merging leaves it out; frees the disk
                 self._file.close()
 
 
 def part_path(trace: Path, role: str, pid: int) -> Path:
-    """The path of a worker's part of the trace file `trace`."""
+    """The path of a worker's part of the trace."""
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
 
 
@@ -144,7 +148,7 @@ def being_written(trace: Path) -> bool:
 
 
 def where_and_what() -> dict[str, Any]:
-    """Of this process: its id, host, boot (two processes of one boot have one clock) and versions."""
+    """Describe this process: its id, host, boot (processes of one boot share a clock) and versions."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return {
         "pid": os.getpid(),
@@ -158,20 +162,26 @@ def where_and_what() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
+def _limits(elements: int) -> dict[str, Any]:
+    return {"strict_map_key": False, "max_array_len": elements, "max_map_len": elements, "max_ext_len": 0}
+
+
+def _is_record(item: Any) -> bool:
+    return isinstance(item, list) and tuple(map(type, item)) == _RECORD
+
+
 class Part:
-    """One worker's file, read back. Raises `TraceError` where it is none.
+    """One worker's file, read back. Raises `TraceError` for any other file.
 
     Attributes:
         header: as the worker gave it.
-        end: what it said in the end; empty where it did not get that far.
+        end: its last array, once read; empty if the worker was killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,14 +197,14 @@ class Part:
             raise TraceError(f"{path} is a damaged part of a trace: its header lacks {', '.join(_KNOWN)}")
 
     def records(self) -> Iterator[Record]:
-        """In the order written, which is that of their ends (those of other threads than the loop: nearly)."""
+        """In order of their ends (those of other threads than the loop: nearly)."""
         items = self._items()
         next(items)
         for item in items:
-            if isinstance(item, list) and item[:1] == [_END] and isinstance(item[-1], dict):
-                self.end = item[-1]
-            elif isinstance(item, list) and tuple(map(type, item)) == _RECORD:
+            if _is_record(item):
                 yield Record(*item)
+            elif isinstance(item, list) and item[:1] == [_END] and isinstance(item[-1], dict):
+                self.end = item[-1]
             else:
                 raise TraceError(f"{self.path} is a damaged part of a trace: it holds what is no record")
 
@@ -204,17 +214,16 @@ class Part:
         except OSError as error:
             raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
         with file:
-            # An element takes a byte at least, so what announces more is none of ours.
+            # An element takes at least a byte: an array that announces more is not ours.
             most = min(os.fstat(file.fileno()).st_size, _MOST_ELEMENTS)
-            limits = {"max_array_len": most, "max_map_len": most, "max_ext_len": 0}
-            unpacker = msgpack.Unpacker(file, strict_map_key=False, **limits)
+            unpacker = msgpack.Unpacker(file, **_limits(most))
             while True:
                 try:
                     yield unpacker.unpack()
                 except msgpack.OutOfData:
                     return
                 except (ValueError, TypeError, OverflowError, MemoryError, msgpack.UnpackException):
-                    return  # what is no msgpack of ours: only a file that is none of ours holds any
+                    return  # not our msgpack, so not our file
 
 
 class GrowingPart:
@@ -227,11 +236,10 @@ class GrowingPart:
 
     def __init__(self, path: Path) -> None:
         self.path, self.role, self.size = path, "", 0
-        limits = {"max_array_len": _MOST_ELEMENTS, "max_map_len": _MOST_ELEMENTS, "max_ext_len": 0}
-        self._unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=_MOST_UNREAD, **limits)
+        self._unpacker = msgpack.Unpacker(max_buffer_size=_MOST_UNREAD, **_limits(_MOST_ELEMENTS))
 
     def read(self) -> list[Record]:
-        """What has come since the last time. Raises `TraceError` where the file is gone, or none of ours."""
+        """New records since the last call. Raises `TraceError` if the file is gone, or is not ours."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.size)
@@ -246,4 +254,4 @@ class GrowingPart:
         for item in items:
             if isinstance(item, list) and item[:2] == [_HEADER, FORMAT] and isinstance(item[-1], dict):
                 self.role = str(item[-1].get("role", ""))
-        return [Record(*item) for item in items if isinstance(item, list) and tuple(map(type, item)) == _RECORD]
+        return [Record(*item) for item in items if _is_record(item)]

@@ -1,4 +1,4 @@
-"""The recorded events, fed into fresh state machines: do they give the recorded commands? A bug report as a test."""
+"""Feed the recorded events into fresh state machines: do they give the recorded commands? A bug report as a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pearl.trace.reading import Slice, Trace
 
 @dataclass(frozen=True)
 class Difference:
-    """The first decision that came out otherwise. `number` counts from 0; commands are as the trace holds them."""
+    """The first decision that differs. `number` counts from 0; commands are as in the trace."""
 
     worker: str
     number: int
@@ -32,19 +32,16 @@ class Replayed:
 
 
 def replay(trace: Trace) -> Replayed:
-    """Runs the target's decisions and each draft's again, up to the first difference.
+    """Repeat the decisions of the target and of each draft, up to the first difference.
 
-    Raises `TraceError` where the trace does not hold the target's from the beginning.
+    Raises `TraceError` where the target's first decision is missing.
     """
     runs = [("target", _decisions(trace.target))] + [("draft", _decisions(draft)) for draft in trace.drafts]
     total = 0
     for worker, decisions in runs:
         pieces = decisions[0].args.get("piece", 1) if decisions else 1
-        machine = (
-            _coordinator(trace, decisions, pieces)
-            if worker == "target"
-            else Drafter(_context(trace), _slots(trace), pieces)
-        )
+        is_target = worker == "target"
+        machine = _coordinator(trace, decisions, pieces) if is_target else _drafter(trace, pieces)
         for number, (one, given) in enumerate(zip(decisions, _handled(machine, decisions), strict=True)):
             recorded = one.args.get("commands", [{"type": one.args.get("error")}])
             if given != recorded:
@@ -72,11 +69,11 @@ def _coordinator(trace: Trace, decisions: list[Slice], piece: int) -> Coordinato
 
 
 def _slots(trace: Trace) -> int:
-    """How many requests are worked on side by side; of a simulation: one."""
+    """How many requests run side by side; a simulation has one."""
     return int(trace.metadata["config"].get("slots", 1))
 
 
-def _context(trace: Trace) -> int:
-    """The draft's context, from its message to the target; any value serves for a draft that had no request."""
+def _drafter(trace: Trace, piece: int) -> Drafter:
+    """With the context from the draft's message to the target; any value will do if the draft had no request."""
     joined = (s.args["event"] for s in trace.target if s.name == "decide" and s.args["event"]["type"] == "DraftJoined")
-    return int(next(joined, {"context": 1})["context"])
+    return Drafter(int(next(joined, {"context": 1})["context"]), _slots(trace), piece)

@@ -1,7 +1,7 @@
-"""What a trace says in numbers: who worked, who waited for what, who set the pace, and what overlap has saved.
+"""A trace in numbers: who worked, who waited for what, what set the pace, and what overlap has saved.
 
-Everything is added up from recorded slices of the two loops, between the start of the first request and the end of the
-last.  Time that no slice covers is reported as such, never given to anyone.
+All are sums over the recorded slices of the two loops, from the start of the first request to the end of the last. Time
+without a slice is reported as such.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_DRAFT = (DRAFT, HELD_ROW)  # causes for which the target waits for the draft
 
 @dataclass(frozen=True)
 class Worker:
-    """Shares of the wall time, of one loop. `waits`: cause -> share; `work`: what it was busy with -> share."""
+    """Shares of the wall time of one loop. `waits`: cause -> share; `work`: name of a slice -> share."""
 
     busy: float
     wait: float
@@ -46,21 +46,21 @@ class Report:
     """One run. Times are seconds, shares are of `wall`.
 
     Attributes:
-        wall: from the start of the first request to the end of the last, what lies between them included.
+        wall: from the start of the first request to the end of the last, pauses included.
         overlap: share of the time in which both models were in a forward.
         pace: shares of the time in which the target worked, waited for the draft's work, for a message on its way, and
             for a consumer; with the target's communication and `uncovered` they add up to 1.
-        steps: verification forwards by kind; `owners`: by who owned the critical path: "draft" or "transport" where
-            the target had to wait in that step (from the forward before to its own end), "target" where it did not.
+        steps: verification forwards by kind; `owners`: by critical path: "draft" or "transport" where the target had to
+            wait in that step (since the end of the previous forward), "target" where it did not.
         drafted, judged, accepted: draft tokens. `rejected` of the judged; the other drafted ones were `discarded`.
         stops: windows that the draft's stop policy ended.
         prepared: tokens drafted for other outcomes. Those judged, as their outcome came, are in `drafted` too.
-        histogram: accepted tokens of a run that ended in a correction or bonus -> runs.
+        histogram: accepted length -> how many.
         forwards: of the draft, and of the target by number of fed tokens.
-        ratio: median verification forward over median draft forward. `window`: median of c as used; 0 without a draft.
+        ratio: median verification forward over median draft forward. `window`: median of c; 0 without a draft.
         alternation: seconds that the target's work and the drafting of the judged tokens take one after the other,
             without waits and messages: the least time of the same steps without overlap.
-        recorder: the recorder's own share of the wall time, of the busier worker.
+        recorder: the recorder's share of the wall time, of the busier worker.
         latency: of all requests together; `per_request`: of each, in order.
     """
 
@@ -101,51 +101,56 @@ def report(trace: Trace) -> Report:
     target, draft = _between(trace.target, start, end), _between(trace.draft, start, end)
     wall = end - start
     verifications = [s for s in target if s.name in ("pre-verify", "post-verify")]
-    fates = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
-    prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
-    fates += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
-    judged = fates["accepted"] + fates["rejected"]
     forwards = _forwards(draft, verifications)
-    target_share, draft_share = _worker(target, wall), _worker(draft, wall) if draft else None
+    shares = _worker(target, wall), _worker(draft, wall) if draft else None
     tokens, histogram = _committed(target)
-    work = sum(s.seconds for s in target if s.kind == "busy")
     medians = _median([s.seconds for s in verifications]), forwards["draft"].p50 if "draft" in forwards else 0.0
     windows = [value for at, value in trace.counters.get("window", []) if at <= end and value]
-    waited = target_share.waits
     return Report(
         method=trace.method,
         wall=wall,
         requests=len(trace.requests),
         tokens=tokens,
         tokens_per_second=tokens / wall if wall else 0.0,
-        target=target_share,
-        draft=draft_share,
+        target=shares[0],
+        draft=shares[1],
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
-        pace={
-            "target works": target_share.busy,
-            "draft works": sum(waited.get(cause, 0.0) for cause in _OF_DRAFT),
-            "message on its way": waited.get(TRANSPORT, 0.0),
-            "consumer": sum(v for k, v in waited.items() if k not in (*_OF_DRAFT, TRANSPORT)),
-        },
+        pace=_pace(shares[0]),
         steps=dict(Counter(s.name for s in verifications)),
         owners=_owners(target, verifications),
-        drafted=fates.total(),
-        judged=judged,
-        accepted=fates["accepted"],
-        rejected=fates["rejected"],
-        discarded=fates["discarded"],
         stops=sum(s.args.get("event", {}).get("paused", False) for s in target if s.name == "decide"),
-        prepared=prepared.total(),
         histogram=histogram,
         forwards=forwards,
         ratio=medians[0] / medians[1] if all(medians) else None,
         window=_median(windows) if draft else 0.0,
-        alternation=work + _drafting(draft),
+        alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
         recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall if wall else 0.0,
         latency=latency(trace),
         per_request=latencies(trace),
-        notes=_notes(trace, target_share, draft_share),
+        notes=_notes(trace, *shares),
+        **_outcomes(draft),
     )
+
+
+def _pace(target: Worker) -> dict[str, float]:
+    waits = target.waits
+    return {
+        "target works": target.busy,
+        "draft works": sum(waits.get(cause, 0.0) for cause in _OF_DRAFT),
+        "message on its way": waits.get(TRANSPORT, 0.0),
+        "consumer": sum(share for cause, share in waits.items() if cause not in (*_OF_DRAFT, TRANSPORT)),
+    }
+
+
+def _outcomes(draft: Sequence[Slice]) -> dict[str, Any]:
+    """The counts of draft tokens, by field of `Report`."""
+    counts = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
+    prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
+    counts += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
+    names = "accepted", "rejected", "discarded"
+    judged = counts["accepted"] + counts["rejected"]
+    sums = {"drafted": counts.total(), "judged": judged, "prepared": prepared.total()}
+    return sums | {name: counts[name] for name in names}
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
@@ -178,7 +183,7 @@ def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
 
 
 def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
-    """Seconds in both; each is a list of disjoint spans in order."""
+    """Seconds in both lists of disjoint spans, each in order."""
     both, j = 0.0, 0
     for start, end in a:
         while j < len(b) and b[j][1] <= start:
@@ -209,10 +214,8 @@ def _owners(target: Sequence[Slice], verifications: Sequence[Slice]) -> dict[str
 def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[str, Forwards]:
     times: dict[tuple[str, int], list[float]] = {}
     for one in draft:
-        if one.name == "draft":
-            times.setdefault(("draft", 0), []).append(one.ran)
-        elif one.name == "prepare":
-            times.setdefault(("prepare", 0), []).append(one.ran)
+        if one.name in ("draft", "prepare"):
+            times.setdefault((one.name, 0), []).append(one.ran)
     for one in verifications:
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
     return {
@@ -222,8 +225,8 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
 
 
 def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
-    """Tokens that were committed, and how many were accepted in runs."""
-    tokens, run = 0, dict[int, int]()  # accepted tokens of each request, in its run that goes on
+    """The number of committed tokens, and how often each accepted length occurred."""
+    tokens, run = 0, dict[int, int]()  # request -> accepted tokens since the last correction or bonus
     runs: Counter[int] = Counter()
     for one in target:
         for command in one.args.get("commands", ()) if one.name == "decide" else ():
@@ -235,14 +238,14 @@ def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
                     tokens += 1
                     if provenance == "accepted":
                         run[number] = run.get(number, 0) + 1
-                    elif provenance in ("corrected", "bonus"):  # "guessed" and "direct" neither lengthen nor end a run
+                    elif provenance in ("corrected", "bonus"):  # "guessed" and "direct" change nothing
                         runs[run.get(number, 0)] += 1
                         run[number] = 0
     return tokens, dict(sorted(runs.items()))
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
-    """Seconds of drafting of the judged tokens: their forwards and draws, and forwards without a token before them."""
+    """Seconds of drafting the judged tokens: their forwards and draws, and forwards without a token."""
     seconds = 0.0
     for i, one in enumerate(draft):
         if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
@@ -254,12 +257,12 @@ def _drafting(draft: Sequence[Slice]) -> float:
 
 def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
     notes = [
-        f"the {w['role']} did not end by itself: up to a quarter of a second of what it did is missing"
+        f"the {w['role']} did not end by itself: its last quarter of a second may be missing"
         for w in trace.metadata["workers"]
         if not w["ended"]
     ]
     notes += [
-        f"the {w['role']}'s clock was set by pings, give or take {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
+        f"the {w['role']}'s clock was aligned by pings, give or take {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
         for w in trace.metadata["workers"]
         if w["clock_uncertainty_ns"]
     ]
@@ -268,7 +271,7 @@ def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
             notes.append(f"at {one.end - trace.start:.3f} s: {trouble}")
     for name, share in zip(("target", "draft"), shares, strict=True):
         if share is not None and share.uncovered > 0.02:
-            notes.append(f"{share.uncovered:.1%} of the {name}'s time is covered by no slice")
+            notes.append(f"{share.uncovered:.1%} of the {name}'s time has no slice")
     return notes
 
 
@@ -277,7 +280,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _quantile(values: Sequence[float], q: float) -> float:
-    """The quantile, interpolated linearly, as numpy's default."""
+    """With linear interpolation, numpy's default."""
     ordered = sorted(values)
     at = q * (len(ordered) - 1)
     low = int(at)

@@ -1,4 +1,4 @@
-"""The check of a Chrome Trace Event document, ours or anybody's."""
+"""The check of a Chrome Trace Event document, of any program."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SLACK_US = 0.002  # times are written to a thousandth
 
 
 def problems(document: Any) -> list[str]:
-    """What is wrong with a Chrome Trace Event document, as a viewer would see it; empty where it is sound.
+    """What is wrong with a Chrome Trace Event document, for a viewer; empty where it is sound.
 
-    Checks what the format asks of each event, that every track and process is named, that slices of a track nest, and
-    that every flow has one start and one end, each within a slice, the end not before the start.
+    Checks the fields of each event, that every track and process is named, that slices of a track nest, and that every
+    flow has one start and one end, both within slices and in this order.
     """
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         return ["no object with a list traceEvents"]
@@ -70,7 +70,7 @@ def _wrong(event: Any) -> str | None:
 
 
 def _not_nested(slices: Iterable[tuple[float, float]]) -> Iterator[str]:
-    """slices: (start, -duration), sorted: what encloses comes before what it encloses."""
+    """slices: (start, -duration), sorted, so an outer slice comes before those in it."""
     ends: list[float] = []
     for start, negative in slices:
         end = start - negative
@@ -84,5 +84,5 @@ def _not_nested(slices: Iterable[tuple[float, float]]) -> Iterator[str]:
 def _held(event: Event, slices: dict[tuple[Any, Any], list[tuple[float, float]]]) -> bool:
     inside = slices.get((event["pid"], event["tid"]), [])
     at = bisect_right(inside, (event["ts"] + _SLACK_US, 1.0))
-    # the innermost begins last; the outermost, a whole request, may begin long before
+    # inner slices begin last; the outermost, a request, may begin long before
     return any(start - negative >= event["ts"] - _SLACK_US for start, negative in reversed(inside[:at]))
