@@ -42,13 +42,12 @@ _UNSERVED: _Unserved = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "store": (False,),
-    "metadata": ({},),
     "service_tier": ("auto", "default"),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "min_tokens": (0,),
+    "metadata": ({},),
+    **dict.fromkeys(("echo", "store"), (False,)),
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity"), ()),
     **dict.fromkeys(("web_search_options", "prompt_cache_retention"), ()),
 }
@@ -119,6 +118,17 @@ def _arguments(value: Any) -> Any:
         raise ValueError("must be the text of a JSON object") from None
 
 
+def _only_with(field: str, other: str, wanted: Any) -> Any:
+    """A validator of `field`, which may be given only if the field `other`, declared before it, has this value."""
+
+    def check(cls: type[Body], value: Any, info: ValidationInfo) -> Any:
+        if value not in (None, [], 0) and info.data.get(other) != wanted:
+            raise ValueError(f"is for {other} {json.dumps(wanted)} only")
+        return value
+
+    return field_validator(field, mode="before")(classmethod(check))
+
+
 # ---- chats ----
 
 
@@ -155,7 +165,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    unserved: ClassVar[_Unserved] = _UNSERVED_IN_MESSAGE
+    unserved: ClassVar = _UNSERVED_IN_MESSAGE
     role: Literal["system", "user", "assistant", "tool"]
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(default=[], description="Of role assistant.")
     tool_call_id: str | None = Field(default=None, description="Of role tool.")
@@ -167,13 +177,8 @@ class ChatMessage(Body):
         | None
     ) = Field(default=None, validate_default=True, description="Only an assistant that calls tools may leave it out.")
 
-    @field_validator("tool_calls", "tool_call_id", mode="before")
-    @classmethod
-    def _of_its_role(cls, value: Any, info: ValidationInfo) -> Any:
-        role = "assistant" if info.field_name == "tool_calls" else "tool"
-        if value and info.data.get("role", role) != role:
-            raise ValueError(f"is for messages of role {role}")
-        return value
+    _of_assistant = _only_with("tool_calls", "role", "assistant")
+    _of_tool = _only_with("tool_call_id", "role", "tool")
 
     @field_validator("content")
     @classmethod
@@ -256,7 +261,7 @@ class StructuredOutputs(Body):
 
 
 class StreamOptions(Body):
-    unserved: ClassVar[_Unserved] = {"include_obfuscation": (False,)}
+    unserved: ClassVar = {"include_obfuscation": (False,)}
     include_usage: bool = False
     include_provenance: bool = False
 
@@ -280,7 +285,7 @@ def _sampling(*names: str) -> dict[str, Any]:
 class _Request(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):  # type: ignore[misc]
     """What both endpoints take; the fields of `SamplingParams` have its bounds."""
 
-    unserved: ClassVar[_Unserved] = _UNSERVED
+    unserved: ClassVar = _UNSERVED
     model: str
     n: int = Field(default=1, ge=1, le=MOST_TEXTS)
     stream: bool = False
@@ -300,21 +305,11 @@ class _Request(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):
             raise ValueError(f"takes at most {MAX_BIASES} token ids")
         return value
 
-    @field_validator("stream_options")
-    @classmethod
-    def _of_a_stream(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and not info.data.get("stream"):
-            raise ValueError("is for requests with stream true")
-        return value
+    _of_stream = _only_with("stream_options", "stream", True)
 
 
 class CompletionRequest(_Request):
-    unserved: ClassVar[_Unserved] = {
-        **_UNSERVED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "logprobs": (False,),
-    }
+    unserved: ClassVar = {**_UNSERVED, "tools": ([],), "tool_choice": ("none", "auto"), "logprobs": (False,)}
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     logprobs: _Logprobs | None = None
 
@@ -327,12 +322,7 @@ class ChatCompletionRequest(_Request):
     tool_choice: Literal["none", "auto"] = "auto"
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
-    @field_validator("top_logprobs")
-    @classmethod
-    def _of_logprobs(cls, value: int, info: ValidationInfo) -> int:
-        if value and not info.data.get("logprobs"):
-            raise ValueError("is for requests with logprobs true")
-        return value
+    _of_logprobs = _only_with("top_logprobs", "logprobs", True)
 
 
 _Some = TypeVar("_Some", bound=_Request)

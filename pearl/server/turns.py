@@ -27,22 +27,22 @@ class Turns:
     def __init__(self, engine: Engine, decoding: DecodingConfig, most_waiting: int, model: str) -> None:
         self.engine, self._decoding, self._most = engine, decoding, most_waiting
         self._admitted = Shares()
-        self._waiting = 0
-        self._running: set[AsyncStream] = set()
-        running, waiting = (lambda: len(self._running)), (lambda: self._waiting)
-        self.figures = Figures(model, running, waiting, lambda: engine.draft_restarts)
+        self.waiting = 0
+        self.running: set[AsyncStream] = set()
+        self.figures = Figures(model, lambda: len(self.running), lambda: self.waiting, lambda: engine.draft_restarts)
         self._async = AsyncEngine.of(engine)
-        self._stopping = False
+        self._reader = self._async.reader  # known after `close`, too
+        self.stopping = False
 
     @property
     def lost(self) -> str:
         """Why the engine is lost; empty while it runs."""
-        return self._async.reader.lost
+        return self._reader.lost
 
     def stop(self) -> None:
         """Fails the texts that are being written or wait: the server is shutting down."""
-        self._stopping = True
-        for stream in self._running:
+        self.stopping = True
+        for stream in self.running:
             stream.fail(_shutting_down())
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Turns:
         """Raises `ApiError` once the engine is lost or the server ends."""
         if self.lost:
             raise engine_lost(self.lost)
-        if self._stopping:
+        if self.stopping:
             raise of_engine(_shutting_down())
 
     @contextmanager
@@ -82,23 +82,12 @@ class Turns:
         self.check()
         watch = _Watch(self, len(tokens), arrived)
         watch.stream = stream = self._async.stream(tokens, params, watch=watch, client=client, decoding=self._decoding)
-        self._waiting += 1
+        self.waiting += 1
         try:
             yield stream
         finally:
             stream.close()
             watch.turned()
-
-    def begun(self, stream: AsyncStream) -> None:
-        self._running.add(stream)
-        if self._stopping:
-            stream.fail(_shutting_down())
-
-    def waited(self) -> None:
-        self._waiting -= 1
-
-    def ended(self, stream: AsyncStream) -> None:
-        self._running.discard(stream)
 
 
 class _Watch:
@@ -118,12 +107,14 @@ class _Watch:
         """It has left the queue."""
         if self._waits:
             self._waits = False
-            self._turns.waited()
+            self._turns.waiting -= 1
 
     def begun(self) -> None:
         self._begun = now = time.monotonic()
         self.turned()
-        self._turns.begun(self.stream)
+        self._turns.running.add(self.stream)
+        if self._turns.stopping:
+            self.stream.fail(_shutting_down())
         self._figures.begun(self._prompt_tokens, now - self._asked)
 
     def came(self, piece: Piece) -> None:
@@ -136,7 +127,7 @@ class _Watch:
         self._last = now
 
     def ended(self) -> None:
-        self._turns.ended(self.stream)
+        self._turns.running.discard(self.stream)
         if self._begun is not None:
             now = time.monotonic()
             self._figures.ended(self.stream.result, now - self._arrived, now - self._begun)
