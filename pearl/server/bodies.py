@@ -100,7 +100,7 @@ def _same(value: Any, other: Any) -> bool:
 def _check_text(value: Any) -> Any:
     """JSON can spell half a surrogate pair, which no tokenizer takes."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError:
         raise ValueError("holds half a surrogate pair, which is no character") from None
     except RecursionError:
