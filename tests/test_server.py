@@ -43,7 +43,6 @@ from pearl.metrics import Statistics
 from pearl.server import app as app_module
 from pearl.server import listen as listen_module
 from pearl.server import pace
-from pearl.server import requests as requests_module
 from pearl.server.answers import Answer
 from pearl.server.app import App
 from pearl.server.connection import BoundedProtocol
@@ -860,12 +859,16 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_what_is_understood_is_described(served: Served) -> None:
-    """Every field that is honoured, and no other; and what is described as a default is taken."""
+    """The fields of both bodies, with bounds, and every status that comes; each name in it leads somewhere."""
     described = httpx.get(f"{served.url}/openapi.json", timeout=BOUND).json()
     schemas = described["components"]["schemas"]
-    ignored = requests_module._IGNORED - {"user"}
-    assert set(schemas["ChatCompletionRequest"]["properties"]) == (requests_module._CHAT | {"user"}) - ignored
-    assert set(schemas["CompletionRequest"]["properties"]) == (requests_module._COMPLETION | {"user"}) - ignored
+    fields = {each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")}
+    assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields["ChatCompletionRequest"].keys()
+    assert {"prompt", "logprobs", "seed", "structured_outputs", "user"} <= fields["CompletionRequest"].keys()
+    assert {"echo", "best_of"}.isdisjoint(fields["CompletionRequest"])
+    assert (fields["CompletionRequest"]["n"]["minimum"], fields["CompletionRequest"]["n"]["maximum"]) == (1, 128)
+    named = set(re.findall('"#/components/schemas/(.+?)"', json.dumps(described)))
+    assert named == schemas.keys()
     for path, methods in described["paths"].items():
         for method in methods:
             status = httpx.request(method, served.url + path.replace("{name}", MODEL), timeout=BOUND).status_code

@@ -1,4 +1,4 @@
-"""Who may ask: keys, hosts and origins, checked before anything else of a request is looked at."""
+"""Access control: keys, hosts and origins, checked before anything else of a request."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from pearl.server.errors import ApiError
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask.
+    """What the server asks of requests.
 
     Attributes:
-        key: what every request to /v1 must bring; None: none is needed.
-        hosts: what the Host header may name, without a port; None: anything. Web pages that a user visits can reach the
-            user's own loopback under a name of theirs, but not under these.
+        key: the API key of /v1; None: none is needed.
+        hosts: names that the Host header may have, without a port; None: any. It keeps out web pages that reach the
+            user's loopback under a name of their own (DNS rebinding).
     """
 
     key: str | None = None
     hosts: frozenset[str] | None = None
 
 
+Check = Callable[[Request], None]
 Refuse = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class Checked:
-    """Middleware: what it does not let pass is refused as all else is, no faster either."""
+    """Middleware: what `check` raises is answered by `refuse`, at its limited rate."""
 
-    def __init__(self, app: ASGIApp, check: Callable[[Request], None], refuse: Refuse) -> None:
+    def __init__(self, app: ASGIApp, check: Check, refuse: Refuse) -> None:
         self._app, self._check, self._refuse = app, check, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,9 +52,9 @@ class Checked:
 
 
 def check_origin(request: Request) -> None:
-    """Raises `ApiError` where a browser asks for a page of another origin: it may not read the answer, and would cost.
+    """Raises `ApiError` for a web page of another origin: it cannot read the answer, which would cost all the same.
 
-    No page can change these headers; programs send none. A proxy may change the host, so the first decides.
+    No page can change these headers; programs send none. A proxy may change the host, so Sec-Fetch-Site decides.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     is_own = origin is None or origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
@@ -62,7 +63,7 @@ def check_origin(request: Request) -> None:
 
 
 def not_embedded(app: ASGIApp) -> ASGIApp:
-    """No page of another origin gets what the app answers into a frame, an image or a script of its own."""
+    """Pages of other origins cannot embed the answers as a frame, an image or a script."""
 
     async def headed(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_headed(message: Message) -> None:
@@ -77,24 +78,25 @@ def not_embedded(app: ASGIApp) -> ASGIApp:
     return headed
 
 
-class KeyNeeded(Checked):
-    def __init__(self, app: ASGIApp, key: str, refuse: Refuse) -> None:
-        super().__init__(app, self._check_key, refuse)
-        self._digest = hashlib.sha256(key.encode()).digest()
+def key_check(key: str) -> Check:
+    """Raises `ApiError` without the API key."""
+    digest = hashlib.sha256(key.encode()).digest()
 
-    def _check_key(self, request: Request) -> None:
+    def check(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()  # of one length, so that nothing tells the key's
-        if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
+        got = hashlib.sha256(given.strip().encode()).digest()  # of one length, so that timing does not tell the key's
+        if not hmac.compare_digest(got, digest) or scheme.lower() != "bearer":
             raise ApiError(401, "send the API key with the header Authorization: Bearer KEY", code="invalid_api_key")
 
+    return check
 
-class HostChecked(Checked):
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], refuse: Refuse) -> None:
-        super().__init__(app, self._check_host, refuse)
-        self._hosts = hosts
 
-    def _check_host(self, request: Request) -> None:
+def host_check(hosts: frozenset[str]) -> Check:
+    """Raises `ApiError` for a Host header that names none of `hosts`."""
+
+    def check(request: Request) -> None:
         host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
-        if host not in self._hosts:
-            raise ApiError(403, f"this server answers to {', '.join(sorted(self._hosts))} only, not to {host[:100]!r}")
+        if host not in hosts:
+            raise ApiError(403, f"this server answers to {', '.join(sorted(hosts))} only, not to {host[:100]!r}")
+
+    return check

@@ -1,4 +1,4 @@
-"""What a client is answered: OpenAI's objects, whole or in chunks. Pure."""
+"""Answers to clients: OpenAI's objects, whole or in chunks. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from codecs import IncrementalDecoder, getincrementaldecoder
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +14,7 @@ from pearl.engine.stream import Piece, Result
 from pearl.protocol.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
-
-
-_AT_ONCE = 64  # tokens whose log probabilities are written in one go: 5 ms, and no other thread runs meanwhile
+_AT_ONCE = 64  # tokens whose log probabilities are written in one go: the GIL is held for 5 ms
 
 
 def event(data: Any) -> bytes:
@@ -29,7 +27,7 @@ def _written(data: Any) -> str:
 
 
 def _with(data: dict[str, Any], name: str, written: str) -> str:
-    """`data` with one field more, that has been written already."""
+    """`data` as JSON with one more field, whose value is JSON already."""
     return f'{_written(data)[:-1]},"{name}":{written}}}'
 
 
@@ -37,9 +35,9 @@ class Answer:
     """The answer to one request: its objects share an id, a time and a model.
 
     Args:
-        include_usage: as asked: the chunks of a stream name `usage`, which the last one has.
+        include_usage: each chunk has the field `usage`, which is null in all but the last.
         provenance: chunks say where their tokens came from.
-        spell: what a token is in UTF-8; asked where texts have logprobs.
+        spell: a token's bytes in UTF-8; for log probabilities.
     """
 
     def __init__(
@@ -63,10 +61,7 @@ class Answer:
         }
 
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
-        """All texts at once; those of one prompt stand together.
-
-        Of many tokens with many log probabilities each it takes seconds: not for the thread that serves others.
-        """
+        """All texts, prompt by prompt. Takes seconds for very many log probabilities: not for the event loop."""
         choices = ",".join(
             _with(
                 {"index": index, **self._text(result.text), "finish_reason": finish_reason(result)},
@@ -79,7 +74,7 @@ class Answer:
         return _with(head, "choices", f"[{choices}]").encode()
 
     def _all_logprobs(self, index: int, result: Result) -> str:
-        """As `_logprobs` of all tokens, written a few at a time."""
+        """`_logprobs` of all tokens as JSON, written a few at a time."""
         parts: dict[str, list[str]] = {}
         for at in range(0, len(result.logprobs), _AT_ONCE):
             part = slice(at, at + _AT_ONCE)
@@ -92,33 +87,30 @@ class Answer:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
 
     def first(self, index: int) -> Iterator[bytes]:
-        """What comes before the first piece of a text."""
+        """The chunk before the first piece of a text."""
         if self._chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """A piece of a text; nothing where no text has become final and nobody asked about tokens."""
+        """The chunk of a piece, if it has text or the client asked about tokens."""
         if piece.text or ((self._provenance or piece.logprobs) and piece.tokens):
-            more: dict[str, Any] = {}
+            delta: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
             if self._provenance:
-                more["provenance"] = [
-                    {"text": text, "source": source.value}
-                    for text, source in zip(piece.texts, piece.provenance, strict=True)
-                ]
-            delta = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
-            yield self._chunk(index, delta | more, logprobs=self._logprobs(index, piece.tokens, piece.logprobs))
+                origins = zip(piece.texts, piece.provenance, strict=True)
+                delta["provenance"] = [{"text": text, "source": source.value} for text, source in origins]
+            yield self._chunk(index, delta, logprobs=self._logprobs(index, piece.tokens, piece.logprobs))
 
     def last(self, index: int, result: Result) -> bytes:
-        """The end of a text."""
+        """The chunk that ends a text."""
         return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, finish_reason(result))
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        """The last chunk, of a client that asked for it."""
+        """The last chunk, if the client asked for it."""
         if self._include_usage:
             yield event({**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage})
 
     def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """Of the next tokens of a text; None where none were asked for."""
+        """Log probabilities of the next tokens of a text; None if the client did not ask."""
         if not told:
             return None
         if self._chat:
@@ -128,14 +120,12 @@ class Answer:
                 for token, one in zip(tokens, told, strict=True)
             ]
             return {"content": content, "refusal": None}
-        shown = [self._shown(token) for token in tokens]
-        offsets = [self._offset(index, token) for token in tokens]
         top = [self._top(token, one) for token, one in zip(tokens, told, strict=True)]
         return {
-            "tokens": shown,
+            "tokens": [self._shown(token) for token in tokens],
             "token_logprobs": [one.logprob for one in told],
             "top_logprobs": top if told[0].top else None,
-            "text_offset": offsets,
+            "text_offset": [self._offset(index, token) for token in tokens],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -150,8 +140,8 @@ class Answer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _top(self, token: int, told: Logprobs) -> dict[str, float]:
-        """By text. Of several tokens with one text (a letter and its byte) the text's own keeps it; others, as in vLLM,
-        are named by their ids.
+        """By text. Of tokens with the same text (a letter and its byte) the chosen or likeliest one has it; the others
+        have their ids, as in vLLM.
         """
         owners = {self._shown(token): token}
         for other, _ in told.top:
@@ -160,7 +150,7 @@ class Answer:
         return {named.get(id, f"token_id:{id}"): logprob for id, logprob in (*told.top, (token, told.logprob))}
 
     def _offset(self, index: int, token: int) -> int:
-        """Where the character begins that this token is of, or begins."""
+        """Where the character starts that this token is part of."""
         offset, decoder = self._offsets[index], self._decoders[index]
         self._offsets[index] += len(decoder.decode(self._spell(token)))
         return offset
@@ -177,21 +167,21 @@ class Answer:
 
 
 def _joined(written: Sequence[str]) -> str:
-    """Lists, none empty, as one; null where one is none."""
+    """One JSON list of several, none of them empty; null if one of them is."""
     return "null" if "null" in written else f"[{','.join(each[1:-1] for each in written)}]"
 
 
 def finish_reason(result: Result) -> str:
-    """OpenAI's: an EOS is a stop too."""
+    """OpenAI's; an end-of-sequence token is a stop, too."""
     return "length" if result.finish_reason == "length" else "stop"
 
 
 def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict[str, Any]:
-    """Tokens of a request, and how well its drafts were accepted.
+    """Tokens of a request, and statistics of its drafts.
 
     Args:
-        n: texts for each prompt; those of one prompt stand together, and its tokens count once.
-        waits: number of a result -> seconds until the engine was asked for it.
+        n: texts for each prompt, next to each other; the tokens of a prompt count once.
+        waits: index of a result -> seconds before it reached the engine.
     """
     prompts = sum(len(result.prompt_tokens) for result in results[::n])
     cached = sum(result.statistics.num_cached_tokens for result in results[::n])
@@ -219,9 +209,5 @@ def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict
 
 
 def sources(results: Sequence[Result]) -> dict[str, int]:
-    """Tokens by where they came from."""
-    counted: dict[str, int] = {}
-    for result in results:
-        for source in result.provenance:
-            counted[source.value] = counted.get(source.value, 0) + 1
-    return counted
+    """Number of tokens by source."""
+    return dict(Counter(source.value for result in results for source in result.provenance))

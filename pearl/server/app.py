@@ -1,4 +1,4 @@
-"""The endpoints: what comes is checked, its texts take their turns at the engine, and what they make is sent."""
+"""The endpoints: requests are checked, their texts queue for the engine, and the answers are sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pearl.engine.stream import Result
 from pearl.engine.turnstile import Turnstile
 from pearl.errors import PearlError
 from pearl.server import openapi
-from pearl.server.access import Access, Checked, HostChecked, KeyNeeded, check_origin, not_embedded
+from pearl.server.access import Access, Check, Checked, check_origin, host_check, key_check, not_embedded
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.pace import Pace
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 
 MOST_BODY = 2 << 20  # bytes of one request
 MOST_BODIES = 32 << 20  # bytes of all that are being read
-SHORT_BODY = 16 << 10  # bytes; one so short is read however many longer ones come
-_RESTS, _LONGEST_REST = 4, 1.0  # times as long as a longer one was looked into, and seconds, until the next is
-BODY_SECONDS = 30.0  # within which a body must have come
-_LOOK_SECONDS = 1.0  # after which a timeline that shows nothing looks whether the server ends
+SHORT_BODY = 16 << 10  # bytes; shorter ones are read at once, however many long ones come
+_RESTS, _LONGEST_REST = 4, 1.0  # pause between two long bodies: as a multiple of the parse time, and most seconds
+BODY_SECONDS = 30.0  # for a body to arrive
+_LOOK_SECONDS = 1.0  # after which an idle timeline checks whether the server ends
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 class App:
-    """What is behind the endpoints.
+    """The ASGI application, `asgi`.
 
     Args:
         sampling: for what requests do not set.
@@ -67,37 +67,37 @@ class App:
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
         self._described = openapi.document(model, keyed=access.key is not None)
-        refuse = self._refuse
-        keyed = [Middleware(KeyNeeded, key=access.key, refuse=refuse)] if access.key is not None else []
-        hosted = [Middleware(HostChecked, hosts=access.hosts, refuse=refuse)] if access.hosts is not None else []
-        app = Starlette(
+        self.asgi = not_embedded(self._routed(access))
+
+    def _routed(self, access: Access) -> Starlette:
+        def checked(*checks: Check) -> list[Middleware]:
+            return [Middleware(Checked, check=check, refuse=self._refuse) for check in checks]
+
+        versioned = [
+            Route("/timeline", self._live),
+            Route("/models", self._models),
+            Route("/models/{name:path}", self._one_model),
+            Route("/chat/completions", partial(self._complete, chat=True), methods=["POST"]),
+            Route("/completions", partial(self._complete, chat=False), methods=["POST"]),
+        ]
+        keyed = [key_check(access.key)] if access.key is not None else []
+        return Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 Route("/version", self._version),
                 Route("/openapi.json", self._openapi),
-                Mount(
-                    "/v1",
-                    routes=[
-                        Route("/timeline", self._live),
-                        Route("/models", self._models),
-                        Route("/models/{name:path}", self._one_model),
-                        Route("/chat/completions", self._chat, methods=["POST"]),
-                        Route("/completions", self._completions, methods=["POST"]),
-                    ],
-                    middleware=[Middleware(Checked, check=check_origin, refuse=refuse), *keyed],
-                ),
+                Mount("/v1", routes=versioned, middleware=checked(check_origin, *keyed)),
             ],
-            middleware=hosted,
+            middleware=checked(host_check(access.hosts)) if access.hosts is not None else [],
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._failed},
         )
-        self.asgi = not_embedded(app)
 
     # ---- about the server ----
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse(self._html, headers=_of_the_page(self._html))
+        return HTMLResponse(self._html, headers=_page_headers(self._html))
 
     async def _health(self, request: Request) -> Response:
         self._turns.check()
@@ -114,7 +114,7 @@ class App:
 
     async def _live(self, request: Request) -> Response:
         if not self._timeline.fits(client := _client(request)):
-            raise ApiError(429, f"{MOST_VIEWERS} look at the timeline already; try again later", retry_after=10)
+            raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later", retry_after=10)
         return _Live(self._turns, self._timeline, client)
 
     @property
@@ -138,16 +138,10 @@ class App:
 
     # ---- texts ----
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._complete(request, chat=True)
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._complete(request, chat=False)
-
     async def _complete(self, request: Request, chat: bool) -> Response:
         arrived = time.monotonic()
         async with self._bodies.read(request) as body:
-            # A schema may take a while to be looked at, and the texts of others must not wait for it.
+            # In a thread, for checking a schema may take long.
             asked = await asyncio.to_thread(read_request, body, chat, self._model, self._sampling)
         return _Reply(self._turns, asked, self._model, arrived, _client(request))
 
@@ -169,8 +163,8 @@ class App:
         return _ErrorResponse(ApiError(500, "internal error; the server's log has more").body, 500)
 
 
-def _of_the_page(html: str) -> dict[str, str]:
-    """Headers with which a browser runs the page's own script only, and reaches nothing but this server."""
+def _page_headers(html: str) -> dict[str, str]:
+    """They let a browser run the page's own script only, and reach this server only."""
     script = html.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -181,30 +175,38 @@ def _of_the_page(html: str) -> dict[str, str]:
 
 
 def _client(request: Request) -> str:
-    """Whose request it is: its address. All have one key, and what a request says of itself is not proven."""
+    """The client's address: all have the same key, and nothing else that a request says is proven."""
     return request.client.host if request.client is not None else ""
 
 
 class _ErrorResponse(JSONResponse):
-    """It may quote what the client sent, half characters too: so in ASCII."""
+    """In ASCII, for it may quote half a surrogate pair that the client sent."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode("ascii")
 
 
-class _Reply(Response):
-    """The texts of one request, sent as a stream or all at once. A client that goes away cancels them."""
+class _WhileConnected(Response):
+    """An answer that takes time; a client that goes away cancels it."""
 
-    def __init__(self, turns: Turns, asked: Asked, model: str, arrived: float, client: str) -> None:
-        self._turns, self._asked, self._arrived, self._client = turns, asked, arrived, client
-        self._waits: dict[int, float] = {}  # number of a text -> seconds until its turn
-        spell = partial(token_bytes, turns.engine.tokenizer)
-        self._answer = Answer(asked.chat, model, asked.include_usage, asked.provenance, spell)
-        self.background = None
+    background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(asyncio.CancelledError):  # the server ends, and this client has not taken what it was sent
             await while_connected(receive, self._reply(scope, receive, send))
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class _Reply(_WhileConnected):
+    """The texts of one request, as a stream or all at once."""
+
+    def __init__(self, turns: Turns, asked: Asked, model: str, arrived: float, client: str) -> None:
+        self._turns, self._asked, self._arrived, self._client = turns, asked, arrived, client
+        self._waits: dict[int, float] = {}  # number of a text -> seconds in the queue
+        spell = partial(token_bytes, turns.engine.tokenizer)
+        self._answer = Answer(asked.chat, model, asked.include_usage, asked.provenance, spell)
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._turns.admitted(self._client):
@@ -228,7 +230,7 @@ class _Reply(Response):
     async def _all(
         self, prompts: Sequence[list[int]], write: Callable[[int, AsyncStream], Awaitable[None]]
     ) -> list[Result]:
-        """Each text, by `write` with its index, as many at a time as there are slots: others wait anew for each."""
+        """Passes each text to `write`, as many at a time as the engine has slots: each queues anew."""
         room = asyncio.Semaphore(self._turns.engine.config.slots)
 
         async def one(index: int, tokens: list[int], number: int) -> Result:
@@ -260,7 +262,7 @@ class _Reply(Response):
             raise of_engine(error, self._asked.prompt_field) from error
 
     async def _send_stream(self, prompts: Sequence[list[int]], send: Send) -> None:
-        """Headers go out with the first piece: what is wrong before that has a status code of its own."""
+        """The headers go out with the first piece, so that an earlier error can have its own status code."""
         body = _EventStream(send)
         try:
             results = await self._all(prompts, partial(self._send_text, body))
@@ -268,36 +270,28 @@ class _Reply(Response):
             if not body.begun:
                 raise
             self._turns.figures.refused(error.status)
-            await body.end(event(error.body))
+            await body.send(event(error.body), more=False)
             return
         for chunk in self._answer.usage(usage(results, self._asked.n, self._waits)):
             await body.send(chunk)
-        await body.end(DONE)
+        await body.send(DONE, more=False)
 
     async def _send_text(self, body: _EventStream, index: int, text: AsyncStream) -> None:
         opened = False
         async for piece in text:
-            if not opened:
-                opened = True
-                for chunk in self._answer.first(index):
-                    await body.send(chunk)
-            for chunk in self._answer.piece(index, piece):
+            for chunk in (*(() if opened else self._answer.first(index)), *self._answer.piece(index, piece)):
                 await body.send(chunk)
+            opened = True
         await body.send(self._answer.last(index, text.result))
 
 
-class _Live(Response):
-    """What both workers do, as server-sent events, until the client goes away or the server ends."""
+class _Live(_WhileConnected):
+    """What both workers do, as server-sent events, until the server ends."""
 
     def __init__(self, turns: Turns, timeline: Timeline, client: str) -> None:
         self._turns, self._timeline, self._client = turns, timeline, client
-        self.background = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(asyncio.CancelledError):  # as of a text
-            await while_connected(receive, self._show(send))
-
-    async def _show(self, send: Send) -> None:
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _EventStream(send)
         async with self._timeline.viewed(self._client) as viewer:
             with suppress(ApiError):
@@ -306,38 +300,30 @@ class _Live(Response):
                     events: list[Event] = []
                     with suppress(TimeoutError):
                         events = await asyncio.wait_for(viewer.events(), _LOOK_SECONDS)
-                    for told in events:
-                        await body.send(event(told))
-        await body.end(DONE)
+                    for each in events:
+                        await body.send(event(each))
+        await body.send(DONE, more=False)
 
 
 class _EventStream:
-    """Server-sent events, as they come, of several texts one at a time."""
+    """Server-sent events of several texts, one at a time; the headers go out with the first."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._sending = asyncio.Lock()
         self.begun = False
 
-    async def send(self, chunk: bytes) -> None:
+    async def send(self, chunk: bytes, more: bool = True) -> None:
         async with self._sending:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-    async def end(self, chunk: bytes) -> None:
-        async with self._sending:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
-
-    async def _start(self) -> None:
-        if not self.begun:
-            self.begun = True
-            headers = [(name.encode(), value.encode()) for name, value in _STREAM_HEADERS.items()]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            if not self.begun:
+                self.begun = True
+                headers = [(name.encode(), value.encode()) for name, value in _STREAM_HEADERS.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Does `work`, whose request has been read to its end; cancels it when the client goes away."""
+    """Does `work` for a request that has been read; cancels it when the client goes away."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:
@@ -356,7 +342,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class _Bodies:
-    """Reads bodies, of which each is bounded, and so are all together."""
+    """Reads bodies within the bounds for each and for all together."""
 
     def __init__(self) -> None:
         self._held = Shares()
@@ -374,7 +360,7 @@ class _Bodies:
             async with self._turn(len(body), client):
                 yield _parsed(body)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         finally:
             self._held.give_back(client, len(body))
 
@@ -386,7 +372,7 @@ class _Bodies:
         while more:
             message: Message = await request.receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(400, "the client went away before its request had come")
+                raise ApiError(400, "the client closed the connection before its request was complete")
             chunk, more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(chunk) > MOST_BODY:
                 raise _too_large()
@@ -398,9 +384,7 @@ class _Bodies:
 
     @asynccontextmanager
     async def _turn(self, size: int, client: str) -> AsyncIterator[None]:
-        """For a body of `size` bytes to be looked into: one long one after the other, with pauses, that only the next
-        one waits for.
-        """
+        """While a body of `size` bytes is parsed: long ones one after the other, with pauses between them."""
         if size <= SHORT_BODY:
             yield
             return
@@ -414,7 +398,7 @@ class _Bodies:
 
 
 def _too_large() -> ApiError:
-    return ApiError(413, f"the body may have {MOST_BODY:,} bytes", code="body_too_large")
+    return ApiError(413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large")
 
 
 def _parsed(body: bytearray) -> Any:
@@ -423,4 +407,4 @@ def _parsed(body: bytearray) -> Any:
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON that this server reads: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""A connection that cannot be held for ever: uvicorn's, with limits on how slow and how many clients may be."""
+"""uvicorn's connection with limits on slow clients and on their number."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_HEADER = 32 << 10  # bytes of a request's line and headers
-MOST_LINES = 128  # of these, and of what may follow a body; each is 3 us, and 32 KiB have room for 7,000
-HEADER_SECONDS = 10.0  # within which they must have come
-TAKE_SECONDS = 60.0  # within which a client must take what was written to it
+MOST_LINES = 128  # of headers, and of trailers after a body; each takes 3 us, and 32 KiB could hold 7,000
+HEADER_SECONDS = 10.0  # for headers to arrive
+TAKE_SECONDS = 60.0  # for a client to read what was sent to it
 MOST_CONNECTIONS = 512
-_KEPT_FOR_OTHERS = 8  # one part of so many that no address has alone
-FEW_CHUNKS = 256  # in which a body may come, however small they are; each is 10 us, and the texts of others wait
-LEAST_CHUNK = 256  # bytes that one of more has on average
+_KEPT_FOR_OTHERS = 8  # an address may not have the last eighth of the connections
+FEW_CHUNKS = 256  # chunks of a body that may have any size; each takes 10 us of the event loop
+LEAST_CHUNK = 256  # bytes per chunk, on average, of a body with more chunks
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class _Lines(ReceiveBuffer):
-    """Refuses very many lines before they are looked into."""
+    """Refuses very many lines before they are parsed."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         lines = super().maybe_extract_lines()
@@ -66,7 +66,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that we hear of everything that a client does not take
+        transport.set_write_buffer_limits(high=0)  # so that pause_writing is called for all that a client does not read
         if len(self.connections) > self.most_connections or self._has_its_part:
             transport.write(_FULL)
             transport.close()
@@ -80,13 +80,13 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # In parts, for h11 looks at the size of a header only while it is not complete.
+        # In parts, for h11 checks the size of headers only while they are incomplete.
         for start in range(0, len(data), MOST_HEADER):
             if self.transport.is_closing():
                 return
             try:
                 super().data_received(data[start : start + MOST_HEADER])
-            except h11.LocalProtocolError:  # nonsense in the middle of an answer, which leaves no room for an error
+            except h11.LocalProtocolError:  # nonsense during an answer, so no error can be sent
                 self.transport.abort()
         if self._answering:
             self._header_came()
@@ -95,7 +95,7 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._answering:  # the next request had come already
+        if self._answering:  # to the next request, which has arrived already
             self._header_came()
 
     @property
@@ -104,7 +104,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def _has_its_part(self) -> bool:
-        """Whether the other connections of this address leave only what is kept for others."""
+        """Whether this address has as many connections as one address may have."""
         own = sum(isinstance(each, BoundedProtocol) and each._host == self._host for each in self.connections)
         return own > self.most_connections - self.most_connections // _KEPT_FOR_OTHERS
 
@@ -113,7 +113,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_header(self) -> None:
-        """Starts the clock, once: more bytes of the same header buy no more time."""
+        """Starts the timer, unless it runs: more bytes of the same headers give no more time."""
         if self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_seconds, self.transport.abort)
 

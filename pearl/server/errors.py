@@ -1,8 +1,10 @@
-"""What a client is told when a request is not served: OpenAI's error object, with its status code."""
+"""Errors for clients: OpenAI's error object, with its status code."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from pydantic import BaseModel
 
 from pearl.config import SamplingParams
 from pearl.errors import (
@@ -19,14 +21,27 @@ from pearl.errors import (
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of an answer with an error, as /openapi.json describes it."""
+
+    error: Problem
+
+
 class ApiError(Exception):
     """A request that is not served.
 
     Attributes:
         status: of HTTP.
-        param: the field of the request that is to blame, if one is.
+        param: the field of the request that is wrong, if one is.
         code: a short name for programs.
-        retry_after: seconds after which trying again makes sense.
+        retry_after: seconds after which the client may try again; 0: not stated.
     """
 
     def __init__(
@@ -44,7 +59,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
-        # After 408 the rest of the body would be taken for the next request.
+        # Without it the rest of the body would be read as the next request after 408.
         return headers | {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
 
 
@@ -53,10 +68,10 @@ def engine_lost(why: str) -> ApiError:
 
 
 def of_engine(error: PearlError, param: str | None = None) -> ApiError:
-    """What an error of the engine is to a client.
+    """An error of the engine as one for the client.
 
     Args:
-        param: the field that a `RequestError` is about, unless it begins with the name of another.
+        param: the field that a `RequestError` is about, unless its text begins with the name of another.
     """
     match error:
         case RequestError() | ConfigError():

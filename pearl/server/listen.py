@@ -1,4 +1,4 @@
-"""The address of the server, and its life: bound before a model loads, served until a signal or the engine's end."""
+"""The server's address and life: bound before a model loads, served until a signal or the loss of the engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pearl.server.connection import MOST_HEADER, BoundedProtocol
 from pearl.server.turns import Turns
 from pearl.transport.descriptors import raise_limit
 
-LOST_SECONDS = 5.0  # for which a server whose engine is lost still says so
-STOP_SECONDS = 2.0  # that running requests have once the server is told to end
-_CUT_SECONDS = 5  # after which connections are cut that have not taken their end by then
-_IDLE_SECONDS = 15  # for which a connection may stay between two requests
+LOST_SECONDS = 5.0  # for which a server answers 503 after its engine is lost
+STOP_SECONDS = 2.0  # for running requests to end after the signal
+_CUT_SECONDS = 5  # after which connections that are still open are cut
+_IDLE_SECONDS = 15  # for which a connection may be idle between two requests
 _LOOK_SECONDS = 0.2
-_TELL_SECONDS = 60.0  # between two lines about one trouble
-_BACKLOG = 128  # connections that may wait to be accepted, which asyncio tries for all of them in a row
+_LOG_SECONDS = 60.0  # between two log lines about refused connections
+_BACKLOG = 128  # connections that may wait to be accepted; asyncio accepts all of them in a row
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class Door:
     """A bound address.
 
     Attributes:
-        bound: a socket that does not listen yet: who connects before the models are loaded is refused.
-        queue: requests that may wait beside the one that is served.
+        bound: a socket that does not listen yet: connections are refused until the models are loaded.
+        queue: requests that may wait beside those that are served.
         model: the name under which clients ask for the model; None: as it was loaded.
     """
 
@@ -61,7 +61,7 @@ class Door:
 
     @property
     def access(self) -> Access:
-        """On the loopback and without a key, only who names it by its own names is answered."""
+        """Without a key the Host header must be one of the server's own names."""
         names = {"localhost", "127.0.0.1", "[::1]", self._literal.lower()}
         return Access(self.key, None if self.key else frozenset(names))
 
@@ -73,7 +73,7 @@ class Door:
         raise_limit()
         try:
             self.bound.listen()
-        except OSError as error:  # somebody else bound it too, and was quicker
+        except OSError as error:  # another process listens there since
             raise ConfigError(f"{self.url}: cannot listen there: {error.strerror}") from None
         asyncio.run(self._serve(engine, settings))
 
@@ -93,7 +93,7 @@ class Door:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which ends texts in an orderly way."""
+    """uvicorn's, which fails running texts after a while when it shuts down."""
 
     def __init__(self, app: App, turns: Turns) -> None:
         super().__init__(_uvicorn_config(app))
@@ -109,16 +109,16 @@ class Server(uvicorn.Server):
 
 
 class _Refused:
-    """Tells in one line, now and then, that no connection can be accepted: asyncio has a traceback for each attempt."""
+    """Logs a line a minute while no connection can be accepted: asyncio logs a traceback for each attempt."""
 
     def __init__(self) -> None:
-        self._told = -math.inf
+        self._logged = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not str(context.get("message")).startswith("socket.accept()"):
             loop.default_exception_handler(context)
-        elif (now := time.monotonic()) - self._told > _TELL_SECONDS:
-            self._told = now
+        elif (now := time.monotonic()) - self._logged > _LOG_SECONDS:
+            self._logged = now
             log.error("no connection can be accepted: %s. Raise the limit (ulimit -n)", context.get("exception"))
 
 
@@ -129,7 +129,7 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="error",  # what a stranger's nonsense makes it warn of is no news
+        log_level="error",  # its warnings are about malformed requests
         access_log=False,
         backlog=_BACKLOG,
         proxy_headers=False,
@@ -148,7 +148,7 @@ async def _end_when_lost(turns: Turns, server: uvicorn.Server) -> None:
 
 
 def name_of(target: str) -> str:
-    """The model's name for clients: a directory's or file's own, never where it lies."""
+    """The model's name for clients: that of its directory or file, without the path."""
     return Path(target).name if Path(target).exists() else target
 
 

@@ -1,16 +1,18 @@
-"""What each client has of something that has a bound: who takes all of it leaves the others their share."""
+"""Fair shares of a bounded resource: a client that takes all of it leaves the others their share."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Shares:
-    """How much each client has.
+    """How much each client holds.
 
-    Up to the bound, who comes first has it. Beyond it a client gets no more than its share, the bound over the number
-    of clients that have any, itself included: who has filled it is refused, and another is not. So all of them may have
-    more than the bound together, though the share of each newcomer is smaller. A client alone has all, and no more.
+    Up to the bound, first come, first served. Beyond it a client gets at most the bound divided by the number of
+    clients that hold any, itself included. So all together may hold more than the bound, in ever smaller shares; a
+    client alone never does.
     """
 
     def __init__(self) -> None:
@@ -30,3 +32,11 @@ class Shares:
 
     def give_back(self, client: str, amount: int) -> None:
         self.take(client, -amount)
+
+    @contextmanager
+    def one(self, client: str) -> Iterator[None]:
+        self.take(client, 1)
+        try:
+            yield
+        finally:
+            self.give_back(client, 1)

@@ -1,7 +1,7 @@
-"""What both workers do, as they do it, for the page: a recording that is read while it is written.
+"""A live trace of both workers for the page: a recording that is read while it is written.
 
-It begins with the first who looks on and ends with the last.  A second front on the same engine asks for it, so texts
-are served as ever; it begins once those that are being written have ended, and the next wait for that.
+It begins with the first viewer and ends with the last. A second front on the same engine asks for it; it begins once
+the texts that are being written have ended, and new ones wait for that.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 MOST_VIEWERS = 16
 MOST_BYTES = 256 << 20  # of one recording, on disk
-_EVERY = 0.2  # seconds between two looks
-_AGAIN = 2.0  # seconds until a recording that could not begin is asked for again
-_SHORTEST = 100_000  # nanoseconds: what took less is not shown
-_MOST_HELD = 5000  # events for a viewer that does not take them: the oldest are dropped
+_EVERY = 0.2  # seconds between two reads
+_AGAIN = 2.0  # seconds until the next attempt to record
+_SHORTEST = 100_000  # nanoseconds; shorter spans are left out
+_MOST_HELD = 5000  # events queued for a slow viewer; then the oldest are dropped
 
 Event = dict[str, Any]
 
 
 class Viewer:
-    """One who looks on: what it has not been sent yet."""
+    """The events that one viewer has not been sent yet."""
 
     def __init__(self) -> None:
         self._held: deque[Event] = deque(maxlen=_MOST_HELD)
@@ -45,12 +45,12 @@ class Viewer:
             self._more.set()
 
     async def events(self) -> list[Event]:
-        """What has come, once anything has."""
+        """Waits for events, and takes all."""
         await self._more.wait()
         self._more.clear()
-        told = [*self._held]
+        events = [*self._held]
         self._held.clear()
-        return told
+        return events
 
 
 class Timeline:
@@ -63,24 +63,23 @@ class Timeline:
         self._working: asyncio.Task[None] | None = None
 
     def fits(self, client: str) -> bool:
-        """Whether `client` may look on once more."""
+        """Whether `client` may have one more viewer."""
         return self._shares.fits(client, 1, MOST_VIEWERS)
 
     @contextlib.asynccontextmanager
     async def viewed(self, client: str) -> AsyncIterator[Viewer]:
         viewer = Viewer()
         self._viewers.add(viewer)
-        self._shares.take(client, 1)
         try:
             if self._working is None or self._working.done():
                 self._working = asyncio.create_task(self._work())
-            yield viewer
+            with self._shares.one(client):
+                yield viewer
         finally:
             self._viewers.discard(viewer)
-            self._shares.give_back(client, 1)
 
     async def close(self) -> None:
-        """Ends the recording, if there is one."""
+        """Ends the recording, if one runs."""
         self._viewers.clear()
         if self._working is not None:
             await asyncio.wait({self._working})
@@ -90,7 +89,7 @@ class Timeline:
             viewer.tell(events)
 
     async def _work(self) -> None:
-        """For as long as anybody looks on."""
+        """Records while there are viewers."""
         while self._viewers:
             try:
                 front = await asyncio.to_thread(attach, self._directory)
@@ -99,10 +98,10 @@ class Timeline:
                 return
             try:
                 await self._record(front)
-            except (PearlError, OSError) as error:  # somebody else records, say
+            except (PearlError, OSError) as error:  # such as: another front records
                 self._tell({"problem": str(error)})
             finally:
-                await asyncio.to_thread(_ended, front)
+                await asyncio.to_thread(_end, front)
             if self._viewers:
                 await asyncio.sleep(_AGAIN)
 
@@ -116,8 +115,8 @@ class Timeline:
             self._tell(*await asyncio.to_thread(_news, name, parts))
 
 
-def _ended(front: Engine) -> None:
-    """Closes the second front, and with it its recording."""
+def _end(front: Engine) -> None:
+    """Ends the recording and closes the second front."""
     try:
         front.end_live_trace()
     except (PearlError, OSError) as error:
@@ -127,28 +126,28 @@ def _ended(front: Engine) -> None:
 
 
 def _news(name: Path, parts: dict[Path, GrowingPart]) -> list[Event]:
-    """What has been written since the last time. Of another host's worker nothing is."""
-    told: list[Event] = []
+    """What was written since the last read; nothing of a worker on another host."""
+    events: list[Event] = []
     for path in part_paths(name):
         part = parts.setdefault(path, GrowingPart(path))
         for record in part.read():
-            told += _shown(part.role, record)
-    return sorted(told, key=lambda event: float(event["to"]))
+            events += _shown(part.role, record)
+    return sorted(events, key=lambda event: float(event["to"]))
 
 
 def _shown(role: str, record: Record) -> list[Event]:
-    """A forward, other work or a wait; milliseconds of the machine's monotonic clock. And tokens committed, each by
-    where it came from.
+    """A forward, other work or a wait, in milliseconds of the machine's monotonic clock; and the sources of the tokens
+    that were committed.
     """
-    told: list[Event] = []
+    events: list[Event] = []
     if record.track != LOOP:
-        return told
+        return events
     span = {"from": record.start / 1e6, "to": record.end / 1e6}
     if record.kind in ("busy", "wait") and record.end - record.start >= _SHORTEST:
-        told.append({"of": role, "kind": record.kind, "name": record.name, **span})
+        events.append({"of": role, "kind": record.kind, "name": record.name, **span})
     if record.name == "decide" and role == "target":
         commands = record.args.get("commands") or ()
         messages = [command.get("message") or {} for command in commands if command.get("type") == "Deliver"]
         if tokens := [source for message in messages for source in message.get("provenance") or ()]:
-            told.append({"tokens": tokens, **span})
-    return told
+            events.append({"tokens": tokens, **span})
+    return events

@@ -1,4 +1,4 @@
-"""The engine for the requests of one event loop: as many texts at a time as it has slots, and clients take turns."""
+"""The engine as one event loop uses it: as many texts at a time as it has slots; clients take turns."""
 
 from __future__ import annotations
 
@@ -18,49 +18,47 @@ from pearl.server.shares import Shares
 
 
 class Turns:
-    """Gives each text its turn at the engine.
+    """Queues texts for the engine, and counts them.
 
     Args:
-        decoding: how texts are decoded.
         most_waiting: requests that may wait beside those that are served.
     """
 
     def __init__(self, engine: Engine, decoding: DecodingConfig, most_waiting: int, model: str) -> None:
         self.engine, self._decoding, self._most = engine, decoding, most_waiting
         self._admitted = Shares()
-        self._waiting = 0
-        self._running: set[AsyncStream] = set()
-        running, waiting = (lambda: len(self._running)), (lambda: self._waiting)
-        self.figures = Figures(model, running, waiting, lambda: engine.draft_restarts)
+        self.waiting = 0
+        self.running: set[AsyncStream] = set()
+        self.figures = Figures(model, lambda: len(self.running), lambda: self.waiting, lambda: engine.draft_restarts)
         self._async = AsyncEngine.of(engine)
-        self._reader = self._async.reader
-        self._stopping = False
+        self._reader = self._async.reader  # known after `close`, too
+        self.stopping = False
 
     @property
     def lost(self) -> str:
-        """Why the engine is of no more use; empty while it runs."""
+        """Why the engine is lost; empty while it runs."""
         return self._reader.lost
 
     def stop(self) -> None:
-        """Ends the texts that are being written, and those that wait, with an error that says why."""
-        self._stopping = True
-        for stream in self._running:
+        """Fails the texts that are being written or wait: the server is shutting down."""
+        self.stopping = True
+        for stream in self.running:
             stream.fail(_shutting_down())
 
     def close(self) -> None:
-        """No text is begun any more; threads end with what they are doing."""
+        """Begins no more texts; threads end after their current work."""
         self._async.close()
 
     def check(self) -> None:
-        """Raises `ApiError` once the engine is lost, or the server ends."""
+        """Raises `ApiError` once the engine is lost or the server ends."""
         if self.lost:
             raise engine_lost(self.lost)
-        if self._stopping:
+        if self.stopping:
             raise of_engine(_shutting_down())
 
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
-        """For as long as a request is being served or waits. Raises `ApiError` where too many do."""
+        """While a request is served or waits. Raises `ApiError` if too many are."""
         self.check()
         if not self._admitted.fits(client, 1, self._most + self.engine.config.slots):
             raise ApiError(
@@ -69,11 +67,8 @@ class Turns:
                 code="overloaded",
                 retry_after=self.figures.retry_after,
             )
-        self._admitted.take(client, 1)
-        try:
+        with self._admitted.one(client):
             yield
-        finally:
-            self._admitted.give_back(client, 1)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Raises `RequestError`."""
@@ -83,35 +78,20 @@ class Turns:
     async def text(
         self, tokens: list[int], params: SamplingParams, arrived: float, client: str
     ) -> AsyncIterator[AsyncStream]:
-        """A text, which waits for its turn when it is read; leaving it early cancels it.
-
-        Args:
-            arrived: when its request came, of time.monotonic().
-        """
+        """A text, which is queued once it is read; leaving it early cancels it. `arrived` is a time.monotonic()."""
         self.check()
         watch = _Watch(self, len(tokens), arrived)
         watch.stream = stream = self._async.stream(tokens, params, watch=watch, client=client, decoding=self._decoding)
-        self._waiting += 1
+        self.waiting += 1
         try:
             yield stream
         finally:
             stream.close()
             watch.turned()
 
-    def begun(self, stream: AsyncStream) -> None:
-        self._running.add(stream)
-        if self._stopping:
-            stream.fail(_shutting_down())
-
-    def waited(self) -> None:
-        self._waiting -= 1
-
-    def ended(self, stream: AsyncStream) -> None:
-        self._running.discard(stream)
-
 
 class _Watch:
-    """Counts one text as it comes, however late its client takes it."""
+    """Measures one text as it is written, however late its client reads it."""
 
     stream: AsyncStream
 
@@ -124,15 +104,17 @@ class _Watch:
         self._waits = True
 
     def turned(self) -> None:
-        """It does not wait for its turn any more."""
+        """It has left the queue."""
         if self._waits:
             self._waits = False
-            self._turns.waited()
+            self._turns.waiting -= 1
 
     def begun(self) -> None:
         self._begun = now = time.monotonic()
         self.turned()
-        self._turns.begun(self.stream)
+        self._turns.running.add(self.stream)
+        if self._turns.stopping:
+            self.stream.fail(_shutting_down())
         self._figures.begun(self._prompt_tokens, now - self._asked)
 
     def came(self, piece: Piece) -> None:
@@ -145,7 +127,7 @@ class _Watch:
         self._last = now
 
     def ended(self) -> None:
-        self._turns.ended(self.stream)
+        self._turns.running.discard(self.stream)
         if self._begun is not None:
             now = time.monotonic()
             self._figures.ended(self.stream.result, now - self._arrived, now - self._begun)
