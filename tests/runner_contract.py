@@ -1,17 +1,25 @@
-"""What every `ModelRunner` must keep. A test module subclasses `RunnerContract` and gives a `runner` fixture:
+"""What every `ModelRunner` must keep. A test module subclasses `RunnerContract` and names the kinds of runner:
 
 class TestMine(RunnerContract):
-    @pytest.fixture
-    def runner(self): return MyRunner(...)   # fresh, empty, on the CPU, float32, context from 24 to 256
+    kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
+    others = {"my other": MyOtherRunner}  # of these `RunnerCore` is enough; the rest is marked `long`
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
 
 from pearl.errors import RequestError
 from pearl.models.runner import Feed, ModelRunner, feed_chain
+
+Kinds = Mapping[str, Callable[..., ModelRunner]]
+PIECES = [(1,) * 12, (5, 7), (1, 3, 8), (8, 1, 3), (2, 2, 1, 1, 6)]
+PARENTS = (-1, 0, 0, 1, -1, 2, 3)
 
 
 def some_tokens(runner: ModelRunner, count: int, start: int = 0) -> list[int]:
@@ -24,41 +32,121 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-class RunnerContract:
-    @pytest.fixture
-    def runner(self) -> ModelRunner:
-        raise NotImplementedError("the subclass gives the runner")
+def empty(runner: ModelRunner) -> None:
+    """All slots, and their trees are forgotten."""
+    for slot in range(runner.capabilities.slots):
+        runner.rollback(0, slot)
 
-    @pytest.fixture
-    def whole(self, runner: ModelRunner) -> torch.Tensor:
+
+def needs_trees(runner: ModelRunner) -> None:
+    if not runner.capabilities.tree_nodes:
+        pytest.skip("takes no trees")
+
+
+class RunnerCore:
+    """The text does not depend on how it is cut, rolled back, grown as a tree or copied."""
+
+    kinds: ClassVar[Kinds] = {}
+    others: ClassVar[Kinds] = {}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        rest = [] if hasattr(RunnerCore, metafunc.function.__name__) else [pytest.mark.long]
+        known = [pytest.param(make, id=kind) for kind, make in self.kinds.items()]
+        known += [pytest.param(make, id=kind, marks=rest) for kind, make in self.others.items()]
+        metafunc.parametrize("make", known, scope="class")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runner(cls, make: Callable[[], ModelRunner]) -> ModelRunner:
+        return make()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def whole(cls, runner: ModelRunner) -> torch.Tensor:
         """Logits [12, vocab] of the first 12 tokens, fed at once into an empty cache."""
-        logits = feed_chain(runner, some_tokens(runner, 12), 12).clone()
-        runner.rollback(0)
-        return logits
+        empty(runner)
+        return feed_chain(runner, some_tokens(runner, 12), 12).clone()
 
+    @pytest.fixture(autouse=True)
+    def emptied(self, runner: ModelRunner) -> None:
+        """Nothing of another test is left; fixtures of the class come first."""
+        empty(runner)
+
+    def test_pieces_equal_the_whole(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        """A causal mask aligned to the upper left shows in pieces of two or more after a filled cache."""
+        for pieces in PIECES:
+            runner.rollback(0)
+            fed, found = 0, []
+            for piece in pieces:
+                found.append(feed_chain(runner, some_tokens(runner, piece, fed), piece))
+                fed += piece
+                assert runner.length() == fed, pieces
+            close(torch.cat(found), whole)
+
+    def test_after_a_rollback_as_from_scratch(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        """Other tokens stood after `keep`; none of them may be seen any more."""
+        for keep in (0, 1, 5, 11, 12):
+            runner.rollback(0)
+            feed_chain(runner, some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
+            runner.rollback(keep)
+            assert runner.length() == keep
+            if keep < 12:
+                close(feed_chain(runner, some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
+
+    def test_a_tree_equals_its_paths(self, runner: ModelRunner) -> None:
+        needs_trees(runner)
+        held, tokens = some_tokens(runner, 6), some_tokens(runner, 7, start=50)
+        alone = {3: [0, 1, 3], 6: [0, 1, 3, 6], 5: [0, 2, 5], 4: [4], 2: [0, 2]}
+        feed_chain(runner, held, 0)
+        (found,) = runner.forward([Feed(tokens, 7, parents=PARENTS)])
+        for node, path in alone.items():
+            runner.rollback(6)
+            close(feed_chain(runner, [tokens[i] for i in path], 1), found[node : node + 1])
+
+    def test_keeping_a_path_is_having_fed_it_alone(self, runner: ModelRunner) -> None:
+        needs_trees(runner)
+        held, tokens = some_tokens(runner, 6), some_tokens(runner, 7, start=50)
+        for path in ([], [0], [4], [0, 2], [0, 2, 5], [0, 1, 3, 6]):
+            runner.rollback(0)
+            feed_chain(runner, held, 0)
+            runner.forward([Feed(tokens, 2, parents=PARENTS)])
+            runner.keep(path)
+            assert runner.length() == 6 + len(path)
+            after = feed_chain(runner, some_tokens(runner, 4, start=20), 4).clone()
+            runner.rollback(0)
+            feed_chain(runner, held + [tokens[i] for i in path], 0)
+            close(feed_chain(runner, some_tokens(runner, 4, start=20), 4), after)
+
+    def test_slots_are_sequences_of_their_own(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        if runner.capabilities.slots < 2:
+            pytest.skip("holds one sequence")
+        feed_chain(runner, some_tokens(runner, 5), 0, slot=1)
+        feed_chain(runner, some_tokens(runner, 9, start=30), 1)
+        runner.fork(1, 0)
+        found = runner.forward([Feed(some_tokens(runner, 7, 5), 7), Feed(some_tokens(runner, 3, start=60), 1, slot=1)])
+        close(found[0], whole[5:])
+        runner.rollback(5, 1)
+        close(feed_chain(runner, some_tokens(runner, 7, 5), 7, slot=1), whole[5:])
+        assert [runner.length(slot) for slot in (0, 1)] == [12, 12]
+
+    def test_a_fork_of_a_part_copies_what_is_not_shared(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+        if runner.capabilities.slots < 2:
+            pytest.skip("holds one sequence")
+        feed_chain(runner, some_tokens(runner, 9), 0)
+        feed_chain(runner, some_tokens(runner, 4), 0, slot=1)
+        feed_chain(runner, some_tokens(runner, 3, start=60), 0, slot=1)  # where the two part
+        runner.fork(0, 1, 7, shared=4)
+        assert [runner.length(slot) for slot in (0, 1)] == [9, 7]
+        close(feed_chain(runner, some_tokens(runner, 5, 7), 5, slot=1), whole[7:])
+        close(feed_chain(runner, some_tokens(runner, 3, 9), 3), whole[9:])
+
+
+class RunnerContract(RunnerCore):
     def test_starts_empty(self, runner: ModelRunner) -> None:
         assert runner.length() == 0
         assert runner.context >= 24
         assert isinstance(runner.device, torch.device)
-
-    @pytest.mark.parametrize("pieces", [(1,) * 12, (5, 7), (1, 3, 8), (8, 1, 3), (2, 2, 1, 1, 6)])
-    def test_pieces_equal_the_whole(self, runner: ModelRunner, whole: torch.Tensor, pieces: tuple[int, ...]) -> None:
-        """A causal mask aligned to the upper left shows in pieces of two or more after a filled cache."""
-        fed, found = 0, []
-        for piece in pieces:
-            found.append(feed_chain(runner, some_tokens(runner, piece, fed), piece))
-            fed += piece
-            assert runner.length() == fed
-        close(torch.cat(found), whole)
-
-    @pytest.mark.parametrize("keep", [0, 1, 5, 11, 12])
-    def test_after_a_rollback_as_from_scratch(self, runner: ModelRunner, whole: torch.Tensor, keep: int) -> None:
-        """Other tokens stood after `keep`; none of them may be seen any more."""
-        feed_chain(runner, some_tokens(runner, keep) + some_tokens(runner, 6, start=40), 1)
-        runner.rollback(keep)
-        assert runner.length() == keep
-        if keep < 12:
-            close(feed_chain(runner, some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
+        runner.synchronize()
 
     def test_an_id_may_stand_on_the_device(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """As one does that was drawn there a moment ago; its buffer may be written to after the call."""
@@ -88,21 +176,20 @@ class RunnerContract:
         other = feed_chain(runner, some_tokens(runner, 8, start=30) + last, 1)
         assert (one - other).abs().max() > 1e-3
 
-    @pytest.mark.parametrize("rows", [0, 1, 2, 5])
-    @pytest.mark.parametrize("cached", [0, 3])
-    def test_rows(self, runner: ModelRunner, whole: torch.Tensor, cached: int, rows: int) -> None:
+    def test_rows(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """Rows are those of the last tokens; none may be asked for (a chunk of a long prefill)."""
-        if cached:
-            feed_chain(runner, some_tokens(runner, cached), 0)
-        found = feed_chain(runner, some_tokens(runner, 5, cached), rows)
-        assert found.shape == (rows, runner.vocab_size)
-        assert found.dtype == torch.float32
-        assert found.device == runner.device
-        torch.testing.assert_close(found, whole[cached + 5 - rows : cached + 5], atol=1e-4, rtol=1e-4)
+        for cached, rows in product((0, 3), (0, 1, 2, 5)):
+            runner.rollback(0)
+            if cached:
+                feed_chain(runner, some_tokens(runner, cached), 0)
+            found = feed_chain(runner, some_tokens(runner, 5, cached), rows)
+            assert (found.shape, found.dtype) == ((rows, runner.vocab_size), torch.float32)
+            assert found.device == runner.device
+            torch.testing.assert_close(found, whole[cached + 5 - rows : cached + 5], atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("count", [1, 4])
     def test_overflow_changes_nothing(self, runner: ModelRunner, count: int) -> None:
-        """Found beforehand: an error halfway would leave the layers at different lengths."""
+        """Found beforehand: an error halfway would leave the layers at different lengths. All of it is used."""
         full = runner.context - count + 1
         feed_chain(runner, some_tokens(runner, full), 1)
         with pytest.raises(RequestError, match=str(runner.context)):
@@ -112,11 +199,6 @@ class RunnerContract:
         again = feed_chain(runner, some_tokens(runner, 1, full - 1), 1).clone()
         runner.rollback(0)
         close(again, feed_chain(runner, some_tokens(runner, full), 1))
-
-    def test_the_whole_context_can_be_used(self, runner: ModelRunner) -> None:
-        feed_chain(runner, some_tokens(runner, runner.context - 1), 1)
-        assert feed_chain(runner, some_tokens(runner, 1), 1).isfinite().all()
-        assert runner.length() == runner.context
 
     def test_kept_logits_stay(self, runner: ModelRunner) -> None:
         """A runner that reuses its output buffer changes held rows behind the verifier's back."""
@@ -132,12 +214,6 @@ class RunnerContract:
         feed_chain(runner, some_tokens(runner, 5), 2).fill_(0.0)
         close(feed_chain(runner, some_tokens(runner, 7, 5), 7), whole[5:])
 
-    def test_synchronize_returns(self, runner: ModelRunner) -> None:
-        feed_chain(runner, some_tokens(runner, 2), 1)
-        runner.synchronize()
-
-    # ---- trees and slots, where the runner has them ----
-
     def test_what_it_cannot_do_is_refused_by_name(self, runner: ModelRunner) -> None:
         can = runner.capabilities
         feed_chain(runner, some_tokens(runner, 3), 1)
@@ -149,69 +225,18 @@ class RunnerContract:
                 runner.forward([feed])
         assert runner.length() == 3
 
-    def test_a_tree_equals_its_paths(self, runner: ModelRunner) -> None:
-        if not runner.capabilities.tree_nodes:
-            pytest.skip("takes no trees")
-        held, tokens = some_tokens(runner, 6), some_tokens(runner, 7, start=50)
-        parents = (-1, 0, 0, 1, -1, 2, 3)
-        alone = {3: [0, 1, 3], 6: [0, 1, 3, 6], 5: [0, 2, 5], 4: [4], 2: [0, 2]}
-        feed_chain(runner, held, 0)
-        (found,) = runner.forward([Feed(tokens, 7, parents=parents)])
-        for node, path in alone.items():
-            runner.rollback(6)
-            close(feed_chain(runner, [tokens[i] for i in path], 1), found[node : node + 1])
-
-    @pytest.mark.parametrize("path", [[], [0], [4], [0, 2], [0, 2, 5], [0, 1, 3, 6]])
-    def test_keeping_a_path_is_having_fed_it_alone(self, runner: ModelRunner, path: list[int]) -> None:
-        if not runner.capabilities.tree_nodes:
-            pytest.skip("takes no trees")
-        held, tokens = some_tokens(runner, 6), some_tokens(runner, 7, start=50)
-        feed_chain(runner, held, 0)
-        runner.forward([Feed(tokens, 2, parents=(-1, 0, 0, 1, -1, 2, 3))])
-        runner.keep(path)
-        assert runner.length() == 6 + len(path)
-        after = feed_chain(runner, some_tokens(runner, 4, start=20), 4)
-        runner.rollback(0)
-        feed_chain(runner, held + [tokens[i] for i in path], 0)
-        close(feed_chain(runner, some_tokens(runner, 4, start=20), 4), after)
-
     def test_a_tree_that_is_not_kept_is_forgotten(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        if not runner.capabilities.tree_nodes:
-            pytest.skip("takes no trees")
+        needs_trees(runner)
         feed_chain(runner, some_tokens(runner, 5), 0)
         runner.forward([Feed(some_tokens(runner, 4, start=60), 1, parents=(-1, 0, -1, 2))])
         runner.rollback(5)
         close(feed_chain(runner, some_tokens(runner, 7, 5), 7), whole[5:])
 
     def test_a_tree_that_overflows_changes_nothing(self, runner: ModelRunner) -> None:
-        if not runner.capabilities.tree_nodes:
-            pytest.skip("takes no trees")
+        needs_trees(runner)
         feed_chain(runner, some_tokens(runner, runner.context - 1), 0)
         with pytest.raises(RequestError, match=str(runner.context)):
             runner.forward([Feed([1, 2], 1, parents=(-1, 0))])
         assert runner.forward([Feed([1, 2], 1, parents=(-1, -1))])[0].isfinite().all()
         runner.keep([1])
         assert runner.length() == runner.context
-
-    def test_slots_are_sequences_of_their_own(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        if runner.capabilities.slots < 2:
-            pytest.skip("holds one sequence")
-        feed_chain(runner, some_tokens(runner, 5), 0, slot=1)
-        feed_chain(runner, some_tokens(runner, 9, start=30), 1)
-        runner.fork(1, 0)
-        found = runner.forward([Feed(some_tokens(runner, 7, 5), 7), Feed(some_tokens(runner, 3, start=60), 1, slot=1)])
-        close(found[0], whole[5:])
-        runner.rollback(5, 1)
-        close(feed_chain(runner, some_tokens(runner, 7, 5), 7, slot=1), whole[5:])
-        assert [runner.length(slot) for slot in (0, 1)] == [12, 12]
-
-    def test_a_fork_of_a_part_copies_what_is_not_shared(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        if runner.capabilities.slots < 2:
-            pytest.skip("holds one sequence")
-        feed_chain(runner, some_tokens(runner, 9), 0)
-        feed_chain(runner, some_tokens(runner, 4), 0, slot=1)
-        feed_chain(runner, some_tokens(runner, 3, start=60), 0, slot=1)  # where the two part
-        runner.fork(0, 1, 7, shared=4)
-        assert [runner.length(slot) for slot in (0, 1)] == [9, 7]
-        close(feed_chain(runner, some_tokens(runner, 5, 7), 5, slot=1), whole[7:])
-        close(feed_chain(runner, some_tokens(runner, 3, 9), 3), whole[9:])

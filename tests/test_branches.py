@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import ForwardTimes
 from pearl.spec.methods import BRANCHES
+from tests.pairwise import combined
 from tests.replace import replace
 from tests.tiny import tiny_model
 
@@ -54,7 +54,7 @@ def decode(
     rule: str,
     temperature: float,
     timing: Timing,
-    extras: tuple[int, int, int],
+    extras: Sequence[int],
     seed: int = 5,
 ) -> Outcome:
     """`extras`: look-ahead, draft lookup, branches. The models' text repeats: the next token depends on the last."""
@@ -65,19 +65,19 @@ def decode(
     return simulate(submit, *paired_executors(target, draft), timing)
 
 
+@combined
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_no_acceleration_changes_a_text(rule: str, temperature: float, setting: Setting) -> None:
+def test_no_acceleration_changes_a_text(rule: str, temperature: float, setting: Setting, combined: Any) -> None:
     """All of them, alone and together, whatever the forwards and messages take."""
     plain = decode(setting, rule, temperature, TIMINGS[0], (0, 0, 0))
     foreseen = 0
-    for look_ahead, lookup, branches in product((0, 8), (0, 8), (0, 7)):
-        for timing in TIMINGS:
-            outcome = decode(setting, rule, temperature, timing, (look_ahead, lookup, branches))
-            assert outcome.tokens == plain.tokens, (look_ahead, lookup, branches, timing.seed)
-            assert outcome.counts.resyncs == 0, "both sides always agreed on which continuation holds"
-            assert branches or not outcome.counts.foreseen
-            foreseen += outcome.counts.foreseen
+    for *extras, timing in combined((0, 8), (0, 8), (0, 7), TIMINGS):
+        outcome = decode(setting, rule, temperature, timing, extras)
+        assert outcome.tokens == plain.tokens, (extras, timing.seed)
+        assert outcome.counts.resyncs == 0, "both sides always agreed on which continuation holds"
+        assert extras[2] or not outcome.counts.foreseen
+        foreseen += outcome.counts.foreseen
     # A greedy text is a short loop, of which the draft is right or wrong for ever; a window of 1 has no room.
     assert foreseen > 0 or temperature == 0 or setting[2] == 1
     assert plain.counts.sources.keys() <= {Source.MODEL}

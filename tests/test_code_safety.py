@@ -65,9 +65,9 @@ def _dangerous_call(node: ast.Call, name: str) -> Iterator[str]:
         yield "trusts remote code"
 
 
-@pytest.mark.parametrize("name", modules())
-def test_nothing_that_runs_what_it_reads(name: str) -> None:
-    assert list(dangers(modules()[name])) == []
+def test_nothing_that_runs_what_it_reads() -> None:
+    wrong = [f"{name} {danger}" for name, tree in modules().items() for danger in dangers(tree)]
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from pearl.protocol.request_machine import PREFILL_CHUNK
 from pearl.protocol.window import Speeds
 from pearl.spec.methods import METHODS
 from pearl.text import TextStream
+from tests.pairwise import combined
 from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
 
 VOCAB = 40
@@ -84,23 +85,20 @@ ENDS: dict[FinishReason, Callable[[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("reason", ENDS, ids=lambda reason: reason.value)
-@pytest.mark.parametrize(("window", "gamma"), WINDOWS)
+@combined
 @pytest.mark.parametrize(("method", "look_ahead"), AHEAD)
-def test_the_text_is_cut_at_its_end(
-    method: str, look_ahead: int, window: str, gamma: int, reason: FinishReason
-) -> None:
+def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any) -> None:
     """Greedy or sampled, the end accepted, corrected or guessed: nothing after it is committed or counted."""
-    for offset in OFFSETS:
+    for (window, gamma), reason, offset, is_wrong in combined(WINDOWS, ENDS, OFFSETS, range(3)):
         end = len(PROMPT) + offset
-        for wrong in ((), (end - 1,), (4, 7)):
-            sampling = Sampling(temperature=offset % 2, seed=offset)
-            settings = {"window": window, "gamma": gamma, "look_ahead": look_ahead, "sampling": sampling}
-            submit = submission(TEXT, method, **settings, **ENDS[reason](offset))
-            result = run(submit, wrong=wrong, seed=offset)
-            assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (offset, wrong)
-            assert result.end is not None
-            assert result.end.reason is reason, (offset, wrong)
+        wrong = ((), (end - 1,), (4, 7))[is_wrong]
+        sampling = Sampling(temperature=offset % 2, seed=offset)
+        settings = {"window": window, "gamma": gamma, "look_ahead": look_ahead, "sampling": sampling}
+        submit = submission(TEXT, method, **settings, **ENDS[reason](offset))
+        result = run(submit, wrong=wrong, seed=offset)
+        assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (window, gamma, reason, offset, wrong)
+        assert result.end is not None
+        assert result.end.reason is reason, (window, gamma, reason, offset, wrong)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,45 +23,36 @@ from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
-from tests.runner_contract import RunnerContract, close, some_tokens
+from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a checkpoint in bfloat16
 
 
-def load(kind: str = "llama", **options: object) -> HFRunner:
-    runner = load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards="transformers", **options)
+def load(kind: str = "llama", device: torch.device = CPU, **options: object) -> HFRunner:
+    runner = load_runner(str(tiny_model(kind)), device=device, max_context=64, forwards="transformers", **options)
     assert isinstance(runner, HFRunner)
     return runner
 
 
-KINDS = ["llama", "qwen2", "gpt2", "opt", "bloom", "mistral", "gpt-neox", "mistral-wide", "gemma2-wide"]
+KINDS = ["llama", "qwen2", "opt", "bloom", "mistral", "gpt-neox", "mistral-wide", "gemma2-wide"]
+
+
+def eager() -> HFRunner:
+    """Models without sdpa attention run eagerly, where masks are additive."""
+    return HFRunner(AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager"), 64)
 
 
 class TestContract(RunnerContract):
-    @pytest.fixture(params=[*KINDS, "gemma4-shared"])
-    def runner(self, request: pytest.FixtureRequest) -> HFRunner:
-        return load(request.param)
-
-
-class TestContractEager(RunnerContract):
-    """Models without sdpa attention run eagerly, where masks are additive."""
-
-    @pytest.fixture
-    def runner(self) -> HFRunner:
-        model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager")
-        return HFRunner(model, 64)
+    kinds: ClassVar[Kinds] = {"gpt2": partial(load, "gpt2")}
+    others: ClassVar[Kinds] = {kind: partial(load, kind) for kind in (*KINDS, "gemma4-shared")} | {"eager": eager}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestContractCuda(RunnerContract):
-    @pytest.fixture
-    def runner(self) -> HFRunner:
-        runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), max_context=64, forwards="transformers")
-        assert isinstance(runner, HFRunner)
-        return runner
+    kinds: ClassVar[Kinds] = {"cuda": partial(load, device=torch.device("cuda", 0))}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +118,7 @@ def test_masked_tokens_do_not_hide_that_logits_depend_on_how_a_text_is_cut(maske
         HFRunner(model, 64)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "minimax-m2", "gemma4", "doge"])
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2", "minimax-m2", "gemma4", "doge"])
 def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
     """In half precision experts may be chosen otherwise in some rows."""
     for seed in range(5):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pearl.models.matrices import is_in_4_bits, matrix, multiplies_bf16, roundin
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import Feed, dtype_of, feed_chain
 from pearl.models.toy import ToyRunner
-from tests.runner_contract import RunnerContract, close, some_tokens
+from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -50,12 +51,6 @@ def logits(runner: LlamaRunner | HFRunner) -> torch.Tensor:
     return torch.cat(found)
 
 
-class TestContract(RunnerContract):
-    @pytest.fixture(params=KINDS)
-    def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
-        return load(request.param)
-
-
 def toy_distribution(tokens: tuple[int, ...]) -> torch.Tensor:
     """Of 64 tokens, another one in every context."""
     generator = torch.Generator().manual_seed(hash(tokens) % (1 << 62))
@@ -74,30 +69,33 @@ def replayed(kind: str, dtype: str = "float32") -> LlamaRunner:
     return LlamaRunner(model, 64, record=into_one_buffer)
 
 
-class TestContractOfWhatIsRecorded(RunnerContract):
-    @pytest.fixture(params=KINDS)
-    def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
-        return replayed(request.param)
+def toy() -> ToyRunner:
+    return ToyRunner(64, lambda tokens: toy_distribution(tuple(tokens)), 64)
 
 
-class TestContractOfToys(RunnerContract):
-    @pytest.fixture
-    def runner(self) -> ToyRunner:
-        return ToyRunner(64, lambda tokens: toy_distribution(tuple(tokens)), 64)
+def several(record: Any) -> LlamaRunner:
+    return LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=record)
 
 
-class TestContractOfSeveralSlots(RunnerContract):
-    @pytest.fixture(params=[None, into_one_buffer])
-    def runner(self, request: pytest.FixtureRequest) -> LlamaRunner:
-        return LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=request.param)
+class TestContract(RunnerContract):
+    kinds: ClassVar[Kinds] = {
+        "toy": toy,
+        "llama": load,
+        "qwen3": partial(load, "qwen3"),
+        "recorded": partial(replayed, "llama"),
+    }
+    others: ClassVar[Kinds] = {
+        **{kind: partial(load, kind) for kind in KINDS if kind not in ("llama", "qwen3")},
+        **{f"recorded {kind}": partial(replayed, kind) for kind in KINDS if kind != "llama"},
+        "several": partial(several, None),
+        "several recorded": partial(several, into_one_buffer),
+    }
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestContractCuda(RunnerContract):
-    @pytest.fixture
-    def runner(self) -> LlamaRunner:
-        return load(device=torch.device("cuda", 0))
+    kinds: ClassVar[Kinds] = {"cuda": lambda: load(device=torch.device("cuda", 0))}
 
 
 @pytest.mark.parametrize("make", [load, replayed])

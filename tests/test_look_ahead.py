@@ -51,6 +51,7 @@ from pearl.protocol.messages import (
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.window import ForwardTimes, worthwhile
 from pearl.spec.methods import AS_PUBLISHED
+from tests.pairwise import combined
 from tests.replace import replace
 from tests.tiny import tiny_model
 
@@ -201,16 +202,15 @@ def decode(
     return simulate(submit, *paired_executors(target if trees else Chains(target), draft), timing)
 
 
-@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+@combined
 @pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_guesses_change_no_text(rule: str, temperature: float, trees: bool) -> None:
+def test_guesses_change_no_text(rule: str, temperature: float, combined: Any) -> None:
     guessed = 0
-    for setting, timing, seed in product(SETTINGS, TIMINGS, (5,)):
-        plain = decode(setting, 0, rule, temperature, TIMINGS[0], seed)
-        for most in (4, 64):
-            outcome = decode(setting, most, rule, temperature, timing, seed, trees)
-            assert outcome.tokens == plain.tokens, (setting, timing.seed, most)
-            guessed += outcome.counts.guesses
+    plain = {setting: decode(setting, 0, rule, temperature, TIMINGS[0]).tokens for setting in SETTINGS}
+    for setting, timing, most, trees in combined(SETTINGS, TIMINGS, (4, 64), (True, False)):
+        outcome = decode(setting, most, rule, temperature, timing, trees=trees)
+        assert outcome.tokens == plain[setting], (setting, timing.seed, most, trees)
+        guessed += outcome.counts.guesses
     assert guessed > 300
 
 
@@ -250,7 +250,11 @@ def test_guesses_of_nothing_cost_nothing() -> None:
     assert ahead.seconds == alone.seconds
 
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "opt")
+FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "opt")
+NEAR = [pytest.param(*case, marks=pytest.mark.long) for case in product(FAMILIES[2:], SAMPLINGS[:2])]
+OF_MODELS = pytest.mark.parametrize(
+    ("kind", "sampling"), [*product(FAMILIES[:2], SAMPLINGS), *product(FAMILIES[2:], SAMPLINGS[2:]), *NEAR]
+)
 
 
 @cache
@@ -258,11 +262,11 @@ def runner(kind: str, noise: float = 0.0) -> ModelRunner:
     return load_runner(str(tiny_model(kind, noise=noise)), device=CPU, dtype="float32")
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_guesses_change_no_text_of_a_model(kind: str, rule: str, temperature: float) -> None:
+@OF_MODELS
+def test_guesses_change_no_text_of_a_model(kind: str, sampling: tuple[str, float]) -> None:
     """Of our own forward, by trees; of the general path, by chains. Its prompt repeats, so there is much to guess."""
     target, draft = runner(kind), runner(kind, 0.05)
+    rule, drawn = sampling[0], Sampling(sampling[1], top_k=3, seed=8)
     prompt = (5, 9, 40, 7, 12, 33) * 5
     guessed = 0
     texts: dict[str, list[int]] = {}
@@ -270,11 +274,10 @@ def test_guesses_change_no_text_of_a_model(kind: str, rule: str, temperature: fl
         *(("ar", "stream", 0), ("ngram", "stream", 16)),
         *(("pearl", "stream", 0), ("pearl", "stream", 16), ("pearl", "fixed", 4)),
     ):
-        sampling = Sampling(temperature, top_k=3, seed=8)
         decoding = RequestOptions(method, window, 3, rule, (), look_ahead)
         target.rollback(0)
         draft.rollback(0)
-        submit = Submit(1, prompt, len(prompt) + 40, replace(decoding, sampling=sampling))
+        submit = Submit(1, prompt, len(prompt) + 40, replace(decoding, sampling=drawn))
         outcome = simulate(submit, *paired_executors(target, draft), TIMINGS[1])
         of = "pearl" if method == "pearl" and rule == "ratio" else "ar"
         assert outcome.tokens == texts.setdefault(of, outcome.tokens), (method, window)
@@ -285,14 +288,14 @@ def test_guesses_change_no_text_of_a_model(kind: str, rule: str, temperature: fl
 # ---- a draft that guesses what it will say itself ----
 
 
+@combined
 @pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_a_draft_that_guesses_changes_no_text(rule: str, temperature: float) -> None:
+def test_a_draft_that_guesses_changes_no_text(rule: str, temperature: float, combined: Any) -> None:
     """With and without the target's own guesses, which are other ones at other times."""
-    for setting, timing, seed in product(SETTINGS[1:], TIMINGS, (6,)):
-        plain = decode(setting, 0, rule, temperature, TIMINGS[0], seed)
-        for look_ahead, lookup in ((0, 1), (0, 8), (8, 8)):
-            outcome = decode(setting, look_ahead, rule, temperature, timing, seed, lookup=lookup)
-            assert outcome.tokens == plain.tokens, (setting, timing.seed, look_ahead, lookup)
+    plain = {setting: decode(setting, 0, rule, temperature, TIMINGS[0], 6).tokens for setting in SETTINGS}
+    for setting, timing, (look_ahead, lookup) in combined(SETTINGS[1:], TIMINGS, ((0, 1), (0, 8), (8, 8))):
+        outcome = decode(setting, look_ahead, rule, temperature, timing, 6, lookup=lookup)
+        assert outcome.tokens == plain[setting], (setting, timing.seed, look_ahead, lookup)
 
 
 def test_statistics_say_which_tokens_the_lookup_has_saved_a_forward_for() -> None:
@@ -303,21 +306,20 @@ def test_statistics_say_which_tokens_the_lookup_has_saved_a_forward_for() -> Non
         assert sum(one.sources.values()) == one.accepted - one.late
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
+@OF_MODELS
 def test_several_tokens_a_forward_are_those_of_single_forwards(
-    kind: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, sampling: tuple[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, and distributions bit by bit where the runner's rows do not depend on their company."""
     monkeypatch.setattr(ForwardTimes, "observe", lambda *_: None)  # while no time is known, every guess is fed
-    draft = runner(kind, 0.05)
+    draft, rule = runner(kind, 0.05), sampling[0]
     prompt = (5, 9, 40, 7, 12, 33) * 5
 
     def drafted(lookup: int) -> tuple[list[int], list[torch.Tensor], int]:
         draft.rollback(0)
         proposer = ModelProposer(draft, draft.vocab_size)
-        sampling = Sampling(temperature, top_k=3, seed=8)
-        proposer.open(Open(prompt, RequestOptions(rule=rule, draft_lookup=lookup, sampling=sampling), request=1))
+        drawn = Sampling(sampling[1], top_k=3, seed=8)
+        proposer.open(Open(prompt, RequestOptions(rule=rule, draft_lookup=lookup, sampling=drawn), request=1))
         tokens: list[int] = []
         rows: list[torch.Tensor] = []
         start, fed, forwards = 0, prompt, 0

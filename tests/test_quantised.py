@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from pearl.models.hf import HFRunner
 from pearl.models.llama import is_llama
 from pearl.models.loading import load_runner
 from pearl.models.runner import dtype_of
-from tests.runner_contract import RunnerContract
+from tests.runner_contract import Kinds, RunnerContract
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -91,17 +92,26 @@ def uncompiled() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantised(request.param, tmp_path_factory.mktemp("quantised"))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[], Any]], Path]:
+    return cache(lambda kind: quantised(kind, tmp_path_factory.mktemp("quantised")))
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def checkpoint(request: pytest.FixtureRequest, made: Callable[[Callable[[], Any]], Path]) -> Path:
+    return made(request.param)
 
 
 class TestContract(RunnerContract):
     """Rollbacks, pieces and all: a row of it is near to itself however the text is cut."""
 
-    @pytest.fixture
-    def runner(self, checkpoint: Path) -> HFRunner:
-        runner = load_runner(str(checkpoint), device=CPU, max_context=64)
+    kinds: ClassVar[Kinds] = {"bitnet": bitnet}
+    others: ClassVar[Kinds] = {kind.__name__: kind for kind in KINDS if kind is not bitnet}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runner(cls, make: Callable[[], Any], made: Callable[[Callable[[], Any]], Path]) -> HFRunner:
+        runner = load_runner(str(made(make)), device=CPU, max_context=64)
         assert isinstance(runner, HFRunner)
         return runner
 

@@ -46,11 +46,11 @@ def test_the_first_page_takes_two_minutes() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("page", [page for page in TEXTS if page.endswith("/README.md") and "embedded" not in page])
-def test_each_page_is_linked_once_from_the_table_of_the_first(page: str) -> None:
+def test_each_page_is_linked_once_from_the_table_of_the_first() -> None:
+    pages = sorted(page for page in TEXTS if page.endswith("/README.md") and "embedded" not in page)
     table = TEXTS["README.md"].split("## Where to read on")[1].split("\n## ")[0]
-    assert LINK.findall(table).count(page) == 1
-    assert [link.partition("#")[0] for link in LINK.findall(TEXTS["README.md"])].count(page) == 1
+    for links in (LINK.findall(table), [link.partition("#")[0] for link in LINK.findall(TEXTS["README.md"])]):
+        assert sorted(link for link in links if link in pages) == pages
 
 
 def test_the_methods_are_listed_from_their_declarations() -> None:
@@ -97,16 +97,11 @@ def test_the_house_has_the_rooms_that_the_layers_have() -> None:
     assert depths == sorted(depths), "a room stands above one that is in a higher layer"
 
 
-def test_the_rules_are_listed_from_their_registry() -> None:
-    page = ROOT / "pearl" / "decoding" / "README.md"
-    shown = page.read_text().split("<!-- rules -->")[1].split("<!-- /rules -->")[0].strip()
-    assert shown == markdown_table(), f"{page} is stale: put in what pearl.spec.rules.markdown_table() returns"
-
-
-def test_the_stop_policies_are_listed_from_their_registry() -> None:
-    page = ROOT / "pearl" / "drafting" / "README.md"
-    shown = page.read_text().split("<!-- stops -->")[1].split("<!-- /stops -->")[0].strip()
-    assert shown == stops_table(), f"{page} is stale: put in what pearl.spec.stops.stops_table() returns"
+def test_rules_and_stop_policies_are_listed_from_their_registries() -> None:
+    for room, name, table in (("decoding", "rules", markdown_table), ("drafting", "stops", stops_table)):
+        page = f"pearl/{room}/README.md"
+        shown = TEXTS[page].split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].strip()
+        assert shown == table(), f"{page} is stale: put in what pearl.spec.{name}.{table.__name__}() returns"
 
 
 def flags(command: click.Command) -> set[str]:
@@ -118,35 +113,36 @@ def flags(command: click.Command) -> set[str]:
     return own.union(*(flags(one) for one in below if one is not None))
 
 
-@pytest.mark.parametrize(
-    ("page", "flag"), named({page: re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) for page, text in TEXTS.items()})
-)
-def test_every_flag_named_is_a_flag(page: str, flag: str) -> None:
+def test_every_flag_named_is_a_flag() -> None:
     torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
-    assert flag in flags(cli) | torchrun | {"--help", "--dry-run", "--model", "--run", "--faults", "--rehearse"}, (
-        page
-    )  # and those of our scripts
+    scripts = {"--help", "--dry-run", "--model", "--run", "--faults", "--rehearse"}
+    found = named({page: re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) for page, text in TEXTS.items()})
+    known = flags(cli) | torchrun | scripts
+    wrong = [one for one in found if one[1] not in known]
+    assert not wrong, wrong
 
 
-ERRORS = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]
+def test_every_error_is_listed_with_its_exit_code() -> None:
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]
+    page = MECHANISM.read_text()
+    wrong = [e for e in kinds if not re.search(rf"(?m)^\| {e.exit_code} \| .*`{e.__name__}`", page)]
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
-def test_every_error_is_listed_with_its_exit_code(error: type[PearlError]) -> None:
-    assert re.search(rf"(?m)^\| {error.exit_code} \| .*`{error.__name__}`", MECHANISM.read_text())
-
-
-@pytest.mark.parametrize(("page", "link"), named({page: LINK.findall(text) for page, text in TEXTS.items()}))
-def test_every_link_leads_somewhere(page: str, link: str) -> None:
+def leads(page: str, link: str) -> bool:
     """To a file, and where it names a heading to that."""
-    if link.startswith("http"):
-        return
     path, _, anchor = link.partition("#")
     file = ((ROOT / page).parent / path) if path else ROOT / page
-    assert file.exists(), page
-    if anchor:
-        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, page
+    if link.startswith("http") or not (file.exists() and anchor):
+        return link.startswith("http") or file.exists()
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = named({page: LINK.findall(text) for page, text in TEXTS.items()})
+    wrong = [one for one in links if not leads(*one)]
+    assert not wrong, wrong
 
 
 # ---- commands ----
@@ -193,17 +189,22 @@ def parsed(words: list[str]) -> None:
     command.make_parser(click.Context(command)).parse_args(words)
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_every_command_can_be_given(page: str, command: str) -> None:
-    """The command exists and takes these flags; scripts and configurations that it names are there."""
+def problem(command: str) -> str:
+    """What is wrong with it: it does not exist or take these flags, or a script or configuration is not there."""
     words = shlex.split(command.replace("$pair", ""), comments=True)
-    if "-m" in words and words[words.index("-m") + 1] == "pearl":
-        parsed(words[words.index("-m") + 2 :])
-    elif words[0].endswith("pearl"):
-        parsed(words[1:])
-    for word in words:
-        if word.startswith(("scripts/", "launch/", "configs/")):
-            assert (ROOT / word).exists(), page
+    given = words[words.index("-m") + 1 :] if "-m pearl " in command else words
+    try:
+        if given[0].endswith("pearl"):
+            parsed(given[1:])
+    except (click.UsageError, AssertionError) as error:
+        return str(error)
+    paths = [word for word in words if word.startswith(("scripts/", "launch/", "configs/"))]
+    return " ".join(f"no {path}" for path in paths if not (ROOT / path).exists())
+
+
+def test_every_command_can_be_given() -> None:
+    wrong = [(*one, fault) for one in COMMANDS if (fault := problem(one[1]))]
+    assert not wrong, wrong
 
 
 def test_a_wrong_command_is_noticed() -> None:

@@ -1650,7 +1650,8 @@ def test_what_starts_it_uses_flags_that_there_are(name: str) -> None:
     text = (LAUNCH / name).read_text()
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?=[ \"'=,\n])", text))
     ours = {flag for parameter in serve.params for flag in parameter.opts}
-    others = {"--dry-run", "--build-arg", "--rm", "--gpus", "--now", "--no-cache-dir", "--create-home", "--interval"}
+    others = {"--timeout", "--retries", "--index-url"}  # pip's
+    others |= {"--dry-run", "--build-arg", "--rm", "--gpus", "--now", "--no-cache-dir", "--create-home", "--interval"}
     assert "--http" in used
     assert used <= ours | others | {"--start-period"}, used - ours
 
