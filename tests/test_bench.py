@@ -838,8 +838,8 @@ def test_a_calibration_that_is_noise_is_not_kept(
     ar = Verdict("ar", 1.0, about(1, 0))
     known = Profile(gain=1.0, comparisons=8.0)
     found = calibrate.Calibration(times(1, 5), times(1, 5), 0.8, False, 5, 9.0, (ar,), None, "words", "flags", known)
-    monkeypatch.setattr("pearl.cli.calibrate.calibrate", lambda *_: found)
-    monkeypatch.setattr("pearl.cli.calibrate.check_comparable", lambda _: None)
+    monkeypatch.setattr("pearl.lab.bench.calibrate.calibrate", lambda *_: found)
+    monkeypatch.setattr("pearl.lab.bench.run.check_comparable", lambda _: None)
     monkeypatch.setattr(machine.Stolen, "taken", lambda _: machine.Taken(0.0, others))
     done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
     assert done.exit_code == 0, done.output

@@ -331,7 +331,7 @@ def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 
 def test_a_piped_prompt_has_no_byte_order_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     _pipe(monkeypatch, b"\xef\xbb\xbfTwo\r\nlines")
-    assert generate._prompt(None) == "Two\r\nlines"
+    assert generate._prompt(None, False) == "Two\r\nlines"
 
 
 def test_no_file_of_prompts_has_one(tmp_path: Path) -> None:

@@ -114,9 +114,13 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
             raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
     try:
         message: Message = (_to_target if to_target else _decoder).decode(frames[0])
+    except msgspec.ValidationError as error:
+        kind = _kind(frames[0])
+        if to_target and kind in _OF_TARGET:
+            raise RemoteProtocolError(f"target does not expect {kind.__name__} from a peer") from None
+        raise RemoteProtocolError(f"{_where(kind, str(error))}: {error}{_version_hint(frames[0])}") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        hint = _version_hint(frames[0])
-        raise RemoteProtocolError(f"{_where(frames[0], str(error))}: {error}{hint}") from None
+        raise RemoteProtocolError(f"a header that is no msgpack: {error}") from None
     if problem := next(_problems(message, frames[1:]), None):
         raise RemoteProtocolError(f"{type(message).__name__} {problem}")
     return _with_rows(message, frames[1:]) if isinstance(message, DraftTokens) and message.rows else message
@@ -130,9 +134,13 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
         return error
 
 
-def _where(header: Frame, error: str) -> str:
+def _kind(header: Frame) -> Any:
+    """The message type that a header names; None: none of this wire."""
+    return _KINDS.get(header[1]) if len(header) > 1 and header[0] in _SHORT_ARRAYS else None
+
+
+def _where(kind: Any, error: str) -> str:
     """The field that an error of msgspec is about: it knows the place in the array."""
-    kind: Any = _KINDS.get(header[1]) if len(header) > 1 and header[0] in _SHORT_ARRAYS else None
     if kind is None:
         return "a header that is no message of this wire"
     place = _PLACE.search(error)
