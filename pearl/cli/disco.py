@@ -11,7 +11,6 @@ from rich.table import Table
 
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, Times, json_option, table_console, write_json
-from pearl.drafting.disco import read_classifier
 from pearl.lab.experiments.estimate import speedup
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ def stops(
     Methods sd and pearl with each policy and with the oracle, which stops where the next token would be wrong: no
     policy can need fewer calls. The best static window and the best threshold are those of these texts.
     """
+    from pearl.drafting.disco import read_classifier
     from pearl.lab.experiments.recorded import timing_of
     from pearl.lab.experiments.stops import side_by_side
     from pearl.models.recorded import read_texts

@@ -14,12 +14,12 @@ from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
-from pearl.engine.request import Prompt
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 
 if TYPE_CHECKING:
+    from pearl.engine.request import Prompt
     from pearl.lab.bench.exactness import Finding
 
 _TOKENS = 48

@@ -13,8 +13,6 @@ from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
-from pearl.engine.conversation import Conversation
-from pearl.engine.request import resolve_sampling
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
@@ -42,6 +40,8 @@ def front_command(
     rejections of opt add up to one number, the distance between the models; in the rules' own texts, which the bias
     leads elsewhere, they are measured.
     """
+    from pearl.engine.conversation import Conversation
+    from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments.front import front
     from pearl.lab.experiments.plots import prices
     from pearl.worker.build import make_runner, place
