@@ -10,7 +10,6 @@ from msgspec import structs
 from pearl.cli.console import SafeConsole
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
-from pearl.engine.request import resolve_sampling
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
@@ -31,6 +30,7 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     --temperature says otherwise; then the texts are those of the coupled rule. What is recorded can be replayed at any
     speed: by pearl simulate --texts FILE, and in real processes as the models replay:FILE.
     """
+    from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments.recording import record as recording
     from pearl.models.recorded import Header, write_texts
     from pearl.worker.build import make_runner, place
