@@ -282,7 +282,7 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
 
 @pytest.mark.slow
 def test_in_4_bits_the_target_says_what_it_says_in_float32(target: Path) -> None:
-    """What its file holds is the model: the arithmetic may not swap near ties, of which the first words have one."""
+    """Rounding must not swap near ties; the first words of a reply to "Hello" are one."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     runners = [load_runner(str(target), device=CPU, dtype=dtype, max_context=512) for dtype in ("auto", "float32")]
     divergence = []

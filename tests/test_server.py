@@ -651,7 +651,7 @@ def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
 
 
 def test_a_bias_of_a_token_that_the_model_lacks_names_its_field(served: Served) -> None:
-    """The target knows which it has; what it refused was told as a fault of the prompt."""
+    """The target refuses ids beyond its vocabulary; the error named the prompt's field instead."""
     for path in ("completions", "chat/completions"):
         response = served.post(path, logit_bias={"9999": 1})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")

@@ -123,7 +123,7 @@ def rendered(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[
         with suppress(Exception):
             if (texts := [_with_arguments(message, _as_text) for message in given]) != objects:
                 return render(texts)
-        if isinstance(error, RecursionError):  # it writes them as JSON, amid calls of its own
+        if isinstance(error, RecursionError):  # a template that writes nested tools as JSON
             raise RequestError("tools or their calls are nested too deep for the model's chat template") from None
         name = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         raise RequestError(

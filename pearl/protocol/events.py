@@ -198,7 +198,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Get ready for a request in slot `slot` (the draft: also when it is given a prefix anew)."""
+    """Start a request in slot `slot`. The draft gets it again with each whole prefix."""
 
     prompt: tuple[int, ...]
     options: RequestOptions

@@ -119,14 +119,14 @@ class RequestOptions(Record, frozen=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
-    def way(self) -> Method:
+    def method_spec(self) -> Method:
         """The method's declaration."""
         return METHODS[self.method]
 
     @property
     def prepares_bonus(self) -> bool:
         """Whether the target draws the token behind a window itself, and the draft prepares for that outcome too."""
-        return self.branches > 0 and self.way.bonus
+        return self.branches > 0 and self.method_spec.bonus
 
     @property
     def rule_spec(self) -> RuleSpec:

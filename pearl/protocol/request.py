@@ -119,7 +119,7 @@ class RequestState:
 
     @property
     def method(self) -> Method:
-        return self.options.way
+        return self.options.method_spec
 
     @property
     def looks_ahead(self) -> bool:

@@ -230,7 +230,7 @@ class _Reply(_WhileConnected):
     async def _all(
         self, prompts: Sequence[list[int]], write: Callable[[int, AsyncStream], Awaitable[None]]
     ) -> list[Result]:
-        """Passes each text to `write`, as many at a time as the engine has slots: each queues anew."""
+        """Pass each text to `write`, as many at a time as the engine has slots; each waits for its own turn."""
         room = asyncio.Semaphore(self._turns.engine.config.slots)
 
         async def one(index: int, tokens: list[int], number: int) -> Result:
