@@ -43,7 +43,7 @@ from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Stolen, hardware, in_words
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.spec.methods import AS_PUBLISHED
 
 LOOPS = {

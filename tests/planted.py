@@ -11,12 +11,12 @@ from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
 from pearl.models import attention, llama
-from pearl.models.grammar import Guide
 from pearl.models.llama import LlamaRunner
 from pearl.models.slots import Slots
 from pearl.protocol.messages import FinishReason
 from pearl.protocol.request import RequestState
 from pearl.protocol.sequence import TokenSequence
+from pearl.text.grammar import Guide
 
 LAW = "a correction from the target, not the residual"
 

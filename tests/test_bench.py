@@ -56,8 +56,8 @@ from pearl.lab.bench.summary import document, figures, over_alone
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.metrics import Statistics
-from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.window import Profile
+from pearl.text.tokenizer import GenerationDefaults
 from tests.conftest import TOY
 from tests.replace import replace
 from tests.tiny import EOS_ID, tiny_model

@@ -47,10 +47,11 @@ from pearl.lab.experiments.guessing import Generated, replay
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
-from pearl.models.tokenizer import ToyTokenizer, load_tokenizer, vocabulary_digest
+from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.text.tokenizer import vocabulary_digest
 from tests.conftest import TOY, greedy_text
 from tests.replace import replace
 from tests.test_look_ahead import Chains

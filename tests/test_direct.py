@@ -19,7 +19,7 @@ from pearl.models.direct import read_decoder
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def test_a_worker_imports_no_compiler(tmp_path: Path) -> None:
 import sys, torch
 import pearl.worker.build
 from pearl.models.loading import load_runner
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 load_tokenizer(sys.argv[1])
 load_runner(sys.argv[1], device=torch.device("cpu"))
 print([name for name in ("transformers", "torch._dynamo") if name in sys.modules])

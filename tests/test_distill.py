@@ -35,7 +35,7 @@ from pearl.lab.distill.run import Distillation
 from pearl.lab.distill.shards import Shards, locked, written_whole
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from tests.conftest import AS_PUBLISHED
 from tests.tiny import VOCAB_SIZE, tiny_model
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pearl import cache as kept
 from pearl.errors import ConfigError, ModelError
-from pearl.models import embedded, kept
+from pearl.models import embedded
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import is_in_4_bits
@@ -115,7 +116,8 @@ def test_a_failed_build_leaves_nothing(cache: Path) -> None:
 BUILDER = """
 import os, sys, time
 from pathlib import Path
-from pearl.models import embedded, kept
+from pearl import cache as kept
+from pearl.models import embedded
 
 def build(building, progress):
     building.mkdir()

@@ -13,7 +13,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.metrics import Stopwatch, fold
-from pearl.models.tokenizer import ToyTokenizer
+from pearl.models.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Guess, Guessed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
@@ -22,7 +22,7 @@ from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import PREFILL_CHUNK
 from pearl.protocol.window import Speeds
 from pearl.spec.methods import METHODS
-from pearl.text import TextStream
+from pearl.text.stream import TextStream
 from tests.pairwise import combined
 from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
 

@@ -25,7 +25,7 @@ from pearl.engine import Engine, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling

@@ -24,7 +24,7 @@ from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from tests.runner_contract import close, some_tokens
 from tests.test_processes import eventually, gone
 from tests.tiny import tiny_model

@@ -11,12 +11,13 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pearl.cache import silent
 from pearl.errors import ModelError
 from pearl.models.gguf import directory_of
-from pearl.models.gguf_tokenizer import tokenizer_of
-from pearl.models.kept import silent
-from pearl.models.kept_tokenizer import KeptTokenizer
-from pearl.models.tokenizer import HFTokenizer, check_same_vocabulary, load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.fast import KeptTokenizer
+from pearl.text.gguf import tokenizer_of
+from pearl.text.tokenizer import HFTokenizer, check_same_vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

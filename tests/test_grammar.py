@@ -28,15 +28,15 @@ from pearl.decoding.shaping import Shaper
 from pearl.errors import ConfigError, ForwardError, GrammarError, RequestError
 from pearl.extras import installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models import grammar
 from pearl.models.embedded import embedded_draft, embedded_target
-from pearl.models.grammar import Guides, grammar_of
-from pearl.models.schema_cost import check_regex
-from pearl.models.tokenizer import ToyTokenizer, load_tokenizer
+from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
+from pearl.text import grammar
+from pearl.text.grammar import Guides, grammar_of
+from pearl.text.schema_cost import check_regex
 from tests.replace import replace
 from tests.test_look_ahead import TIMINGS
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pearl.models import kept, kept_matrices, matrices
+from pearl import cache as kept
+from pearl.models import kept_matrices, matrices
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16

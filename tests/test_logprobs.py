@@ -20,7 +20,7 @@ from pearl.models.toy import alpha_pair
 from pearl.protocol import messages as m
 from pearl.server import answers
 from pearl.server.answers import Answer
-from pearl.text import token_bytes
+from pearl.text.stream import token_bytes
 from pearl.transport.codec import decode, encode
 from tests.conftest import AS_PUBLISHED
 from tests.test_text import byte_fallback, byte_level

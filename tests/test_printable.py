@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl.cli.console import SafeConsole
-from pearl.models.tokenizer import ToyTokenizer
+from pearl.models.tokenizers import ToyTokenizer
 from pearl.printable import PrintableFormatter, printable
 from tests.conftest import TOY
 from tests.screen import Person
@@ -59,7 +59,7 @@ def shown_by(program: str, *arguments: str) -> Person:
 # The toy tokenizer writes one character a token: this one writes an escape for each.
 ESCAPING = f"""
 import sys
-from pearl.models.tokenizer import ToyTokenizer
+from pearl.models.tokenizers import ToyTokenizer
 written = ToyTokenizer.decode
 ToyTokenizer.decode = lambda self, ids: {HOSTILE!r} * len(ids)
 from pearl.cli import main

@@ -27,7 +27,7 @@ from pearl.models.loading import load_runner
 from pearl.models.recorded import Header, RecordedTexts, read_texts, write_texts
 from pearl.models.replay import ReplayRunner, load_scripted
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions
 from pearl.spec.methods import AS_PUBLISHED

@@ -24,7 +24,6 @@ from pearl.errors import ConfigError, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Submit
@@ -41,6 +40,7 @@ from pearl.spec.rules import (
     markdown_table,
     register,
 )
+from pearl.text.tokenizer import GenerationDefaults
 from tests import lenient_rule, test_worker
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace

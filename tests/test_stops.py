@@ -31,13 +31,13 @@ from pearl.lab.experiments import disco, stops
 from pearl.lab.experiments.recorded import timing_of
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate
 from pearl.models.recorded import Header, RecordedText, RecordedTexts, read_texts, write_texts
-from pearl.models.tokenizer import GenerationDefaults
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import METHODS
 from pearl.spec.stops import CAP, STOPS, stops_table
+from pearl.text.tokenizer import GenerationDefaults
 from pearl.trace.figures import side_by_side
 from pearl.trace.report import report
 from tests import traced

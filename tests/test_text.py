@@ -14,8 +14,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pearl.errors import RequestError
-from pearl.models.tokenizer import HFTokenizer, ToyTokenizer
-from pearl.text import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
+from pearl.models.tokenizers import ToyTokenizer
+from pearl.text.stream import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
+from pearl.text.tokenizer import HFTokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]

@@ -20,16 +20,10 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
-from pearl.models.kept_tokenizer import KeptTokenizer
-from pearl.models.tokenizer import (
-    GenerationDefaults,
-    HFTokenizer,
-    ToyTokenizer,
-    check_same_vocabulary,
-    load_tokenizer,
-    vocabulary_digest,
-)
-from pearl.text import Tokenizer
+from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
+from pearl.text.fast import KeptTokenizer
+from pearl.text.stream import Tokenizer
+from pearl.text.tokenizer import GenerationDefaults, HFTokenizer, check_same_vocabulary, vocabulary_digest
 from tests.replace import replace
 from tests.test_text import byte_fallback, byte_level
 from tests.tiny import CHAT_TEMPLATE

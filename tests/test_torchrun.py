@@ -24,7 +24,7 @@ from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.emulation import simulated
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizer import ToyTokenizer
+from pearl.models.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys

@@ -30,7 +30,7 @@ from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
 from pearl.metrics import Statistics, Stopwatch
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
-from pearl.text import CONTEXT, REPLACEMENT
+from pearl.text.stream import CONTEXT, REPLACEMENT
 
 _MIN_REPLY_TOKENS = 16  # refuse a message that leaves fewer tokens of the context
 

@@ -17,7 +17,7 @@ from pearl.drafting.datastore import HEADER, Datastore, Header, read_header
 from pearl.errors import ModelError
 from pearl.printable import printable
 from pearl.spec.methods import LOOK_AHEAD
-from pearl.text import Tokenizer
+from pearl.text.stream import Tokenizer
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -150,7 +150,7 @@ def _size_in_words(header: Header) -> str:
 
 
 def _tokenizer(spec: str, trust_remote_code: bool) -> Tokenizer:
-    from pearl.models.tokenizer import load_tokenizer
+    from pearl.models.tokenizers import load_tokenizer
 
     try:
         return load_tokenizer(spec, trust_remote_code=trust_remote_code, progress=say)[0]

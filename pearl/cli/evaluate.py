@@ -10,11 +10,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from pearl.cache import cache_directory
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import named_file
 from pearl.lab.distill.prompts import read_prompts
-from pearl.models.kept import cache_directory
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary
 
 if TYPE_CHECKING:
     from pearl.lab.distill.evaluate import Figures

@@ -15,7 +15,8 @@ from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary
 
 if TYPE_CHECKING:
     from pearl.lab.experiments.front import Price

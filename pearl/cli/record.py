@@ -12,7 +12,8 @@ from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary
 
 _TOKENS = 128  # of an answer, where --max-tokens does not say
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from pearl.document import parse_json
 from pearl.drafting.datastore import HEADER, Datastore, Header, Origin, Writer, check_tokenizer, read_header, width_of
 from pearl.errors import ConfigError
-from pearl.models.tokenizer import vocabulary_digest
-from pearl.text import Tokenizer
+from pearl.text.stream import Tokenizer
+from pearl.text.tokenizer import vocabulary_digest
 
 DEFAULT_FIELD = "text"
 _PIECE = 1 << 18  # characters that are tokenized together

@@ -34,8 +34,8 @@ from pearl.document import parse_json
 from pearl.drafting.ngram import MOST_MATCHED
 from pearl.errors import ConfigError
 from pearl.extras import installing
-from pearl.models.tokenizer import vocabulary_digest
-from pearl.text import Tokenizer
+from pearl.text.stream import Tokenizer
+from pearl.text.tokenizer import vocabulary_digest
 
 VERSION = 1
 HEADER = "datastore.json"

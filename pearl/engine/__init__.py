@@ -12,15 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine.client import Client, Options, check_options
 from pearl.engine.launcher import Launcher, LocalLauncher
 from pearl.engine.request import Prompt
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import PearlError
-from pearl.models.kept import Progress, silent
-from pearl.models.tokenizer import GenerationDefaults, load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
+from pearl.text.tokenizer import GenerationDefaults
 from pearl.worker.startup import Startup
 
 __all__ = ["Engine", "Piece", "Progress", "Result", "Stream"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from pearl.cache import Progress, silent
 from pearl.config import EngineConfig
 from pearl.engine import Engine
 from pearl.engine.card import read_card
 from pearl.errors import ConfigError, PearlError
-from pearl.models.kept import Progress, silent
 
 
 class AttachedLauncher:

@@ -33,7 +33,6 @@ from pearl.errors import (
     TransportError,
     error_named,
 )
-from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -49,6 +48,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.silence import SLACK, Silence
+from pearl.text.tokenizer import GenerationDefaults
 from pearl.transport.keys import channel_keys
 from pearl.transport.zeromq import ZmqConnection
 

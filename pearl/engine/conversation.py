@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pearl.errors import RequestError
-from pearl.text import Tokenizer
+from pearl.text.stream import Tokenizer
 
 _MARK = "\u2063pearl\u2063"  # stands for a reply while the template is asked what it puts around one
 _SEAM = 3  # tokens after a reply among which the template's own end of turn must be

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
 from pearl.engine.client import Life
@@ -18,7 +19,6 @@ from pearl.engine.preflight import check_classifier, check_datastore, check_mode
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
 from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
-from pearl.models.kept import Progress
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
 from pearl.transport.address import bind_address, check_bind, private_directory

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
 from pearl.models.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
-from pearl.models.kept import Progress, silent
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.profile import load
 
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # under /dev: of NVIDIA's driver, of Windows' subsystem, of AMD's

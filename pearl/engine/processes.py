@@ -23,9 +23,9 @@ from typing import Any
 from weakref import WeakSet
 
 from pearl import errors
+from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.device import Device
-from pearl.models.kept import Progress
 from pearl.silence import Silence
 from pearl.worker.lifeline import DIRECTORY
 from pearl.worker.settings import WorkerSettings

@@ -9,11 +9,11 @@ from typing import Any
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
-from pearl.models.grammar import grammar_of
-from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
-from pearl.text import Tokenizer
+from pearl.text.grammar import grammar_of
+from pearl.text.stream import Tokenizer
+from pearl.text.tokenizer import GenerationDefaults
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pearl.protocol.messages import (
     Provenance,
     Submit,
 )
-from pearl.text import TextStream, Tokenizer
+from pearl.text.stream import TextStream, Tokenizer
 
 _SHOWN = 60  # characters of a text in a repr
 

@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
-from pearl.models.kept import Progress
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
 from pearl.worker.settings import WorkerSettings

@@ -45,7 +45,7 @@ from pearl.protocol.events import (
 )
 from pearl.protocol.messages import Logprobs
 from pearl.spec.rules import Needs, RuleSpec
-from pearl.text import TextStream
+from pearl.text.stream import TextStream
 
 Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a command
 

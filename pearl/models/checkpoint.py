@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.embedded import embedded_draft, embedded_target
 from pearl.models.gguf import directory_of
 from pearl.models.hub import found_on_hub
-from pearl.models.kept import Progress, silent
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from pearl.models.kept import Progress, silent
+from pearl.cache import Progress, silent
 
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")

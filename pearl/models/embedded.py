@@ -16,9 +16,9 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pearl.cache import FORMAT, Progress, built_once, silent
 from pearl.errors import ModelError
 from pearl.models.gguf import convert
-from pearl.models.kept import FORMAT, Progress, built_once, silent
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pearl.cache import CONVERTED, Progress, cache_directory, converted, stamp
 from pearl.errors import ModelError
-from pearl.models.kept import CONVERTED, Progress, cache_directory, converted, stamp
 
 _GENERATION = "generation_config.json"
 _LOOK_SECONDS = 0.5
@@ -141,7 +141,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
     from gguf import GGUFReader
 
-    from pearl.models.gguf_tokenizer import tokenizer_of
+    from pearl.text.gguf import tokenizer_of
 
     reader = GGUFReader(file)
     architecture, said = _said(reader)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pearl.cache import Progress
 from pearl.errors import ModelError
-from pearl.models.kept import Progress
 
 _SECONDS = 10.0  # to connect, and to answer
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from pearl.cache import converted, find, fits, silent, stamp
 from pearl.errors import ConfigError, ModelError
-from pearl.models.kept import converted, find, fits, silent, stamp
 from pearl.models.matrices import Laid, Make, Packed, Rounded
 from pearl.models.packed import PackingError, contents, restored
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.attention import plan_no_shapes, whole_blocks
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
 from pearl.models.gguf import unfit_weights
 from pearl.models.hub import in_cache
-from pearl.models.kept import Progress, silent
 from pearl.models.kept_matrices import findings_of
 from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.memory import available_memory, cache_bytes, check_room, gigabytes, needed

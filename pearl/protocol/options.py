@@ -60,7 +60,7 @@ class Shaping(Record, frozen=True):
         prompt: number of tokens that were not generated.
         repetition_penalty: 1 does nothing; the other penalties do nothing at 0.
         logit_bias: (token id, what is added to its logit).
-        grammar: what the generated text keeps to (of `pearl.models.grammar`), until one of `ends`; empty: to none.
+        grammar: what the generated text keeps to (of `pearl.text.grammar`), until one of `ends`; empty: to none.
     """
 
     prompt: Position

@@ -38,7 +38,7 @@ from pearl.server.requests import Asked, check_fits, read_request
 from pearl.server.shares import Shares
 from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
 from pearl.server.turns import Turns
-from pearl.text import token_bytes
+from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import Any
 from pearl.config import SamplingParams
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
-from pearl.models.grammar import grammar_of
 from pearl.server.bodies import MOST_TEXTS, SAMPLING, ChatCompletionRequest, CompletionRequest, validate
 from pearl.server.errors import ApiError
+from pearl.text.grammar import grammar_of
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 

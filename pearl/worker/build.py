@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.device import Device, usable_cores
 from pearl.drafting.datastore import Datastore, check_tokenizer
@@ -24,17 +25,17 @@ from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoint import is_toy
-from pearl.models.grammar import Guides
-from pearl.models.kept import Progress, silent
 from pearl.models.loading import load_runner
 from pearl.models.paced import PacedRunner
 from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
 from pearl.models.shard import ALONE
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, vocabulary_digest
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
-from pearl.text import TextStream, Tokenizer
+from pearl.text.grammar import Guides
+from pearl.text.stream import TextStream, Tokenizer
+from pearl.text.tokenizer import check_same_vocabulary, vocabulary_digest
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import TensorChannel

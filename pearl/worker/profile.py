@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from pearl.cache import cache_directory
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.models.checkpoint import is_toy
-from pearl.models.kept import cache_directory
 from pearl.protocol.window import Profile
 from pearl.trace.recorder import where_and_what
 

@@ -13,11 +13,11 @@ from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import make_shaper
 from pearl.engine.request import Prompt, encode, submission
 from pearl.models.checkpoint import is_toy
-from pearl.models.grammar import Guides
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.request_machine import PREFILL_CHUNK
-from pearl.text import TextStream
+from pearl.text.grammar import Guides
+from pearl.text.stream import TextStream
 
 CHECKED = (  # the second begins as the first; the third repeats itself, so that much is guessed of its text
     "Explain gravity to a beginner.",

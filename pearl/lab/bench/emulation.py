@@ -14,7 +14,7 @@ from pearl.engine.request import submission
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.replay import load_scripted
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 
 
 def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:

@@ -26,7 +26,7 @@ from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay,
 from pearl.lab.experiments.recorded import interpolated
 from pearl.lab.experiments.recording import answers
 from pearl.models.runner import Feed, ModelRunner, feed_chain
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source
 from pearl.spec.methods import LOOK_AHEAD
 from pearl.worker.build import make_runner, place

@@ -22,7 +22,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.bench.ways import Surprise
 from pearl.lab.experiments import mjgd
 from pearl.metrics import Statistics
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.events import Phase
 from pearl.worker.build import make_runner, place
 

@@ -20,7 +20,7 @@ from pearl.lab.experiments.recorded import interpolated
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
 from pearl.models.checkpoint import is_toy
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.events import Phase
 from pearl.spec.methods import AS_PUBLISHED
 from pearl.spec.stops import FIXED as FIXED_STOP

@@ -22,7 +22,7 @@ from pearl.lab.bench.run import Watcher, emulated
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Timing, VirtualProposer, known_speeds
 from pearl.models.replay import load_scripted
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (

@@ -15,8 +15,8 @@ from pearl.engine import Engine
 from pearl.engine.request import resolve_sampling
 from pearl.errors import ConfigError, StartError
 from pearl.metrics import Statistics
-from pearl.models.tokenizer import GenerationDefaults
 from pearl.protocol.options import Shaping
+from pearl.text.tokenizer import GenerationDefaults
 from pearl.worker.build import settled
 
 

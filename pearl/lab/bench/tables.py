@@ -22,7 +22,7 @@ from pearl.lab.bench.run import AR, Measured, Plan, Row, Sample, Watcher, device
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
 from pearl.lab.simulate import Timing
-from pearl.models.tokenizer import load_tokenizer
+from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
 from pearl.trace.reading import read
 from pearl.trace.recorder import CONSUMER

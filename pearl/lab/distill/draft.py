@@ -23,7 +23,8 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.teacher import Teacher
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.loading import load_model
-from pearl.models.tokenizer import check_same_vocabulary, load_tokenizer, read_tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary, read_tokenizer
 
 # The matrices (and their biases) whose products a layer adds to the states, by the names in transformers' models.
 _WRITES = r"(self_attn|attention|self_attention|attn|mlp)\.(o_proj|down_proj|dense|out_proj|c_proj|dense_4h_to_h)\."

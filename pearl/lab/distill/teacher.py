@@ -9,11 +9,11 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
+from pearl.cache import Progress, silent
 from pearl.errors import ModelError
-from pearl.models.kept import Progress, silent
 from pearl.models.loading import load_model
-from pearl.models.tokenizer import load_tokenizer
-from pearl.text import Tokenizer
+from pearl.models.tokenizers import load_tokenizer
+from pearl.text.stream import Tokenizer
 
 _MARK = "\u2042"  # placeholder for a user's message, to split the chat template at
 

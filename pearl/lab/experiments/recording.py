@@ -19,7 +19,7 @@ from pearl.models.recorded import FEATURES, Header, RecordedText
 from pearl.models.replay import faint
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.options import Sampling
-from pearl.text import Tokenizer
+from pearl.text.stream import Tokenizer
 
 _PIECE = 64  # positions of the draft in one forward: a row spans the vocabulary
 

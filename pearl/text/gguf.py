@@ -12,8 +12,8 @@ from unicodedata import normalize
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pearl.models.tokenizer import OF_GGUF
-from pearl.text import REPLACEMENT
+from pearl.text.stream import REPLACEMENT
+from pearl.text.tokenizer import OF_GGUF
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
 _NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # of each `tokenizer.ggml.model`

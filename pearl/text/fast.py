@@ -19,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pearl.cache import converted, find, silent, stamp
 from pearl.errors import ModelError, RequestError
-from pearl.models.kept import converted, find, silent, stamp
-from pearl.text import Tokenizer, Tools, check_characters
+from pearl.text.stream import Tokenizer, Tools, check_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ class KeptTokenizer:
     def _render(self, messages: list[dict[str, Any]], tools: Tools) -> str:
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if tools is None and self._is_plain_chat and all(_is_plain_message(message) for message in given):
-            from pearl.models.chat_template import render
+            from pearl.text.templates import render
 
             return render(self._template, given, self._special)
         from transformers.utils.chat_template_utils import render_jinja_template  # takes 0.8 s, and no torch
@@ -259,7 +259,7 @@ def _is_plain_message(message: dict[str, Any]) -> bool:
 
 def _is_plain_chat(template: str | None, special: dict[str, Any], ours: Tokenizer) -> bool:
     """Whether our own rendering of some conversations is what transformers makes of them, or refuses."""
-    from pearl.models.chat_template import render
+    from pearl.text.templates import render
 
     def made(by: Callable[[], str | None]) -> str | None:
         with suppress(Exception):  # it refuses

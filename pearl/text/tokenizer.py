@@ -1,38 +1,29 @@
-"""Tokenizers of checkpoints and of the toy models, and what a checkpoint says about how to generate with it.
+"""Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
 
-Reads tokenizer files and generation_config.json; never loads weights.  It must not know roles or requests.
-transformers is imported only when a checkpoint is read.
+Takes directories; `pearl.models.tokenizers` finds them by name.  transformers is imported only when a checkpoint is
+read for the first time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pearl.config import MOST_EOS, SamplingParams
-from pearl.errors import ConfigError, ModelError, RequestError
-from pearl.models import kept_tokenizer
-from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
-from pearl.models.hub import in_cache
-from pearl.models.kept import Progress, silent
-from pearl.models.kept_tokenizer import KeptTokenizer, rendered
-from pearl.text import REPLACEMENT, Tokenizer, Tools, check_characters
+from pearl.config import SamplingParams
+from pearl.errors import ConfigError, ModelError
+from pearl.text import fast
+from pearl.text.fast import KeptTokenizer, rendered
+from pearl.text.stream import Tokenizer, Tools, check_characters
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from pearl.models.recorded import RecordedTexts
-
 OF_GGUF = "of_gguf"  # in a tokenizer_config.json that we made of a GGUF file
-TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
 _UNSUPPORTED: Mapping[str, object] = {
@@ -62,7 +53,6 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "eta_cutoff": 0.0,
     "top_h": None,
 }
-_FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  # package -> what is imported
 # What is honoured, and its value where it is not set.
 _SETTINGS: Mapping[str, float] = {
     "temperature": 1.0,
@@ -134,82 +124,6 @@ class HFTokenizer:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
 
 
-class ToyTokenizer:
-    """One printable character per token, for the toy models: 0-9, a-z, A-Z, then those from U+0100 on.
-
-    A character outside the vocabulary is encoded as its code point modulo vocab_size, so every text can be
-    a prompt; decode(encode(s)) == s holds for texts of its own characters.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        if not 0 < vocab_size <= TOY_LIMIT:
-            raise ModelError(f"A toy vocabulary has 1 to {TOY_LIMIT} tokens, not {vocab_size}.")
-        self.vocab_size = vocab_size
-        beyond = (c for c in map(chr, range(0x100, 0x110000)) if c.isprintable() and c != REPLACEMENT)
-        alphabet = itertools.chain(string.digits, string.ascii_letters, beyond)
-        self._characters = "".join(itertools.islice(alphabet, vocab_size))
-        self._ids = {character: id for id, character in enumerate(self._characters)}
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        return [self._ids.get(character, ord(character) % self.vocab_size) for character in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.token(id) or "" for id in ids)
-
-    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        return None
-
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
-        return None
-
-    def token(self, id: int) -> str | None:
-        return self._characters[id] if 0 <= id < self.vocab_size else None
-
-
-class ReplayTokenizer(ToyTokenizer):
-    """Of recorded texts, which know no other prompts than their own: the prompt "7" is that of the seventh."""
-
-    def __init__(self, recorded: RecordedTexts) -> None:
-        super().__init__(recorded.header.vocab_size)
-        self._prompts = [text.prompt for text in recorded.texts]
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        number = int(text) if text.isdecimal() and text.isascii() else 0
-        if not 1 <= number <= len(self._prompts):
-            raise RequestError(f"a prompt of recorded texts is the number of one, 1 to {len(self._prompts)}")
-        return list(self._prompts[number - 1])
-
-
-def load_tokenizer(
-    spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
-) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer of the model named `spec`, and how it wants to be sampled.
-
-    `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
-    runner's), or "replay:FILE". Raises `ModelError`.
-    """
-    if is_replay(spec):
-        return _replay(spec)
-    if is_toy(spec):
-        return _toy(spec)
-    checkpoint = resolve_checkpoint(spec, progress=progress)
-    try:
-        tokenizer, defaults = _from_checkpoint(checkpoint, trust_remote_code)
-    except Exception as error:  # whatever files, their readers and a model's own code may raise
-        cause = _lacking_sentencepiece(checkpoint) or " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(
-            f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
-            "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
-            "filled cache."
-        ) from error
-    if len(defaults.eos) > MOST_EOS:
-        raise ModelError(
-            f"Model {spec!r} cannot be used: {len(defaults.eos):,} tokens are said to end its texts (eos_token_id), "
-            f"at most {MOST_EOS:,} may."
-        )
-    return tokenizer, defaults
-
-
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
     """Raises `ModelError` unless every id that both have is the same token. Ids of one alone are padding."""
     size = min(target.vocab_size, draft.vocab_size)
@@ -235,31 +149,17 @@ def _pieces(tokenizer: Tokenizer, size: int) -> list[str | None]:
     return [tokenizer.token(id) for id in range(size)]
 
 
-def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
-    options = toy_options(spec)
-    eos = (options["eos"],) if "eos" in options else ()
-    return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
-
-
-def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
-    from pearl.models.recorded import read_texts  # which takes NumPy
-
-    recorded = read_texts(Path(replayed_file(spec)))
-    said = recorded.header
-    defaults = GenerationDefaults(said.temperature, said.top_k, said.top_p, said.min_p, said.eos)
-    return ReplayTokenizer(recorded), defaults
-
-
-def _from_checkpoint(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
+def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
+    """The tokenizer in a directory (or a hub id), and how the checkpoint wants to be sampled."""
     directory = None if trust_remote_code or not Path(path).is_dir() else Path(path)
-    if directory is not None and (kept := kept_tokenizer.read(directory)) is not None:
+    if directory is not None and (kept := fast.read(directory)) is not None:
         return kept, GenerationDefaults(**{name: _hashable(value) for name, value in kept.settings.items()})
     of_transformers = read_tokenizer(path, trust_remote_code)
     tokenizer = HFTokenizer(of_transformers)
     defaults = _defaults(_generation_config(path, trust_remote_code), tokenizer.eos)
     if directory is not None:
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-        kept_tokenizer.keep(directory, of_transformers, tokenizer, asdict(defaults), digest)
+        fast.keep(directory, of_transformers, tokenizer, asdict(defaults), digest)
     return tokenizer, defaults
 
 
@@ -275,16 +175,6 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     kind: Any = PreTrainedTokenizerFast if is_of_gguf else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
     return tokenizer
-
-
-def _lacking_sentencepiece(checkpoint: str) -> str:
-    """What to install for tokens that are in a model of sentencepiece alone, where transformers asks for tiktoken."""
-    directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
-    if directory is None or (directory / "tokenizer.json").is_file():
-        return ""
-    models = [path for path in directory.glob("*.model") if path.read_bytes()[:1] == b"\n"]  # tiktoken's are text
-    missing = [name for name, module in _FOR_SENTENCEPIECE.items() if find_spec(module) is None]
-    return f"{models[0].name} is sentencepiece's: pip install {' '.join(missing)}" if models and missing else ""
 
 
 def _hashable(value: Any) -> Any:

@@ -1,0 +1,125 @@
+"""Tokenizers by the name of their model: of checkpoints, toy models and recorded texts. Never loads weights."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pearl.cache import Progress, silent
+from pearl.config import MOST_EOS
+from pearl.errors import ModelError, RequestError
+from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
+from pearl.models.hub import in_cache
+from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
+from pearl.text.tokenizer import GenerationDefaults, load
+
+if TYPE_CHECKING:
+    from pearl.models.recorded import RecordedTexts
+
+TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
+_FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  # package -> what is imported
+
+
+class ToyTokenizer:
+    """One printable character per token, for the toy models: 0-9, a-z, A-Z, then those from U+0100 on.
+
+    A character outside the vocabulary is encoded as its code point modulo vocab_size, so every text can be
+    a prompt; decode(encode(s)) == s holds for texts of its own characters.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if not 0 < vocab_size <= TOY_LIMIT:
+            raise ModelError(f"A toy vocabulary has 1 to {TOY_LIMIT} tokens, not {vocab_size}.")
+        self.vocab_size = vocab_size
+        beyond = (c for c in map(chr, range(0x100, 0x110000)) if c.isprintable() and c != REPLACEMENT)
+        alphabet = itertools.chain(string.digits, string.ascii_letters, beyond)
+        self._characters = "".join(itertools.islice(alphabet, vocab_size))
+        self._ids = {character: id for id, character in enumerate(self._characters)}
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [self._ids.get(character, ord(character) % self.vocab_size) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.token(id) or "" for id in ids)
+
+    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
+        return None
+
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
+        return None
+
+    def token(self, id: int) -> str | None:
+        return self._characters[id] if 0 <= id < self.vocab_size else None
+
+
+class ReplayTokenizer(ToyTokenizer):
+    """Of recorded texts, which know no other prompts than their own: the prompt "7" is that of the seventh."""
+
+    def __init__(self, recorded: RecordedTexts) -> None:
+        super().__init__(recorded.header.vocab_size)
+        self._prompts = [text.prompt for text in recorded.texts]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        number = int(text) if text.isdecimal() and text.isascii() else 0
+        if not 1 <= number <= len(self._prompts):
+            raise RequestError(f"a prompt of recorded texts is the number of one, 1 to {len(self._prompts)}")
+        return list(self._prompts[number - 1])
+
+
+def load_tokenizer(
+    spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
+) -> tuple[Tokenizer, GenerationDefaults]:
+    """The tokenizer of the model named `spec`, and how it wants to be sampled.
+
+    `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
+    runner's), or "replay:FILE". Raises `ModelError`.
+    """
+    if is_replay(spec):
+        return _replay(spec)
+    if is_toy(spec):
+        return _toy(spec)
+    checkpoint = resolve_checkpoint(spec, progress=progress)
+    try:
+        tokenizer, defaults = load(checkpoint, trust_remote_code)
+    except Exception as error:  # whatever files, their readers and a model's own code may raise
+        cause = _lacking_sentencepiece(checkpoint) or " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(
+            f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
+            "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
+            "filled cache."
+        ) from error
+    if len(defaults.eos) > MOST_EOS:
+        raise ModelError(
+            f"Model {spec!r} cannot be used: {len(defaults.eos):,} tokens are said to end its texts (eos_token_id), "
+            f"at most {MOST_EOS:,} may."
+        )
+    return tokenizer, defaults
+
+
+def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
+    options = toy_options(spec)
+    eos = (options["eos"],) if "eos" in options else ()
+    return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
+
+
+def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
+    from pearl.models.recorded import read_texts  # which takes NumPy
+
+    recorded = read_texts(Path(replayed_file(spec)))
+    said = recorded.header
+    defaults = GenerationDefaults(said.temperature, said.top_k, said.top_p, said.min_p, said.eos)
+    return ReplayTokenizer(recorded), defaults
+
+
+def _lacking_sentencepiece(checkpoint: str) -> str:
+    """What to install for tokens that are in a model of sentencepiece alone, where transformers asks for tiktoken."""
+    directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
+    if directory is None or (directory / "tokenizer.json").is_file():
+        return ""
+    models = [path for path in directory.glob("*.model") if path.read_bytes()[:1] == b"\n"]  # tiktoken's are text
+    missing = [name for name, module in _FOR_SENTENCEPIECE.items() if find_spec(module) is None]
+    return f"{models[0].name} is sentencepiece's: pip install {' '.join(missing)}" if models and missing else ""
