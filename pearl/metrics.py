@@ -9,7 +9,8 @@ from math import ceil, sqrt
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
 from pearl.protocol.request import Counts
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
+from pearl.spec.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,11 @@ class Statistics:
             an exact rule.
         num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
         num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
-        num_tokens_without_draft: tokens committed while the draft rested, for it did not pay (method auto).
-        rates: tokens a second with the draft ("drafted") and without it ("alone"), as method auto has timed them.
-        measured_speedup: how many times as fast the target was with the draft as without, by what method auto has
-            compared within this text, on the same tokens; None: nothing.
-        num_compared_tokens: of which that is.
-        draft_speedup: what method auto goes by: the mean of its comparisons, each counted as three times at most, in
-            this and earlier texts, or as a kept profile has it; None: there is none.
-        num_comparisons: of which that is the mean, at most 16; a fraction where some count less.
+        num_tokens_without_draft: method auto: tokens committed while the draft was not in use.
+        ways: method auto: committed tokens by the way that was in use (`ngram`, `pearl`, `sd`, `ssd`).
+        rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
+        draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
+            in this and earlier texts; None: not compared yet.
         target_steps: forwards by phase.
         tokens_per_step: generated tokens over forwards after the prefill.
         queue_seconds: from the submission to the start of the prefill: other requests came first.
@@ -91,11 +89,9 @@ class Statistics:
     num_foreseen_rejections: int = 0
     num_foreseen_bonuses: int = 0
     num_tokens_without_draft: int = 0
+    ways: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
-    measured_speedup: float | None = None
-    num_compared_tokens: int = 0
     draft_speedup: float | None = None
-    num_comparisons: float = 0.0
     target_steps: dict[str, int] = field(default_factory=dict)
     tokens_per_step: float | None = None
     queue_seconds: float = 0.0
@@ -119,13 +115,8 @@ class Statistics:
 
     @property
     def speedup_in_words(self) -> str:
-        """What method auto knows of the draft, and from where; empty: nothing."""
-        if self.measured_speedup:
-            measured = f"with it {self.measured_speedup:.2f} times as fast"
-            return f"{measured}, compared on {self.num_compared_tokens} tokens of this text"
-        if self.draft_speedup:
-            return f"by earlier texts {'faster' if self.draft_speedup > 1 else 'slower'} with it"
-        return ""
+        """Method auto's comparison of decoding with and without the draft; empty: none."""
+        return f"with it {self.draft_speedup:.2f} times as fast" if self.draft_speedup else ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -216,12 +207,10 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         bias=counts.odds.bias if counts.odds else None,
         num_foreseen_rejections=counts.foreseen,
         num_foreseen_bonuses=counts.foreseen_bonuses,
-        num_tokens_without_draft=counts.rested,
-        rates={"alone" if rests else "drafted": rate for rests, rate in counts.rates.items()},
-        measured_speedup=counts.measured[0],
-        num_compared_tokens=counts.measured[1],
+        num_tokens_without_draft=sum(n for way, n in counts.ways.items() if not METHODS[way].drafts),
+        ways=counts.ways,
+        rates=counts.rates,
         draft_speedup=counts.speedup,
-        num_comparisons=profile.comparisons if counts.speedup else 0.0,
         target_steps={phase.value: counts.steps[phase] for phase in Phase},
         tokens_per_step=watch.generated / steps if steps else None,
         queue_seconds=max(0.0, watch.begun - watch.submitted),

@@ -14,7 +14,7 @@ from pearl.models import attention, llama
 from pearl.models.llama import LlamaRunner
 from pearl.models.slots import Slots
 from pearl.protocol.messages import FinishReason
-from pearl.protocol.request import RequestState
+from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.text.grammar import Guide
 
@@ -87,7 +87,7 @@ def sampled(plain: Any) -> Any:
 
 
 def commit(plain: Any) -> Any:
-    def goes_on(self: RequestState, token: int | None, *more: Any) -> None:
+    def goes_on(self: Request, token: int | None, *more: Any) -> None:
         plain(self, token, *more)
         if token is None and self.ending is FinishReason.EOS:
             self.ending = None
@@ -127,7 +127,7 @@ BUGS = {
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
     "positions too far on behind a fork of a tree": wrapped(llama, "lay_out", lay_out),
     "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),
-    "an end of text inside of a window passed over": wrapped(RequestState, "commit", commit),
+    "an end of text inside of a window passed over": wrapped(Request, "commit", commit),
     "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),
     "a grammar that is not rolled back": wrapped(Guide, "cut", lambda _: lambda self, length: None),
     "slots mixed up": wrapped(LlamaRunner, "forward", forward),

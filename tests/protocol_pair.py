@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from pearl.protocol.auto import Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
@@ -33,7 +34,6 @@ from pearl.protocol.events import (
     Judged,
     Keep,
     Open,
-    Retrace,
     Rollback,
     Sample,
     Sampled,
@@ -55,9 +55,9 @@ from pearl.protocol.messages import (
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import Counts
-from pearl.protocol.request_machine import State
 from pearl.protocol.sequence import extend_digest
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
+from pearl.protocol.target_states import State
 
 PROMPT = (3, 1)
 WRONG = 1_000  # what a scripted draft says where it is wrong
@@ -120,7 +120,7 @@ class ScriptTarget:
 
     def execute(self, command: object) -> object | None:
         match command:
-            case Open() | Spread() | Retrace():
+            case Open() | Spread():
                 return None
             case Rollback(length):
                 self.cache.rollback(length)
@@ -307,7 +307,8 @@ class Pair:
         draft_context: int | None = 1 << 20,
         speeds: Speeds | None = None,
     ) -> None:
-        self.coordinator = Coordinator(speeds)
+        # Where nothing is known yet auto does without a draft, and these texts are too short to try one.
+        self.coordinator = Coordinator(speeds or Speeds(auto=Auto("pearl")))
         self.drafter: Drafter | None = None
         self.target = target
         self.draft: Executor | None = None
@@ -386,7 +387,7 @@ class Pair:
         target = self.coordinator
         for sequence in [target.sequence] + ([self.drafter.sequence] if self.drafter else []):
             # What the cache lacks waits in a tree, whose path the next forward begins by keeping.
-            waits = sequence is target.sequence and any(m.request.fed.has_guesses for m in target.running.values())
+            waits = sequence is target.sequence and any(m._feeding._fed.has_guesses for m in target.running.values())
             assert sequence.fed >= 0
             assert sequence.fed <= sequence.cached or waits, "a rollback only shortens"
             assert sequence.committed <= len(sequence.tokens)

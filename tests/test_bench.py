@@ -56,7 +56,7 @@ from pearl.lab.bench.summary import document, figures, over_alone
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.metrics import Statistics
-from pearl.protocol.window import Profile
+from pearl.protocol.speeds import Profile
 from pearl.text.tokenizer import GenerationDefaults
 from tests.conftest import TOY
 from tests.replace import replace

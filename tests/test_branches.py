@@ -23,7 +23,7 @@ from pearl.protocol.events import Draft, Drafted, Open, Seen
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal
-from pearl.protocol.window import ForwardTimes
+from pearl.protocol.speeds import ForwardTimes
 from pearl.spec.methods import BRANCHES
 from tests.pairwise import combined
 from tests.replace import replace

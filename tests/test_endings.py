@@ -19,8 +19,8 @@ from pearl.protocol.events import Guess, Guessed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
 from pearl.protocol.options import Sampling
 from pearl.protocol.request import Counts
-from pearl.protocol.request_machine import PREFILL_CHUNK
-from pearl.protocol.window import Speeds
+from pearl.protocol.scheduler import PREFILL_CHUNK
+from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 from pearl.text.stream import TextStream
 from tests.pairwise import combined

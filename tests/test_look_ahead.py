@@ -49,7 +49,8 @@ from pearl.protocol.messages import (
     Submit,
 )
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.window import ForwardTimes, worthwhile
+from pearl.protocol.speeds import ForwardTimes
+from pearl.protocol.window import worthwhile
 from pearl.spec.methods import AS_PUBLISHED
 from tests.pairwise import combined
 from tests.replace import replace

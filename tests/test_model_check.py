@@ -24,13 +24,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.errors import ProtocolError
-from pearl.protocol import telling
-from pearl.protocol.choice import Choice
+from pearl.protocol.auto import Auto
+from pearl.protocol.auto_text import AutoText
 from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import Counts as DraftCounts
 from pearl.protocol.drafter import Drafter, DraftMachine
-from pearl.protocol.events import Drafted
-from pearl.protocol.fed import Fed
+from pearl.protocol.events import Drafted, Stalled
+from pearl.protocol.fed_tokens import FedTokens
+from pearl.protocol.feeding import Feeding
 from pearl.protocol.messages import (
     Cancel,
     DraftTokens,
@@ -43,12 +45,12 @@ from pearl.protocol.messages import (
 from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts as TargetCounts
-from pearl.protocol.request import RequestState
-from pearl.protocol.request_machine import RequestMachine, State
-from pearl.protocol.resting import Resting
+from pearl.protocol.request import Request
+from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
+from pearl.protocol.target_states import State
 from pearl.spec.methods import METHODS
 from tests.protocol_pair import (
     LOST,
@@ -68,14 +70,15 @@ STOPPING = [name for name, method in METHODS.items() if method.takes_stops]
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
-    *(Coordinator, RequestMachine, RequestState, Resting, Fed, Scheduler, ProposalStore, Drafter, DraftMachine),
+    *(Coordinator, RequestMachine, Request, DraftView, AutoText, Feeding, FedTokens, Scheduler, ProposalStore),
+    *(Drafter, DraftMachine),
     TokenSequence,
     *(ScriptTarget, ScriptDraft, Cache, Pair),
 )
 # With a fixed window, and without a clock, these never decide what happens next.
-INDIFFERENT = (TargetCounts, DraftCounts, Speeds, Choice)
+INDIFFERENT = (TargetCounts, DraftCounts, Speeds, Auto)
 # What was, and references to machines that the coordinator or the drafter has, and to a request that its machine has.
-_LEFT_OUT = ("log", "results", "_story", "_running", "_machines", "_request")
+_LEFT_OUT = ("log", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
 
 
 def freeze(value: object) -> object:
@@ -651,15 +654,15 @@ def test_a_request_that_ends_early_at_any_time_harms_no_other(window: str, fault
 
 def test_the_exploration_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: what the target lets the draft draft is one token short of what it waits for."""
-    grant = telling.grant
-    monkeypatch.setattr(telling, "grant", lambda request, speeds: grant(request, speeds) - 1)
+    grant = DraftView._grant
+    monkeypatch.setattr(DraftView, "_grant", lambda self: grant(self) - 1)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "fixed", 1, ())
 
 
 def test_the_exploration_notices_that_nothing_makes_a_loss_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: a target that is told that both wait does nothing about it."""
-    monkeypatch.setattr(RequestMachine, "_resynchronise", lambda self, do: None)
+    monkeypatch.setitem(RequestMachine.handlers, Stalled, lambda self, event, do: None)
     with pytest.raises(AssertionError, match="deadlock"):
         explore("pearl", "fixed", 1, (), TEXT[:-1], ("lose to target",))
 
@@ -681,10 +684,10 @@ def test_the_exploration_notices_a_draft_that_commits_by_itself(monkeypatch: pyt
 def test_the_exploration_notices_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: what was drafted before a rejection is kept, as if no epoch had begun."""
 
-    def keep_epoch(self: RequestState) -> None:
+    def keep_epoch(self: Request) -> None:
         self.proposals.clear()
         self.sequence.drop_pending()
 
-    monkeypatch.setattr(RequestState, "discard_pending", keep_epoch)
+    monkeypatch.setattr(Request, "discard_pending", keep_epoch)
     with pytest.raises((AssertionError, ProtocolError)):
         explore("pearl", "stream", 2, (2,))

@@ -26,7 +26,7 @@ from pearl.protocol import messages as m
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import MAX_WINDOW
 from pearl.trace.tracer import Tracer
 from pearl.transport import codec

@@ -12,7 +12,7 @@ import pytest
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ConfigError
-from pearl.protocol.window import Profile, Speeds
+from pearl.protocol.speeds import Profile, Speeds
 from pearl.worker import profile
 from tests.conftest import TOY
 from tests.tiny import tiny_model

@@ -157,14 +157,14 @@ def test_what_the_draft_had_no_right_to_send_is_refused(message: DraftTokens) ->
 def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
     """It could give the target 64 branches to keep, each as long as the text may become, with a row a token."""
     pair = held(branches=branches)
-    request = pair.coordinator.running[1].request
-    assert request.furthest == 2
+    request = pair.coordinator.running[1]
+    assert request.draft._furthest == 2
     request.sequence.extend((9, 9))
     stale = pair.coordinator.counts.stale
     for start in range(3, 9):
         pair.coordinator.handle(DraftTokens(1, 0, start, (7,), known=2, after=(2, 8)))
     pair.coordinator.handle(DraftTokens(1, 0, 3, (7,) * 5, known=2, after=(2, 6)))
-    assert [branch.tokens for branch in request.proposals.branches] == ([(7, 7)] if branches else [])
+    assert [branch.tokens for branch in request.request.proposals.branches] == ([(7, 7)] if branches else [])
     assert pair.coordinator.counts.stale - stale == (5 if branches else 7)
 
 

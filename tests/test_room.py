@@ -204,7 +204,7 @@ def test_an_illegal_event_tells_the_story_that_led_to_it() -> None:
     assert sample.request == 1
     with pytest.raises(LocalProtocolError, match=r"state sampling .* idle -Submit-> prefill, prefill -Forwarded"):
         coordinator.handle(Judged(0, 1, request=1))
-    with pytest.raises(LocalProtocolError, match=r"cannot take Judged.* it works on \[1\]"):
+    with pytest.raises(LocalProtocolError, match=r"cannot take Judged.* running are \[1\]"):
         coordinator.handle(Judged(0, 1, request=7))
     with pytest.raises(LocalProtocolError, match=r"draft in state idle .* before: nothing"):
         Drafter(10).handle(Forwarded(request=1))
@@ -310,11 +310,12 @@ def test_branches_are_bounded() -> None:
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     for token in range(100, 300):
         coordinator.handle(branch(after=(3, token)))
-    assert len(coordinator.running[1].proposals.branches) == MAX_BRANCHES
+    assert len(coordinator.running[1].request.proposals.branches) == MAX_BRANCHES
     coordinator = working(gamma=9)
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     coordinator.handle(branch(tokens=(1,) * 9))
-    assert max(known.end for known in coordinator.running[1].proposals.branches) == 12, "no further than the limit"
+    branches = coordinator.running[1].request.proposals.branches
+    assert max(known.end for known in branches) == 12, "no further than the limit"
 
 
 def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_waits() -> None:
@@ -325,12 +326,12 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
     coordinator.handle(Forwarded(1.0, request=1))
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     rejected_at_3(coordinator)
-    request = coordinator.running[1].request
+    request = coordinator.running[1]
     for size in (1, 40, 1, 40):
         start = len(request.sequence.tokens)
         coordinator.handle(replace(branch(tokens=(21,) * size), start=start))
     assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 21]
-    assert len(request.sequence.tokens) <= request.sequence.committed + request.furthest
+    assert len(request.sequence.tokens) <= request.sequence.committed + request.draft._furthest
     assert coordinator.counts.stale == 2
 
 

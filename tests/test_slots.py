@@ -42,8 +42,7 @@ from pearl.protocol.events import (
 )
 from pearl.protocol.messages import Begin, Committed, Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.request_machine import PREFILL_CHUNK, SHARED_CHUNK
-from pearl.protocol.scheduler import Scheduler
+from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.trace.latency import latencies
 from pearl.trace.reading import read
@@ -284,11 +283,11 @@ def test_forward_times_are_those_of_all_that_was_fed() -> None:
     for number in (1, 2):  # parts of a prompt beside it: this says nothing of what a window takes
         (sample,) = coordinator.handle(Forwarded(0.5, beside=None, request=number))
         assert isinstance(sample, Sample)
-    assert coordinator.speeds.measured == ()
+    assert coordinator.speeds.target.measured == ()
     coordinator.handle(Sampled((5,), request=1))
     coordinator.handle(Forwarded(0.25, beside=3, request=1))
-    assert coordinator.speeds.measured == ((4, 0.25),)
-    assert coordinator.running[1].request.beside == 3
+    assert coordinator.speeds.target.measured == ((4, 0.25),)
+    assert coordinator.running[1].draft.beside == 3
 
 
 def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
@@ -299,15 +298,14 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
         decoding = RequestOptions("auto", "stream", None, "coupled", (), 8)
         coordinator.handle(Submit(number, (1, 2), 90, replace(decoding, sampling=Sampling())))
     one, other = coordinator.running.values()
-    assert (one.resting.compares, other.resting.compares) == (True, False)
-    assert not other.request.is_resting, "nothing is known yet"
-    one.speeds.choice.comparisons, one.speeds.choice.gain = 4.0, -1.0
+    assert (one.auto.is_timed, other.auto.is_timed) == (True, False)
+    assert (one.request.method.name, other.request.method.name) == ("pearl", "ngram"), "one trial, of a way unknown"
     coordinator.handle(
         Submit(3, (1, 2), 90, RequestOptions("auto", "stream", None, "coupled", (), 8, sampling=Sampling()))
     )
     third = coordinator.running[3]
-    assert third.request.is_resting
-    assert not third.speeds.choice.is_spread, "the draft still drafts for others, on its own cores"
+    assert third.request.method.name == "ngram"
+    assert not coordinator.speeds.is_spread, "the draft still drafts for others, on its own cores"
 
 
 # ---- what fails alone ----

@@ -14,8 +14,8 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.telling import grant
-from pearl.protocol.window import Speeds, Window
+from pearl.protocol.speeds import ForwardTimes, Speeds
+from pearl.protocol.window import Window
 from pearl.spec.methods import MAX_WINDOW, METHODS
 
 TOKENS = 12_000  # enough for 1 %
@@ -216,8 +216,8 @@ def test_a_text_that_depends_on_its_measured_window_keeps_it(method: str, temper
     machine = RequestMachine(submit, TokenSequence(), 0, speeds := Speeds(t_draft=1.0), 99, 0, {})
     windows = []
     for seconds in (2.0, 9.0):
-        speeds.target.known[1] = seconds
+        speeds.target = ForwardTimes([(1, seconds)])
         for _ in range(8):
-            grant(machine.request, speeds)
-        windows.append(machine.request.window)
+            machine.draft._grant()
+        windows.append(machine.draft.window)
     assert (windows[0] == windows[1]) == keeps

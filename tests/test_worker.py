@@ -50,7 +50,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel

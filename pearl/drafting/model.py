@@ -28,7 +28,8 @@ from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open, Seen
-from pearl.protocol.window import ForwardTimes, worthwhile
+from pearl.protocol.speeds import ForwardTimes
+from pearl.protocol.window import worthwhile
 from pearl.spec.rules import Unit
 
 _LONG = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
@@ -142,7 +143,7 @@ class ModelProposer:
     def awaits(self, command: Draft, delay: float) -> bool:
         """See `Proposer`."""
         text, self._delay = self._open[command.request], delay
-        chances = self._guess(text, command)[1] if text.index is not None and self._times.known else []
+        chances = self._guess(text, command)[1] if text.index is not None and self._times.measured else []
         # The first guess is of the token that is waited for; those behind it would be fed with that.
         return worthwhile(chances[1:], 1, 1.0, self._with_guesses(1)) > 0
 
@@ -151,7 +152,7 @@ class ModelProposer:
         one is launched once the host knows what was drawn.
         """
         delay = self._delay if self.chains else 0.0
-        return lambda fed: self._times.at_most(fed) + delay * (fed > alone)
+        return lambda fed: self._times.seconds(fed) + delay * (fed > alone)
 
     def _spare(self) -> list[int]:
         """Slots that neither a text has nor its branches: an equal share for each text."""
@@ -270,7 +271,7 @@ class ModelProposer:
             cached, until = self.runner.length(text.slot), self.runner.context
             worth = branches.worth(text.hedges, cached, until, command.hedge)
             fed = len(unfed)
-            count = worthwhile([chance for chance, _ in worth], beside + fed, float(fed > 0), self._times.at_most)
+            count = worthwhile([chance for chance, _ in worth], beside + fed, float(fed > 0), self._times.seconds)
             found = (branches.branch(after, text.slot) for _, after in worth[:count])
             hedges = [branch for branch in found if branch is not None]
         feeds = [Feed(known(unfed, self.runner), int(command.bonus), text.slot)] if unfed else []

@@ -20,7 +20,6 @@ from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
-from pearl.drafting.hindsight import Hindsight
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
 from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.feeds import depths
@@ -37,7 +36,6 @@ from pearl.protocol.events import (
     Keep,
     Open,
     Phase,
-    Retrace,
     Rollback,
     Sample,
     Sampled,
@@ -78,7 +76,6 @@ class _Request:
         prompt: the text that it began with.
         shaper: changes its logits; None where they are taken as they are.
         index: what guesses are made from; None where nobody has asked for guesses.
-        hindsight: what guesses alone would have made of its text; None where nobody asks.
         logits: [rows, vocab], of its last forward: of the last tokens that it was fed.
         launched: of these rows what judging needs, begun with the forward; None where it was not.
         fed: that forward.
@@ -94,7 +91,6 @@ class _Request:
     prompt: tuple[int, ...]
     shaper: Shaper | None
     index: TextIndex | None = None
-    hindsight: Hindsight | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
     fed: Forward | None = None
@@ -205,8 +201,6 @@ class TargetExecutor:
                 self.runner.rollback(length, self._requests[command.request].slot)
             case Guess():
                 return self._guess(command)
-            case Retrace():
-                self._retrace(command)
             case Spread(everywhere):
                 self._spread(everywhere)
             case Keep(path):
@@ -242,22 +236,12 @@ class TargetExecutor:
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)
-        alone: list[tuple[int, int]] = []
-        if request.hindsight is None:
-            index.learn(command.committed)
-        else:  # it learns as it goes: what stands behind where hindsight is must be news there
-            alone = request.hindsight.follow(index, command.committed, command.limit)
+        index.learn(command.committed)
         most, is_tree = self._most_guesses(command.most, len(index) - command.committed), self._takes_trees
         anchors = anchored(index.tokens, command.committed, command.acceptance)
         anchors = anchors if is_tree else anchors[-1:]
         tokens, parents, chances, sources = guess_tree(index, anchors, most, command.limit, is_tree)
-        found = tuple(tokens), tuple(parents), tuple(chances), tuple(sources)
-        return Guessed(*found, tuple(alone), request=command.request)
-
-    def _retrace(self, command: Retrace) -> None:
-        most = self._most_guesses(command.most, 0)
-        hindsight = Hindsight(command.start, command.times, most, self._takes_trees) if command.times else None
-        self._requests[command.request].hindsight = hindsight
+        return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
 
     @property
     def _takes_trees(self) -> bool:

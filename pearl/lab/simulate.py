@@ -50,7 +50,7 @@ from pearl.protocol.events import (
 from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import Counts
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
 from pearl.trace.recorder import Recorder, where_and_what
 from pearl.trace.tracer import Tracer, identity
 
@@ -291,7 +291,7 @@ class _Simulation:
         self._queue: list[tuple[float, int, bool, int, object]] = []  # time, actor, own forward, order
         self._order = count()
         self._now = 0.0
-        self._spread(self._coordinator.speeds.choice.is_spread)  # as the request before has left it
+        self._spread(self._coordinator.speeds.is_spread)  # as the request before has left it
         self._done = False
         self._waiting: list[tuple[Cause, float] | None] = [None, None]  # of each actor: for what, since when
         self.outcome = Outcome()

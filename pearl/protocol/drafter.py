@@ -23,7 +23,7 @@ from pearl.protocol.messages import (
     Verdict,
 )
 from pearl.protocol.proposals import Proposal
-from pearl.protocol.request_machine import PREFILL_CHUNK, SHARED_CHUNK
+from pearl.protocol.scheduler import prefill_chunk
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
 
@@ -241,11 +241,9 @@ class DraftMachine(Machine):
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
         start = seq.fed
+        prompt = start < seq.prompt
         is_alone = all(machine is self or machine.begun is None for machine in self._machines)
-        chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
-        count, prompt = chunk - seq.fed % chunk, start < seq.prompt
-        if prompt and seq.piece > 1:  # what follows is computed in other sizes, whenever it came
-            count = min(count, seq.prompt - start)
+        count = prefill_chunk(seq, is_alone=is_alone)
         tokens = tuple(seq.feed(count))
         self._in_flight, self.computing = len(tokens), self.begun.request
         self._overtaken = self._hedges = False

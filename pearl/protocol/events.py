@@ -104,15 +104,12 @@ class Guessed:
             where it is a guess.
         chances: that the target takes the path to the token, itself included; estimated, never rising.
         sources: who guessed each.
-        alone: where `Retrace` has asked for it: forwards that the text would have taken without a draft, as (tokens
-            fed, tokens made), those that have come to be known since the last guesses.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     sources: tuple[Source, ...] = ()
-    alone: tuple[tuple[int, int], ...] = ()
     request: int = field(default=-1, kw_only=True)
 
 
@@ -130,6 +127,13 @@ class DraftGone:
 
     reason: str
     request: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Begin no more requests, as a recording begins or ends between two; or begin those that wait."""
+
+    is_held: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,21 +252,6 @@ class Guess:
     committed: int
     limit: int
     acceptance: float
-    most: int
-    request: int = field(default=-1, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Retrace:
-    """Find out, from the text's first `start` tokens on, what guesses alone would have made of it: `Guessed.alone`.
-
-    Attributes:
-        times: seconds that a forward of 1, 2, ... tokens would take; none: find out no more.
-        most: guesses in a forward.
-    """
-
-    start: int
-    times: tuple[float, ...]
     most: int
     request: int = field(default=-1, kw_only=True)
 

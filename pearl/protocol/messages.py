@@ -14,7 +14,7 @@ from msgspec import Meta
 from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
 from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -108,7 +108,14 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class Submit(Message, frozen=True, tag=3):
-    """A front asks for a text. `request` is the front's own number; `limit` the total length at which to end."""
+    """A front asks for a text.
+
+    Attributes:
+        request: the front's own number.
+        limit: the total length at which to end.
+        preview: whether to send `Preview`s.
+        client: whose request it is; the waiting requests of several clients are served in turns.
+    """
 
     request: Count
     prompt: Tokens
@@ -116,6 +123,7 @@ class Submit(Message, frozen=True, tag=3):
     options: RequestOptions
     eos: Ends = ()
     preview: bool = False
+    client: Name = ""
 
 
 class Logprobs(Record, frozen=True):

@@ -1,19 +1,19 @@
-"""One request as the target keeps it: its text, what is proposed for it, and what has been told to whom."""
+"""One request in the target: its text, what is proposed for it, and what its front has received.
+
+Only `RequestMachine` and what belongs to it (`DraftView`) change a `Request`, through its methods.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pearl.protocol.events import Odds, Phase
-from pearl.protocol.fed import Fed
-from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
+from pearl.protocol.events import Deliver, Odds, Phase
+from pearl.protocol.machine import Do
+from pearl.protocol.messages import Committed, FinishReason, Preview, Provenance, Source, Submit
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.window import Window, whole_blocks
-from pearl.spec.methods import Method
-
-_RESYNCS, _TOKENS_A_RESYNC = 16, 4  # whole prefixes that a draft may have again: at first, and one for so many tokens
+from pearl.spec.methods import METHODS, Method
 
 
 @dataclass
@@ -25,167 +25,104 @@ class Counts:
     judged: int = 0
     accepted: int = 0
     stale: int = 0  # dropped: older epoch or another request
-    duplicate: int = 0  # dropped: known start again
+    duplicate: int = 0  # dropped: start already known
     resyncs: int = 0
     foreseen: int = 0  # rejections for whose outcome a branch was there
     foreseen_bonuses: int = 0  # bonus tokens likewise
-    sources: dict[Source, int] = field(default_factory=dict)  # who drafted the accepted tokens
-    guesses: int = 0  # made without a model, that the target was fed
-    guessed: dict[Source, int] = field(default_factory=dict)  # guesses that became text, by who made them
-    rested: int = 0  # tokens committed while the draft rested, for it did not pay
-    rates: dict[bool, float] = field(default_factory=dict)  # tokens a second, by whether the draft rested
-    speedup: float | None = None  # with the draft over without, as is decided by: of earlier texts too
-    measured: tuple[float | None, int] = (None, 0)  # likewise in this text alone, and of how many tokens that is
+    sources: dict[Source, int] = field(default_factory=dict)  # accepted tokens by who drafted them
+    guesses: int = 0  # made without a model and fed to the target
+    guessed: dict[Source, int] = field(default_factory=dict)  # committed guesses by who made them
+    ways: dict[str, int] = field(default_factory=dict)  # method auto: committed tokens by the way in use
+    rates: dict[str, float] = field(default_factory=dict)  # method auto: tokens per second of each way, so far
+    speedup: float | None = None  # method auto: the best way with a draft over the target with guesses alone
     rejected: int = 0  # runs that ended in a rejection, of judgements whose odds are known
     odds: Odds | None = None  # of these judgements
     pauses: int = 0  # windows that the draft's stop policy has ended
-    late: int = 0  # draft tokens that agreed with what the target had committed before they came
+    late: int = 0  # draft tokens equal to what the target had committed before they came
     steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
-    runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> how many such runs
-    run: int = 0  # accepted tokens of the run that is going on
+    runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> number of such runs
+    run: int = 0  # accepted tokens of the current run
 
 
-@dataclass
-class RequestState:
-    """What the target knows of one request.
+class Request:
+    """The text of one request and its proposals.
 
-    Attributes:
-        submit: what was asked.
+    Args:
+        submit: what the front submitted.
         sequence: the text; it stays with the slot whose cache holds it.
-        proposals: for the tokens that are pending in the sequence, and others.
-        epoch: raised whenever pending tokens are discarded.
-        is_fresh: whether the last commit was no accepted draft token (or there was none yet).
-        is_undraftable: whether the draft cannot go on with this request.
-        is_resting: whether the draft is not asked, for it does not pay.
-        has_drafted: whether anything has come of the draft since it last began.
-        is_paused: whether the draft's stop policy has ended its drafting until all that is pending is judged.
-        opened_by: the outcome (position, token) that began this epoch; None where no rejection did.
-        ending: why the request ends with what is committed, once that is known.
-        told_draft, told_front: prefix lengths that these know of; 0: the draft does not take part.
-        draft_until: the position up to which the draft was allowed to draft.
-        furthest: how far ahead of the prefix that was at most; no branch is longer.
-        grants: how often the draft was told so.
-        window: c as last chosen.
-        keeps_window: whether c is chosen once: a text that depends on it is then one that can be made again.
-        draft_context: tokens that the draft's model holds; 0: no draft.
-        in_flight: tokens that the running forward was fed.
-        beside: tokens that other requests had in the last forward.
-        fed: what the last forward was fed.
-        told_guesser: how much of the text those who guess without a model know.
-        parted: the position at which the draft was wrong though it has not been told so yet: what it sends is of use
-            once it knows more than that; -1: none.
-        received: the position up to which the draft's tokens have come in this epoch, used or not.
-        untold: provenance of the tokens that the front does not know of.
-        block: tokens that the rule judges as a whole.
     """
 
-    submit: Submit
-    sequence: TokenSequence
-    proposals: ProposalStore = field(default_factory=ProposalStore)
-    counts: Counts = field(default_factory=Counts)
-    epoch: int = 0
-    is_fresh: bool = True
-    is_undraftable: bool = False
-    is_resting: bool = False
-    has_drafted: bool = False
-    is_paused: bool = False
-    opened_by: tuple[int, int] | None = None
-    ending: FinishReason | None = None
-    told_draft: int = 0
-    told_front: int = 0
-    draft_until: int = 0
-    furthest: int = 0
-    grants: int = 0
-    in_flight: int = 0
-    beside: int = 0
-    fed: Fed = field(default_factory=lambda: Fed(0, ()))
-    told_guesser: int = 0
-    parted: int = -1
-    received: int = 0
-    window: int = 0
-    draft_context: int = 0
-    untold: list[Provenance] = field(default_factory=list)
-    block: int = 1
-    keeps_window: bool = False
+    def __init__(self, submit: Submit, sequence: TokenSequence) -> None:
+        self.submit, self.sequence = submit, sequence
+        self.options: RequestOptions = submit.options
+        #: What decodes now: the method of the request, or the way that method auto uses.
+        self.method: Method = submit.options.method_spec
+        #: Proposals for the pending tokens of the sequence, and branches.
+        self.proposals = ProposalStore()
+        self.counts = Counts()
+        #: Raised whenever pending tokens are discarded.
+        self.epoch = 0
+        #: Whether the last commit was no accepted draft token (or there was none yet).
+        self.is_fresh = True
+        #: The outcome (position, token) that began this epoch; None where no rejection did.
+        self.opened_by: tuple[int, int] | None = None
+        #: Where the branch ends that became the text when this epoch began; 0: none did.
+        self.foreseen_end = 0
+        #: Length of the text that whoever guesses without a model has.
+        self.indexed = 0
+        #: Why the request ends with what is committed, once that is decided.
+        self.ending: FinishReason | None = None
+        #: Tokens that the rule judges together: 1 but for block rules, which greedy decoding does not need.
+        self.block = (
+            1 if submit.options.sampling.temperature == 0 else self.options.rule_spec.block(self.options.parameters)
+        )
+        self._delivered = 0  # length of the prefix that the front has
+        self._undelivered: list[Provenance] = []
 
     @property
     def number(self) -> int:
         return self.submit.request
 
     @property
-    def options(self) -> RequestOptions:
-        return self.submit.options
-
-    @property
-    def method(self) -> Method:
-        return self.options.method_spec
+    def commits_draws(self) -> bool:
+        """Whether the rule commits the target's own draw whatever was proposed: no proposal changes the text."""
+        return self.options.rule_spec.is_proposal_invariant or self.options.sampling.temperature == 0
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the target verifies guesses, made without a model, too. They make no block whole."""
+        """Whether the target is fed guesses made without a model. They cannot fill a draft's blocks."""
         is_of_use = self.block == 1 or not self.method.drafts
         return self.options.look_ahead > 0 and self.method.look_ahead > 0 and is_of_use
 
     @property
-    def is_drafting(self) -> bool:
-        """Whether a draft token will come for the position after the prefix.
+    def runs_ahead(self) -> bool:
+        """Whether the target commits its own draws at once, without waiting for the draft's tokens."""
+        return self.looks_ahead and (self.commits_draws or not self.method.drafts)
 
-        Depends on the draft's being there and on the position, never on what it drafted (invariant 9).
-        """
-        can_draft = self.method.drafts and not self.is_undraftable and not self.is_resting
-        return can_draft and self.sequence.committed < self.draft_context
+    def use(self, way: str) -> None:
+        """Decode with another method from here on."""
+        self.method = METHODS[way]
+        branches = self.submit.options.branches if self.method.branches else 0
+        self.options = self.submit.options.changed(method=way, branches=branches)
 
-    @property
-    def begins_too_often(self) -> bool:
-        """Whether the draft was given the whole prefix again so often that it is not to have it once more."""
-        written = self.sequence.committed - len(self.submit.prompt)
-        return self.counts.resyncs > _RESYNCS + max(0, written) // _TOKENS_A_RESYNC
+    def begin(self) -> None:
+        """The sequence begins with the prompt, of which its cache may have a part."""
+        self.sequence.restart(self.submit.prompt)
+        self.counts.cached = self.sequence.fed
+        self._delivered = self.indexed = self.sequence.committed
 
-    @property
-    def needed(self) -> int:
-        """Unfed tokens to wait for. Near the limit, or the draft's context, fewer can ever come."""
-        length = self.sequence.committed
-        if self.block > 1 and self.is_drafting:
-            return 1 + self.next_block if self.is_paused else min(self._bounds.needed, 1 + self._can_come)
-        can_come = min(self.submit.limit - length, 1 + max(0, self.draft_context - length))
-        return min(self._bounds.needed, can_come) if self.is_drafting and not self.is_paused else 1
-
-    @property
-    def _can_come(self) -> int:
-        """How many tokens may be drafted behind the prefix."""
-        length = self.sequence.committed
-        return min(self.submit.limit, self.draft_context) - length
-
-    @property
-    def next_block(self) -> int:
-        """How many pending tokens are judged together next. Where the text's last token is a bonus it is in no block.
-
-        A draft that has paused sends no more: then it is what has come.
-        """
-        most = min(self._can_come, max(1, self.submit.limit - self.sequence.committed - self.method.bonus))
-        return min(self.block, most, len(self.sequence.pending) if self.is_paused else most)
-
-    @property
-    def may_draft_until(self) -> int:
-        """The position up to which the draft may draft as things are."""
-        return min(self._bounds.draft_until, self.submit.limit, self.draft_context)
-
-    @property
-    def _bounds(self) -> Window:
-        policy, committed, pending = self.options.window, self.sequence.committed, len(self.sequence.pending)
-        c = self.window if self.block == 1 else whole_blocks(self.window, self.block)
-        window = Window.after(self.method, policy, c, committed, fresh=self.is_fresh, pending=pending)
-        return window if self.block == 1 else window.in_blocks(self.block, committed)
+    def end(self, reason: FinishReason) -> None:
+        self.ending = reason
 
     def propose(self, proposal: Proposal) -> None:
-        """Takes the next tokens of the main line."""
+        """Append the next tokens of the main line."""
         self.sequence.extend(proposal.tokens)
         self.proposals.add(proposal)
         self.counts.drafted += len(proposal.tokens)
 
-    def commit(self, token: int | None, provenance: Provenance, stop: bool) -> None:
-        """Commits the first pending token, or `token` in its place. After the end nothing is committed any more."""
+    def commit(self, token: int | None, provenance: Provenance, is_stop: bool) -> None:
+        """Commit the first pending token, or `token` in its place. After the end nothing is committed any more."""
         if self.ending:
             return
         self.is_fresh = token is not None
@@ -196,50 +133,62 @@ class RequestState:
             self.sequence.correct(token)  # contradicts nothing that was drafted
             self.counts.run += provenance is Provenance.GUESSED
         else:
-            foreseen = self.proposals.branch(self.sequence.committed, token)
-            self.discard_pending()
-            self.opened_by = self.sequence.committed, token
-            self.sequence.correct(token)
-            if foreseen is not None:
-                is_bonus = provenance is Provenance.BONUS
-                self.counts.foreseen += not is_bonus
-                self.counts.foreseen_bonuses += is_bonus
-                self.propose(foreseen)
-                self.received = foreseen.end
-            if provenance is Provenance.ACCEPTED:  # another of the model's than it went on from
-                self._count_accepted(Source.MODEL)
-            else:
-                self._end_run(provenance is not Provenance.DIRECT)
+            self._correct(token, provenance)
         self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
-        self.counts.rested += self.is_resting
-        self.untold.append(provenance)
+        if self.submit.options.method_spec.adapts:
+            self.counts.ways[self.method.name] = self.counts.ways.get(self.method.name, 0) + 1
+        self._undelivered.append(provenance)
         self.counts.provenance[provenance] += 1
         if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
-            self.ending = FinishReason.EOS
-        elif stop:
-            self.ending = FinishReason.STOP
+            self.end(FinishReason.EOS)
+        elif is_stop:
+            self.end(FinishReason.STOP)
         elif self.sequence.committed >= self.submit.limit:
-            self.ending = FinishReason.LENGTH
+            self.end(FinishReason.LENGTH)
+
+    def _correct(self, token: int, provenance: Provenance) -> None:
+        """Commit `token` in place of what was drafted, and go on with the branch for this outcome if there is one."""
+        outcome = self.sequence.committed, token
+        foreseen = self.proposals.branch(*outcome)
+        self.discard_pending()
+        self.opened_by = outcome
+        self.sequence.correct(token)
+        if foreseen is not None:
+            is_bonus = provenance is Provenance.BONUS
+            self.counts.foreseen += not is_bonus
+            self.counts.foreseen_bonuses += is_bonus
+            self.propose(foreseen)
+            self.foreseen_end = foreseen.end
+        if provenance is Provenance.ACCEPTED:  # another of the draft's candidates than the one it went on from
+            self._count_accepted(Source.MODEL)
+            return
+        if provenance is not Provenance.DIRECT:  # a correction or a bonus token ends a run that counts
+            self.counts.runs[self.counts.run] = self.counts.runs.get(self.counts.run, 0) + 1
+        self.counts.run = 0
 
     def _count_accepted(self, source: Source) -> None:
         self.counts.sources[source] = self.counts.sources.get(source, 0) + 1
         self.counts.accepted += 1
         self.counts.run += 1
 
-    def _end_run(self, is_known: bool) -> None:
-        """`is_known`: whether it counts as one that a correction or a bonus token has ended."""
-        runs, run = self.counts.runs, self.counts.run
-        if is_known:
-            runs[run] = runs.get(run, 0) + 1
-        self.counts.run = 0
-
     def discard_pending(self) -> None:
-        """What was drafted counts no more."""
+        """Drop what was drafted, in a new epoch."""
         self.epoch += 1
-        self.is_paused = False
-        self.draft_until = 0
-        self.opened_by = None
-        self.parted, self.received = -1, 0
-        self.told_guesser = min(self.told_guesser, self.sequence.committed)
+        self.opened_by, self.foreseen_end = None, 0
+        self.indexed = min(self.indexed, self.sequence.committed)
         self.proposals.clear()
         self.sequence.drop_pending()
+
+    def deliver(self, do: Do) -> None:
+        """Send the front what it has not received of the committed tokens."""
+        seq, start = self.sequence, self._delivered
+        if start < seq.committed:
+            new = tuple(seq.tokens[start : seq.committed])
+            do(Deliver(Committed(self.number, start, new, tuple(self._undelivered))))
+            self._delivered = seq.committed
+            self._undelivered.clear()
+
+    def preview(self, do: Do) -> None:
+        """Show the front the pending tokens, if it asked for that."""
+        if self.submit.preview:
+            do(Deliver(Preview(self.number, self.sequence.committed, tuple(self.sequence.pending))))

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from pearl.decoding.distribution import Distribution
 from pearl.errors import TraceError
-from pearl.protocol import events, messages, options, request, window
+from pearl.protocol import events, messages, options, request, speeds
 
 _SIMPLE = (int, float, str, type(None))
 
@@ -86,7 +86,7 @@ def _convertible(value: Any) -> Any:
 
 _KINDS: dict[str, type] = {
     name: kind
-    for module in (events, messages, options, request, window)
+    for module in (events, messages, options, request, speeds)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Struct))
 }

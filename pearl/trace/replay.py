@@ -9,7 +9,7 @@ from typing import Any
 from pearl.errors import ProtocolError, TraceError
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
 from pearl.trace.plain import from_plain, plain
 from pearl.trace.reading import Slice, Trace
 

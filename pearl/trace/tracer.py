@@ -134,8 +134,8 @@ class Tracer:
             args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
         if profile is not None:
             args["profile"] = profile
-        if machine.piece > 1:
-            args["piece"] = machine.piece
+        if own.sequence.piece > 1:
+            args["piece"] = own.sequence.piece
         self._first = False
         self.recorder.record(LOOP, "busy", "decide", start, end, args)
         self._follow_requests(machine, start, end)
@@ -251,7 +251,7 @@ def _machine_of(machine: Coordinator | Drafter, request: int | None) -> Any:
 
 def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
     if isinstance(machine, Coordinator):
-        return {number: one.submit for number, one in machine.running.items()}
+        return {number: one.request.submit for number, one in machine.running.items()}
     return {one.begun.request: one.begun for one in machine.machines if one.begun is not None}
 
 

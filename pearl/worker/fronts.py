@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
@@ -15,13 +14,11 @@ from pearl.protocol.messages import (
     Committed,
     Error,
     Finished,
-    FinishReason,
     Hello,
     Message,
     Preview,
     Submit,
 )
-from pearl.protocol.request import Counts
 from pearl.transport.base import Peer
 from pearl.worker.admission import MAX_FRONTS, Admission
 
@@ -47,7 +44,6 @@ class Fronts:
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
         self._admission = Admission(self._owners, vocab_size, context, has_classifier, slots)
         self._numbers = count(1)
-        self._queues: dict[Peer, deque[Submit]] = {}  # what has not begun; the front whose turn it is comes first
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._attached
@@ -76,34 +72,12 @@ class Fronts:
             del self._owners[number]
         return numbers
 
-    def submit(self, peer: Peer, submit: Submit) -> int:
-        """Our own number of a request, that waits from now on. Raises `RequestError` where it cannot be served."""
+    def number(self, peer: Peer, submit: Submit) -> Submit:
+        """A front's request with a number of our own. Raises `RequestError` if it cannot be served."""
         number = next(self._numbers)
         self._admission.admit(number, peer, submit)
         self._owners[number] = (peer, submit.request)
-        self._queues.setdefault(peer, deque()).append(submit.changed(request=number))
-        return number
-
-    def next(self) -> Submit | None:
-        """The request that is to begin. Fronts take turns, so that none waits for all that another has asked for."""
-        for peer, queue in self._queues.items():
-            del self._queues[peer]
-            submit = queue.popleft()
-            if queue:
-                self._queues[peer] = queue  # behind the others
-            return submit
-        return None
-
-    def withdraw(self, number: int) -> End | None:
-        """The end of a request that has not begun; None where it has."""
-        for peer, queue in self._queues.items():
-            left = deque(submit for submit in queue if submit.request != number)
-            if len(left) < len(queue):
-                self._queues[peer] = left
-                if not left:
-                    del self._queues[peer]
-                return End(number, FinishReason.CANCELLED, 0, Counts(), 0)
-        return None
+        return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
 
     def numbers(self, peer: Peer, request: int) -> list[int]:
         """Our numbers of a front's request."""
@@ -113,11 +87,13 @@ class Fronts:
         """The front that asked for a request; empty where it is gone."""
         return self._owners[number][0] if number in self._owners else b""
 
-    def ahead(self, peer: Peer, at_work: Container[int]) -> int:
-        """How many requests of others come before all of a front's; 0 where one of its own is `at_work`."""
-        if peer not in self._queues or any(owner == peer and n in at_work for n, (owner, _) in self._owners.items()):
+    def ahead(self, peer: Peer, waiting: Sequence[Submit]) -> int:
+        """How many requests come before all of a front's; 0 where one of its own runs. `waiting`: in their order."""
+        queued = [self.owner(submit.request) for submit in waiting]
+        own = [number for number, (owner, _) in self._owners.items() if owner == peer]
+        if not own or len(own) > queued.count(peer):
             return 0
-        return sum(number in at_work for number in self._owners) + list(self._queues).index(peer)
+        return len(self._owners) - len(queued) + queued.index(peer)
 
     @property
     def waiting(self) -> set[Peer]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from pearl.errors import DraftLost
 from pearl.protocol.drafter import State as Working
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
 from pearl.silence import SLACK, Silence
 
 _TOO_SLOW = 20.0  # times what its token took when it joined

@@ -1,9 +1,9 @@
-"""Profiles: what `pearl calibrate` has measured of a pair on this machine, kept for the engines that come after.
+"""Profiles: the speeds of a pair on this machine, as `pearl calibrate` measured them, kept for later engines.
 
-Where there is none, the forward times that a start has measured are kept for a day, so that the next need not.
+If there is none, the forward times that a start has measured are kept for a day, so that the next start need not.
 
 A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
-are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, but for those
+are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, except those
 whose rule makes them depend on the window (`ratio` under `sd`).
 """
 
@@ -19,20 +19,20 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
 
 from pearl.cache import cache_directory
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.models.checkpoint import is_toy
-from pearl.protocol.window import Profile
+from pearl.protocol.speeds import Profile
 from pearl.trace.recorder import where_and_what
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-_ARITHMETIC = 2  # raised where forwards of the same settings come to take another time; 2: 4 bits on every x86 CPU
-_MEASURED_WITH = (  # settings that what is measured depends on
+FORMAT = 2
+_ARITHMETIC = 2  # raised when forwards of the same settings come to take another time; 2: 4 bits on every x86 CPU
+_SETTINGS = (  # those that speeds depend on
     "target_device",
     "draft_device",
     "target_dtype",
@@ -45,18 +45,17 @@ _MEASURED_WITH = (  # settings that what is measured depends on
     "target_pace",
     "draft_pace",
 )
-_PROFILE = TypeAdapter(Profile)
 _TIMES = "-times.json"
-_TIMES_SECONDS = 24 * 3600.0  # that what a start has measured is taken: something else may have kept the machine busy
+_TIMES_SECONDS = 24 * 3600.0  # how long a start's measurement is used: something else may have kept the machine busy
 
 
 def key(config: EngineConfig) -> dict[str, Any]:
-    """What a profile holds for. Cores are those that this process may use: to be asked before it is pinned."""
+    """What a profile holds for. Call before this process is pinned: its cores are those that the process may use."""
     here, gpus = where_and_what(), Path("/proc/driver/nvidia/gpus").glob("*/information")
     return {
         "target": _identity(config.target),
         "draft": _identity(config.draft),
-        **{name: getattr(config, name) for name in _MEASURED_WITH},
+        **{name: getattr(config, name) for name in _SETTINGS},
         "processor": here["processor"],
         "cores": sorted(os.sched_getaffinity(0)),
         "gpus": sorted(path.read_text().partition("\n")[0] for path in gpus),
@@ -67,33 +66,39 @@ def key(config: EngineConfig) -> dict[str, Any]:
 
 
 def path_of(config: EngineConfig) -> Path:
-    """Where the profile of this pair, on this machine, is kept."""
+    """The file of this pair's profile on this machine."""
     digest = blake2b(json.dumps(key(config), sort_keys=True).encode(), digest_size=8).hexdigest()
     return cache_directory() / "profiles" / f"{digest}.json"
 
 
 def save(config: EngineConfig, profile: Profile) -> Path:
-    """Keeps it for the engines that come after; returns where. Raises `ConfigError` where it cannot be written."""
+    """Keep a profile for later engines; return its file. Raises `ConfigError` if it cannot be written."""
     path = path_of(config)
     _write(path, key(config), profile)
     return path
 
 
-def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
-    document = {"format": FORMAT, "key": key, "profile": _PROFILE.dump_python(profile, mode="json")}
-    beside = path.with_suffix(f".{os.getpid()}")
+def load(config: EngineConfig) -> Profile | None:
+    """The profile that `config.profile` names; None: it names none, or there is none of this pair on this machine.
+
+    Raises `ConfigError` for a named file that is no profile. A damaged one in the cache is ignored, with a warning.
+    """
+    if config.profile == "none":
+        return None
+    if config.profile != "auto":
+        return _read(Path(config.profile))
+    path = path_of(config)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(document, indent=2) + "\n")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
+        return _read(path) if path.exists() else None
+    except ConfigError as error:
+        log.warning("%s; going on without it", error)
+        return None
 
 
 def times(config: EngineConfig) -> tuple[Profile | None, Callable[[Profile], None]]:
-    """What starts have measured of this pair within a day, if anything; and how to keep what this one measures.
+    """What starts of this pair have measured within a day, if anything; and how to keep what this one measures.
 
-    To be asked before this process is pinned. Of toys nothing is kept, nor where `config.profile` wants none.
+    Call before this process is pinned. Nothing is kept of toys, nor if `config.profile` is not "auto".
     """
     if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
         return None, lambda profile: None
@@ -119,56 +124,31 @@ def _is_recent(path: Path) -> bool:
     return 0 <= time.time() - path.stat().st_mtime < _TIMES_SECONDS
 
 
-def load(config: EngineConfig) -> Profile | None:
-    """The one that `config.profile` names; None: it names none, or there is none of this pair on this machine.
-
-    Raises `ConfigError` for a file that is named and is no profile. A damaged one in the cache is passed over.
-    """
-    if config.profile == "none":
-        return None
-    if config.profile != "auto":
-        return _read(Path(config.profile))
-    path = path_of(config)
+def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
+    document = {"format": FORMAT, "key": key, "profile": profile}
+    beside = path.with_suffix(f".{os.getpid()}")
     try:
-        return _read(path) if path.exists() else None
-    except ConfigError as error:
-        log.warning("%s; going on without it", error)
-        return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
 
 
 def _read(path: Path) -> Profile:
     try:
-        document = json.loads(path.read_text())
+        document = msgspec.json.decode(path.read_bytes())
         if document["format"] != FORMAT:
             raise ConfigError(f"profile {path} has format {document['format']!r}; this version reads {FORMAT}")
-        profile = _PROFILE.validate_python(document["profile"])
+        return msgspec.convert(document["profile"], Profile)
     except OSError as error:
         raise ConfigError(f"profile {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError):
-        raise ConfigError(f"profile {path} is damaged, or is none: make one with pearl calibrate") from None
-    if problem := _problem(profile):
-        raise ConfigError(f"profile {path}: {problem}")
-    return profile
-
-
-def _problem(profile: Profile) -> str | None:
-    """What no measurement gives, and would spoil the arithmetic."""
-    times = [profile.t_draft, *(seconds for _, seconds in (*profile.t_target, *profile.t_elsewhere))]
-    if not all(0 <= seconds < 1e4 for seconds in times):
-        return "a forward time is no number of seconds"
-    if not (0 <= profile.acceptance <= 1 and abs(profile.gain) < 10 and 0 <= profile.comparisons <= 1e3):
-        return "acceptance or gain is out of range"
-    if not (profile.since_tried >= 0 and 0 <= profile.cost < 1e6):
-        return "a number of tokens is out of range"
-    if not all(0 < rate < 1e9 for _, rate in profile.rates):
-        return "a rate is no number of tokens a second"
-    if profile.overhead is not None and not abs(profile.overhead) < 1e4:
-        return "the overhead is no number of seconds"
-    return None
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"profile {path} is damaged: make one with pearl calibrate ({error})") from None
 
 
 def _identity(spec: str) -> str:
-    """Of a model on this machine: its path and when its files were last changed; of another: its name."""
+    """A model on this machine: its path and when its files were last changed; any other: its name."""
     path = Path(spec)
     if not path.exists():
         return spec

@@ -30,6 +30,7 @@ from pearl.protocol.events import (
     End,
     Failed,
     Forward,
+    Hold,
     Open,
     Send,
     Spread,
@@ -54,7 +55,8 @@ from pearl.protocol.messages import (
     Trace,
     Welcome,
 )
-from pearl.protocol.window import Profile, Speeds
+from pearl.protocol.scheduler import seconds_to_gather
+from pearl.protocol.speeds import Profile, Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MOST_UNANNOUNCED
@@ -67,7 +69,6 @@ from pearl.worker.watches import Watches
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
-_GATHERING = 1.2  # draft forwards: how long a forward is put off for requests whose drafts are due
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 
 
@@ -176,8 +177,9 @@ class TargetWorker:
             case Pong() if is_draft:
                 self._tracer.pong(message)
             case Submit() if peer in self._fronts:
-                self._watches.submit(self._fronts.submit(peer, message))
-                self._begin()
+                submit = self._fronts.number(peer, message)
+                self._watches.submit(submit.request)
+                self._handle(submit)
             case Cancel(request) if peer in self._fronts:
                 self._todo.extend(map(Cancel, self._fronts.numbers(peer, request)))
             case Trace() if peer in self._fronts:
@@ -229,7 +231,9 @@ class TargetWorker:
 
     def _introduction(self, window: int) -> Welcome:
         s, speeds, context = self._settings, self._coordinator.speeds, self._coordinator.draft_context
-        return Welcome(PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, speeds.measured, window)
+        return Welcome(
+            PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, speeds.target.measured, window
+        )
 
     # ---- the draft ----
 
@@ -248,7 +252,7 @@ class TargetWorker:
         else:
             self._draft.open_channel()
             speeds = self._coordinator.speeds
-            for fed, seconds in calibrate_target(self._executor.runner, brief=bool(speeds.measured)):
+            for fed, seconds in calibrate_target(self._executor.runner, brief=bool(speeds.target.measured)):
                 speeds.observe_target(fed, seconds)
             speeds.target.settle()
         self._draft.health.joined()
@@ -274,7 +278,7 @@ class TargetWorker:
         neglected = self._draft.health.neglected(waiting)
         if self._draft.health.stalled(heartbeat.work, bool(waiting)):
             log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
-            neglected = waiting
+            neglected = list(waiting)
         elif neglected:
             log.warning("the draft goes on without %d that wait for it: a message was lost; likewise", len(neglected))
         for number in neglected:
@@ -294,7 +298,7 @@ class TargetWorker:
         """Each is a whole prefix, that waits here until the draft reads it; one that asks on and on need not read."""
         for number in requests:
             machine = self._coordinator.running.get(number)
-            if machine is not None and machine.request.begins_too_often and not machine.request.is_undraftable:
+            if machine is not None and machine.draft.resyncs_too_often and not machine.draft.is_lost:
                 self._go_on_without_draft(number, "it was given the whole prefix too often")
 
     def _lose_draft(self, why: str) -> None:
@@ -323,13 +327,13 @@ class TargetWorker:
                 self._draft.probe(now)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
-            for number in self._draft.health.overdue(self._coordinator.reached, now):
+            for number in self._draft.health.overdue(self._coordinator.waiting, now):
                 self._go_on_without_draft(number, "nothing has come of it for too long")
         self._recordings.look(now)
         if now - self._fronts_told > _FRONT_SECONDS:
             self._fronts_told = now
             for peer in self._fronts.to_reassure | self._recordings.fronts:
-                ahead = self._fronts.ahead(peer, self._watches)
+                ahead = self._fronts.ahead(peer, self._coordinator.scheduler.waiting)
                 self._post(Heartbeat(self._work, "queued" if ahead else self._coordinator.state.value, ahead), peer)
 
     # ---- recording ----
@@ -349,12 +353,15 @@ class TargetWorker:
         """Begins anew with an empty cache and a new state machine, that knows of the pair what was known."""
         for slot in range(self._slots):
             self._executor.runner.rollback(0, slot)
-        if self._coordinator.speeds.choice.is_spread:
+        if self._coordinator.speeds.is_spread:
             self._execute(Spread(False))
+        waiting = self._coordinator.scheduler.waiting
         self._coordinator = Coordinator(Speeds.of(self._coordinator.speeds.profile), self._slots, self._piece)
         self._decide = self._tracer.deciding(self._coordinator)
         if self._draft.peer is not None:
             self._handle(DraftJoined(self._draft.context))
+        for submit in waiting:
+            self._handle(submit)
 
     def _compare_clocks(self) -> None:
         if self._tracer.recorder is not None:
@@ -366,11 +373,9 @@ class TargetWorker:
         self._todo.extend(self._decide(event))
 
     def _begin(self) -> None:
-        """Gives slots that are free to requests that wait, unless a recording is to begin or end before them."""
-        if self._recordings.are_due:
-            return
-        while len(self._coordinator.running) < self._slots and (submit := self._fronts.next()) is not None:
-            self._handle(submit)
+        """Begin requests that wait, unless a recording is to begin or end first."""
+        if self._coordinator.scheduler.is_held != self._recordings.are_due:
+            self._handle(Hold(self._recordings.are_due))
 
     def _carry_out(self, command: object) -> None:
         now = time.monotonic()
@@ -387,8 +392,7 @@ class TargetWorker:
             case End():
                 self._end(command)
             case Cancel():
-                end = self._fronts.withdraw(command.request)
-                self._todo.extend(self._decide(command) if end is None else [end])
+                self._handle(command)
             case Forward():
                 self._forwards.append(command)
             case _:
@@ -421,8 +425,7 @@ class TargetWorker:
             return False
         now, speeds = time.monotonic(), self._coordinator.speeds
         if not self._gather_until:
-            saved = speeds.t_target(1) * len(others) / len(self._forwards)
-            self._gather_until = now + min(_GATHERING * (speeds.t_draft or 0.0), saved)
+            self._gather_until = now + seconds_to_gather(len(self._forwards), len(others), speeds)
         if now >= self._gather_until:
             return False
         self._receive(self._gather_until - now)

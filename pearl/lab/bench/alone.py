@@ -15,7 +15,7 @@ from pearl.engine.request import Prompt, encode, submission
 from pearl.models.checkpoint import is_toy
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.tokenizers import load_tokenizer
-from pearl.protocol.request_machine import PREFILL_CHUNK
+from pearl.protocol.scheduler import PREFILL_CHUNK
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream
 

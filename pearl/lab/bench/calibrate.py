@@ -27,7 +27,7 @@ from pearl.lab.simulate import Timing
 from pearl.lab.theory import MOST_GAMMA
 from pearl.metrics import Statistics
 from pearl.protocol.options import RequestOptions
-from pearl.protocol.window import Profile, expected_rate
+from pearl.protocol.speeds import Profile, expected_rate
 from pearl.spec.methods import AS_PUBLISHED, BRANCHES, DRAFT_LOOKUP, DRAFTLESS, LOOK_AHEAD, WINDOWS
 from pearl.trace.reading import FORWARDS, Slice, Trace, read
 from pearl.worker.build import shared_gpus
@@ -176,9 +176,9 @@ def calibrate(
 def _profile(last: Statistics, acceptance: float) -> Profile:
     """What the engine knew in the end. `last`: of its last text, by method auto."""
     here, there = (tuple((int(n), t) for n, t in times.items()) for times in (last.t_target, last.t_target_spread))
-    gain = log(last.draft_speedup) if last.draft_speedup else 0.0
-    rates = tuple((name == "alone", rate) for name, rate in last.rates.items())
-    return Profile(last.t_draft, acceptance, here, there, gain, last.num_comparisons, rates=rates)
+    ways = tuple((way, log(rate), 1) for way, rate in last.rates.items())
+    best = max(last.rates, key=lambda way: last.rates[way], default="ngram")
+    return Profile(last.t_draft, acceptance, here, there, best, ways)
 
 
 _TextRates = list[tuple[float, float]]  # per text: tokens after the first commit, and their seconds

@@ -27,7 +27,7 @@ from pearl.lab.experiments.workload import Text, Workload
 from pearl.lab.simulate import Timing
 from pearl.models.recorded import RecordedTexts
 from pearl.protocol.options import RequestOptions
-from pearl.protocol.window import Speeds
+from pearl.protocol.speeds import Speeds
 from pearl.trace.plain import from_plain
 from pearl.trace.reading import FORWARDS, Slice, Trace
 

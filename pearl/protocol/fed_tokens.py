@@ -1,4 +1,4 @@
-"""What one request's last target forward was fed, and how far the text has turned out to follow it."""
+"""The tokens of one request's last target forward, and how far the text follows them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pearl.protocol.messages import Source
 from pearl.protocol.sequence import TokenSequence
 
 
-class Fed:
-    """The tokens of one forward: a chain of the text, and behind or beside it guesses.
+class FedTokens:
+    """The tokens of one forward: a chain of the text, and guesses behind or beside it.
 
     Args:
-        start: the position of the first token.
+        start: position of the first token.
         chain: tokens of the text.
-        guesses, above: behind them; the parent of each, by index among all tokens.
-        sources: who guessed, of each guess.
+        guesses, above: tokens behind the chain, and the parent of each, by index among all tokens.
+        sources: who made each guess.
 
     Attributes:
-        tokens: all of them.
+        tokens: chain and guesses.
         parents: as `Forward.parents`; None: each follows the one before it.
-        path: of the tokens those that the text has from `start` on, by index.
+        path: indices of the tokens that the text has from `start` on.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Fed:
         self._children = {edge: node for node, edge in enumerate(followed)}
 
     @classmethod
-    def feed(cls, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int) -> Fed:
-        """That of `chain`, from `start` on, and the first `count` guesses that follow a text of `length` tokens."""
+    def of(cls, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int) -> FedTokens:
+        """`chain` from position `start` on, and the first `count` guesses behind a text of `length` tokens."""
         # A guess's parent is a token of the text, by position, or another guess, numbered from the text's length on.
         parents = guessed.parents[:count]
         above = [parent - start if parent < length else parent - length + len(chain) for parent in parents]
         return cls(start, chain, guessed.tokens[:count], above, guessed.sources)
 
     def nodes(self, position: int, count: int) -> tuple[int, ...]:
-        """The tokens whose rows are for `position` and the `count` - 1 positions after it."""
+        """Indices of the tokens whose rows are for `position` and the `count` - 1 positions after it."""
         first = position - 1 - self.start
         return tuple(self.path[first : first + count])
 
     def guessers(self, position: int, tokens: Sequence[int]) -> list[Source | None]:
-        """Who guessed each of `tokens`, which stand from `position` on; None where nobody had to."""
+        """Who guessed each of `tokens`, which stand from `position` on; None for a token that was no guess."""
         (node,) = self.nodes(position, 1)
         found: list[Source | None] = []
         for token in tokens:
@@ -64,7 +64,7 @@ class Fed:
         return found
 
     def follow(self, sequence: TokenSequence) -> None:
-        """Count as fed what the sequence's unfed tokens have in common with the guesses."""
+        """Count unfed tokens of the sequence that are among the guesses as fed."""
         del self.path[max(0, sequence.fed - self.start) :]
         while self.path and sequence.fed < len(sequence.tokens):
             node = self._children.get((self.path[-1], sequence.tokens[sequence.fed]))

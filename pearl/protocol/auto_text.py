@@ -1,0 +1,87 @@
+"""Method auto for one request: which way of decoding it uses, and whether the target has the draft's cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pearl.protocol.draft_view import DraftView
+from pearl.protocol.events import Spread
+from pearl.protocol.machine import Do
+from pearl.protocol.request import Request
+from pearl.protocol.speeds import Speeds
+
+
+class Running(Protocol):
+    """A running request."""
+
+    draft: DraftView
+    auto: AutoText
+
+
+class AutoText:
+    """The ways of one text. Does nothing but `place` where no choice is open: another method, or a rule whose text
+    depends on what was proposed.
+
+    Args:
+        running: all running requests, this one among them.
+
+    Attributes:
+        is_timed: whether ways are timed on this text. One text at a time is; others use the best way so far.
+    """
+
+    def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Mapping[int, Running]) -> None:
+        self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
+        self._is_open = request.method.adapts and request.commits_draws
+        self.is_timed: bool = self._is_open and not any(other.auto.is_timed for other in running.values())
+        self._committed = 0  # tokens, at the last timed forward
+
+    def begin(self, do: Do) -> None:
+        """The text begins: choose its way."""
+        auto, submit = self._speeds.auto, self._request.submit
+        if not self._is_open:
+            self._place(do)
+        elif self._draft.context:
+            left, t_target = submit.limit - len(submit.prompt), self._speeds.t_target(1)
+            self._use(auto.begin(left, 1 / t_target if t_target else 0.0) if self.is_timed else auto.best, do)
+
+    def step(self, at: float, do: Do) -> None:
+        """A forward ended at `at` seconds (0: unknown): go on with this way, or change to another."""
+        committed = self._request.sequence.committed
+        if not self.is_timed or not self._draft.context or self._draft.is_lost or not at:
+            return
+        new, self._committed = committed - self._committed, committed
+        way = self._speeds.auto.step(at, new, self._request.submit.limit - committed, self._draft.has_sent)
+        if way is None:
+            return
+        self._draft.finish(do)
+        self._use(way, do)
+        if self._request.method.drafts:
+            self._request.discard_pending()
+            self._draft.begin(do)
+
+    def lose_draft(self) -> None:
+        """The draft is gone: go on with guesses alone."""
+        if self._is_open:
+            self._request.use("ngram")
+
+    def end(self) -> None:
+        """The text ends."""
+        auto, counts = self._speeds.auto, self._request.counts
+        if self.is_timed:
+            auto.end()
+            self.is_timed = False
+        if self._is_open:
+            counts.rates, counts.speedup = dict(auto.rates), auto.speedup
+
+    def _use(self, way: str, do: Do) -> None:
+        self._request.use(way)
+        self._draft.has_sent = False
+        self._place(do)
+
+    def _place(self, do: Do) -> None:
+        """Let the target have the draft's cores where no running text uses the draft."""
+        everywhere = self._is_open and not any(other.draft.is_drafting for other in self._running.values())
+        if self._speeds.is_spread != everywhere:
+            self._speeds.spread(everywhere)
+            do(Spread(everywhere, request=self._request.number))

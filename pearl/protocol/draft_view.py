@@ -1,0 +1,270 @@
+"""The draft of one request as the target sees it: how much of the text it has, how far it may draft, what it sent.
+
+Decides nothing about the text.  When something is sent to the draft is the state machine's business.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pearl.errors import RemoteProtocolError
+from pearl.protocol.events import Send
+from pearl.protocol.machine import Do
+from pearl.protocol.messages import Begin, DraftTokens, Finish, Source, Verdict
+from pearl.protocol.proposals import Proposal
+from pearl.protocol.request import Request
+from pearl.protocol.sequence import common_prefix
+from pearl.protocol.speeds import Speeds
+from pearl.protocol.window import Window, whole_blocks
+from pearl.spec.methods import MAX_BRANCHES
+
+_GRANTS_PER_CHOICE = 8  # speeds change slowly, and choosing c takes as long as all else that follows a judgement
+_RESYNCS, _TOKENS_PER_RESYNC = 16, 4  # whole prefixes that a draft may have again: at first, and one per four tokens
+
+
+class Received(Enum):
+    """What became of a message with draft tokens."""
+
+    NOTHING = "nothing"  # dropped, or kept for another outcome: no further tokens are pending
+    PENDING = "pending"  # the main line goes on with it
+    COMPARED = "compared"  # compared with tokens that the target has committed since; none of it is pending
+    GAP = "gap"  # tokens before it never came
+
+
+class DraftView:
+    """What the target knows of the draft's part in one request.
+
+    Args:
+        context: tokens that the draft's model holds; 0: there is no draft.
+        window: c as last used.
+    """
+
+    def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
+        self._request, self._speeds = request, speeds
+        self.context, self.window = context, window
+        #: Length of the prefix that the draft has; 0: it takes no part.
+        self.known = 0
+        #: Whether the draft cannot go on with this request.
+        self.is_lost = False
+        #: Whether the draft has sent anything since it last began.
+        self.has_sent = False
+        #: Tokens that other requests had in the last target forward.
+        self.beside = 0
+        self._grants = 0
+        self._furthest = 0  # the most tokens ahead of the prefix that the draft was allowed; no branch is longer
+        # What holds for one epoch:
+        self._epoch = 0
+        self._until = 0  # the position up to which the draft may draft
+        self._is_paused = False  # the draft's stop policy has ended its drafting until all pending tokens are judged
+        self._received = 0  # the position up to which its tokens have come, used or not
+        self._diverged = -1  # first position where the draft diverged and no verdict has reported it; -1: none
+
+    # ---- what the draft may do ----
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a draft token will come for the position after the prefix.
+
+        Depends on whether the draft is there and on the position, never on what it drafted (invariant 9).
+        """
+        return self._request.method.drafts and not self.is_lost and self._request.sequence.committed < self.context
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused and self._epoch == self._request.epoch
+
+    @property
+    def resyncs_too_often(self) -> bool:
+        """Whether the draft was given the whole prefix again so often that it is not to have it once more."""
+        written = self._request.sequence.committed - len(self._request.submit.prompt)
+        return self._request.counts.resyncs > _RESYNCS + max(0, written) // _TOKENS_PER_RESYNC
+
+    @property
+    def needed(self) -> int:
+        """Unfed tokens that the target waits for. Near the limit, or the draft's context, fewer can ever come."""
+        request, most = self._request, self._can_come
+        if not self.is_drafting:
+            return 1
+        if request.block > 1:
+            return 1 + self.next_block if self.is_paused else min(self._bounds.needed, 1 + most)
+        can_come = min(request.submit.limit - request.sequence.committed, 1 + max(0, most))
+        return 1 if self.is_paused else min(self._bounds.needed, can_come)
+
+    @property
+    def next_block(self) -> int:
+        """Pending tokens that are judged together next. A text's last token is in no block if it is a bonus token.
+
+        A paused draft sends no more: then it is what has come.
+        """
+        request, length = self._request, self._request.sequence.committed
+        most = min(self._can_come, max(1, request.submit.limit - length - request.method.bonus))
+        return min(request.block, most, len(request.sequence.pending) if self.is_paused else most)
+
+    @property
+    def _can_come(self) -> int:
+        """How many tokens may be drafted behind the prefix."""
+        return min(self._request.submit.limit, self.context) - self._request.sequence.committed
+
+    @property
+    def _bounds(self) -> Window:
+        request, length = self._request, self._request.sequence.committed
+        c = self.window if request.block == 1 else whole_blocks(self.window, request.block)
+        pending = len(request.sequence.pending)
+        window = Window.after(request.method, request.options.window, c, length, request.is_fresh, pending)
+        return window if request.block == 1 else window.in_blocks(request.block, length)
+
+    def _grant(self) -> int:
+        """Return how far the draft may draft, never less than before in one epoch; re-choose c every 8 grants.
+
+        c changes only here: were it to grow in between, the target would wait for tokens that the draft was never
+        allowed to draft. A text that depends on c keeps its first one, so that it can be made again.
+        """
+        request = self._request
+        keeps = request.method.bonus and not request.commits_draws
+        if self._grants % _GRANTS_PER_CHOICE == 0 and not (self._grants and keeps):
+            self.window = request.options.gamma or self._speeds.best_window(self.beside)
+        self._grants += 1
+        self._enter_epoch()
+        self._until = max(self._until, min(self._bounds.draft_until, request.submit.limit, self.context))
+        self._furthest = max(self._furthest, self._until - request.sequence.committed)
+        return self._until
+
+    def _enter_epoch(self) -> None:
+        if self._epoch != self._request.epoch:
+            self._epoch, self._until, self._is_paused = self._request.epoch, 0, False
+            self._received, self._diverged = self._request.foreseen_end, -1
+
+    # ---- what the draft is sent ----
+
+    def begin(self, do: Do) -> None:
+        """Give the draft the whole prefix, if there is a draft to give it to."""
+        if not self.is_drafting:
+            return
+        request, seq = self._request, self._request.sequence
+        self._enter_epoch()
+        self.known, self._is_paused, self.has_sent = seq.committed, False, False
+        prefix = tuple(seq.tokens[: seq.committed])
+        do(Send(Begin(request.number, request.epoch, prefix, self._grant(), seq.digest, request.options)))
+
+    def announce(self, do: Do) -> None:
+        """Send the draft what was committed since it was last told."""
+        request, seq, start = self._request, self._request.sequence, self.known
+        if not (start and self.is_drafting and start < seq.committed):
+            return
+        self._enter_epoch()
+        new = tuple(seq.tokens[start : seq.committed])
+        do(Send(Verdict(request.number, request.epoch, start, new, self._grant(), seq.digest)))
+        self.known = seq.committed
+        self._is_paused = self._is_paused and seq.first_pending is not None
+
+    def finish(self, do: Do) -> None:
+        """The draft drafts no more for this request, for now or for ever."""
+        if self.known:
+            do(Send(Finish(self._request.number)))
+        self.known = 0
+
+    # ---- what the draft sends ----
+
+    def receive(self, message: DraftTokens) -> Received:
+        """Take the draft's tokens: pending, compared with what is committed, kept for another outcome, or dropped.
+
+        Raises `RemoteProtocolError` for what the draft had no right to send; nothing has changed then.
+        """
+        request = self._request
+        is_old = message.epoch < request.epoch and not self._is_foreseen(message)
+        if request.ending or is_old or not request.method.drafts:
+            return self._drop()
+        self._enter_epoch()
+        end, limit = message.start + len(message.tokens), request.submit.limit
+        if message.epoch > request.epoch or (message.after is None and end > self._until):
+            raise RemoteProtocolError(
+                f"draft sent {len(message.tokens)} tokens from position {message.start} in epoch {message.epoch}; "
+                f"allowed: up to {self._until} in epoch {request.epoch}"
+            )
+        if message.start >= limit:
+            return self._drop()
+        if end > limit:  # of a branch: the draft does not know the limit
+            message = _part(message, 0, limit - message.start)
+        # `_until` is no bound for a branch, which counts from its outcome on.
+        if message.after is not None and end > message.after[0] + 1 + self._furthest:
+            return self._drop()
+        self._speeds.observe_draft(message.seconds)
+        self.has_sent = True
+        if message.after is not None and message.epoch == request.epoch:
+            return self._keep_branch(message, message.after)
+        if request.runs_ahead and (message.start < request.sequence.committed or self._is_astray(message)):
+            return self._compare(message)
+        length = len(request.sequence.tokens)
+        if message.start < length:
+            request.counts.duplicate += 1
+            return Received.NOTHING
+        return Received.GAP if message.start > length else self._append(message)
+
+    def _append(self, message: DraftTokens) -> Received:
+        request = self._request
+        self._is_paused = message.paused
+        request.counts.pauses += message.paused
+        request.propose(Proposal(message.start, message.tokens, message.rows, message.source))
+        self._received = len(request.sequence.tokens)
+        return Received.PENDING
+
+    def _compare(self, message: DraftTokens) -> Received:
+        """Tokens drafted before the draft had what the target has committed since."""
+        request, counts, seq = self._request, self._request.counts, self._request.sequence
+        if self._is_astray(message):
+            return self._drop()
+        if message.start < self._received:
+            counts.duplicate += 1
+            return Received.NOTHING
+        own = seq.tokens[message.start : seq.committed]
+        agreed = common_prefix(own, message.tokens)
+        is_wrong = agreed < min(len(own), len(message.tokens))
+        counts.drafted += agreed + is_wrong
+        counts.judged += agreed + is_wrong
+        counts.accepted += agreed
+        counts.late += agreed
+        self._speeds.observe_judgement(agreed, agreed + is_wrong)
+        self._received = message.start + agreed + is_wrong
+        if is_wrong:
+            self._diverged, request.is_fresh = message.start + agreed, True
+        elif len(message.tokens) > agreed:
+            return self._append(_part(message, agreed, len(message.tokens)))
+        return Received.COMPARED
+
+    def _keep_branch(self, message: DraftTokens, after: tuple[int, int]) -> Received:
+        """Keep a continuation for another outcome at an undecided position; compare it if this outcome has come."""
+        request, (position, token) = self._request, after
+        tokens, committed = request.sequence.tokens, request.sequence.committed
+        if position == self._diverged and tokens[position] == token:
+            return self._compare(message) if message.start <= len(tokens) else self._drop()
+        known = request.proposals.branch(position, token)
+        is_bonus = request.method.bonus and position == len(tokens)
+        is_other = position < len(tokens) and tokens[position] != token
+        is_open = committed <= position and (is_other or is_bonus) and not self._is_astray(message)
+        is_next = message.start == (position + 1 if known is None else known.end)
+        is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
+        if not (request.options.branches and is_open and is_next) or is_one_more:
+            return self._drop()
+        request.proposals.add(Proposal(position + 1, message.tokens, message.rows, message.source, after))
+        return Received.NOTHING
+
+    def _is_astray(self, message: DraftTokens) -> bool:
+        """Whether these were drafted past an error that no verdict had reported, and not for its correction."""
+        is_correction = message.after is not None and message.after[0] == self._diverged
+        return message.known <= self._diverged and not is_correction
+
+    def _is_foreseen(self, message: DraftTokens) -> bool:
+        """Whether it is the branch for the outcome that opened this epoch, which the verdict has overtaken."""
+        is_before = message.epoch == self._request.epoch - 1
+        return message.after is not None and is_before and message.after == self._request.opened_by
+
+    def _drop(self) -> Received:
+        self._request.counts.stale += 1
+        return Received.NOTHING
+
+
+def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
+    """Its tokens from index `start` to before `end`."""
+    tokens, rows = message.tokens[start:end], message.rows[start:end]
+    source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
+    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source)

@@ -1,0 +1,239 @@
+"""Measured speeds: forward times of both models, acceptance, and what method auto has found out.
+
+Pure arithmetic on numbers that others measured.  Times are seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+from typing import Annotated
+
+from msgspec import Meta
+
+from pearl.protocol.auto import WAYS, Auto, Estimate
+from pearl.protocol.window import expected_rate
+from pearl.spec.methods import MAX_WINDOW
+
+_DEFAULT_WINDOW = 4  # until both speeds are known
+_TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: an outlier fades within ten forwards
+_AGED_WEIGHT, _MAX_WEIGHT = 1 / 256, 0.75  # what each forward since the last one of its size adds to that, at most
+_OUTLIER = 2.0  # a new time counts as at most so many times the estimate: the forward may have had to prepare others
+# A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
+_LASTS, _DECAY, _LEAST_LEFT = 256, 0.998, 0.5
+_ACCEPTANCE_WEIGHT = 0.02  # of one judged token: acceptance varies from token to token by nature
+
+
+class ForwardTimes:
+    """Running estimates of one model's forward times by the number of tokens fed.
+
+    Args:
+        known: (tokens fed, seconds).
+        like: times of the same model on other cores. A size measured only there is expected to differ here by as much
+            as the sizes measured on both do in sum.
+    """
+
+    def __init__(self, known: Iterable[tuple[int, float]] = (), like: ForwardTimes | None = None) -> None:
+        self._known, self.like = dict(known), like
+        self._seen: dict[int, int] = {}  # number of the last forward of each size
+        self._once: set[int] = set()  # sizes seen once
+        self._forwards = 0
+        self._sorted: tuple[list[int], list[float], list[float]] | None = None  # sizes, times, hoped-for times
+
+    @property
+    def measured(self) -> tuple[tuple[int, float], ...]:
+        """(tokens fed, seconds), by tokens fed."""
+        return tuple(sorted(self._known.items()))
+
+    def observe(self, fed: int, seconds: float) -> None:
+        """Take in a forward of `fed` tokens.
+
+        The first of a size may have had to prepare (kernels, memory), so it counts like an outlier, and not at all if
+        the second takes less.
+        """
+        if seconds <= 0:
+            return
+        expected = self._known.get(fed) or min(self._bound(fed), seconds)
+        if fed in self._once:
+            expected = min(expected, seconds)
+            self._once.discard(fed)
+        elif fed not in self._known:
+            self._once.add(fed)
+        age = self._forwards - self._seen.get(fed, self._forwards)
+        self._known[fed] = _blend(expected, seconds, min(_MAX_WEIGHT, _TIME_WEIGHT + _AGED_WEIGHT * age))
+        self._forwards += 1
+        self._seen[fed] = self._forwards
+        self.refresh()
+
+    def settle(self) -> None:
+        """Treat the times measured so far as established ones, as those of a profile are."""
+        self._once.clear()
+        self._seen.clear()
+        self._forwards = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """`like` may have changed."""
+        self._sorted = None
+
+    def seconds(self, fed: int) -> float:
+        """A forward fed `fed` tokens: measured, or interpolated; 0 where nothing is known.
+
+        Never more than a larger forward took, as seldom measured times may be outliers. Beyond the measured sizes the
+        nearest value stands.
+        """
+        sizes, times, _ = self._table()
+        return _interpolate(sizes, times, fed)
+
+    def hoped(self, fed: int) -> float:
+        """As `seconds`, but less for sizes not measured lately: a size that seems too slow is tried again."""
+        sizes, _, hoped = self._table()
+        return _interpolate(sizes, hoped, fed)
+
+    def _bound(self, fed: int) -> float:
+        """The most that a first forward of a size counts as: beyond the largest size, each token as long as there."""
+        sizes, times, _ = self._table()
+        return _interpolate(sizes, times, fed) * max(1.0, fed / sizes[-1]) if sizes else inf
+
+    def _table(self) -> tuple[list[int], list[float], list[float]]:
+        if self._sorted is None:
+            known = self._known
+            if self.like is not None and (other := self.like._known):
+                here, there = sum(known.values()), sum(map(self.like.seconds, known))
+                scale = here / there if here and there else 1.0
+                known = {size: self.like.seconds(size) * scale for size in other} | known
+            sizes = sorted(known)
+            times = list(accumulate((known[size] for size in reversed(sizes)), min))[::-1]
+            left = (max(_LEAST_LEFT, _DECAY ** self._age(size)) for size in sizes)
+            # Never less than a smaller forward takes.
+            hoped = [max(t * share, below) for t, share, below in zip(times, left, times[:1] + times, strict=False)]
+            self._sorted = sizes, times, hoped
+        return self._sorted
+
+    def _age(self, size: int) -> int:
+        return max(0, self._forwards - self._seen.get(size, 0) - _LASTS)
+
+
+def _interpolate(sizes: Sequence[int], times: Sequence[float], fed: int) -> float:
+    if not sizes:
+        return 0.0
+    at = bisect_left(sizes, fed)
+    if at == len(sizes):
+        return times[-1]
+    if at == 0 or sizes[at] == fed:
+        return times[at]
+    share = (fed - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+    return times[at - 1] + (times[at] - times[at - 1]) * share
+
+
+def _blend(old: float, new: float, weight: float = _TIME_WEIGHT) -> float:
+    return old + weight * (min(new, _OUTLIER * old) - old) if old else new
+
+
+Seconds = Annotated[float, Meta(ge=0.0, lt=1e4)]
+Times = tuple[tuple[Annotated[int, Meta(ge=1)], Seconds], ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of a pair on its devices between two texts, as an engine begins with it.
+
+    Attributes:
+        t_draft: of a draft forward; 0: unknown.
+        acceptance: of judged draft tokens.
+        t_target, t_elsewhere: of the target on its own cores, and with the draft's too: (tokens fed, seconds).
+        best, ways: method auto's best way, and (way, score, comparisons) of each (`auto.Estimate`).
+    """
+
+    t_draft: Seconds = 0.0
+    acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.8
+    t_target: Times = ()
+    t_elsewhere: Times = ()
+    best: str = WAYS[0]
+    ways: tuple[tuple[str, Annotated[float, Meta(gt=-10, lt=10)], Annotated[int, Meta(ge=0, le=1000)]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not {self.best, *(way for way, _, _ in self.ways)} <= set(WAYS):
+            raise ValueError(f"a way is none of {', '.join(WAYS)}")
+
+
+@dataclass
+class Speeds:
+    """Running estimates of both models' forward times and of the acceptance rate.
+
+    Attributes:
+        target: times on the cores that the target has now.
+        elsewhere: times on the others: without the draft's cores, or with them; None: never measured.
+        is_spread: whether the target has the draft's cores now, because no text uses the draft.
+    """
+
+    t_draft: float = 0.0
+    acceptance: float = 0.8
+    target: ForwardTimes = field(default_factory=ForwardTimes)
+    elsewhere: ForwardTimes | None = None
+    auto: Auto = field(default_factory=Auto)
+    is_spread: bool = False
+    _is_disturbed: bool = False  # the draft may not have left its cores yet: the next forward is not counted
+
+    @staticmethod
+    def of(profile: Profile) -> Speeds:
+        auto = Auto(profile.best, [(way, Estimate(score, count)) for way, score, count in profile.ways])
+        here = ForwardTimes(profile.t_target)
+        elsewhere = ForwardTimes(profile.t_elsewhere, here) if profile.t_elsewhere else None
+        return Speeds(profile.t_draft, profile.acceptance, here, elsewhere, auto)
+
+    @property
+    def profile(self) -> Profile:
+        """To be taken between two texts."""
+        known = self.target, self.elsewhere or ForwardTimes()
+        here, there = known[::-1] if self.is_spread else known
+        ways = tuple((way, each.score, each.count) for way, each in self.auto.estimates.items())
+        return Profile(self.t_draft, self.acceptance, here.measured, there.measured, self.auto.best, ways)
+
+    def spread(self, everywhere: bool) -> None:
+        """The target computes with the draft's cores too from now on, or without them."""
+        self.is_spread, self._is_disturbed = everywhere, True
+        here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(like=self.target)
+        self.target, self.elsewhere = self.elsewhere, here
+        self.target.refresh()
+
+    def observe_draft(self, seconds: float) -> None:
+        if seconds > 0:
+            self.t_draft = _blend(self.t_draft, seconds)
+
+    def observe_target(self, fed: int, seconds: float) -> None:
+        if not self._is_disturbed:
+            self.target.observe(fed, seconds)
+        self._is_disturbed = False
+
+    def observe_judgement(self, accepted: int, judged: int) -> None:
+        for outcome in [1.0] * accepted + [0.0] * (judged - accepted):
+            self.acceptance += _ACCEPTANCE_WEIGHT * (outcome - self.acceptance)
+
+    def t_target(self, fed: int) -> float:
+        """A target forward fed `fed` tokens."""
+        return self.target.seconds(fed)
+
+    @property
+    def ratio(self) -> float:
+        """t_target(1) / t_draft, the measured speed ratio; 0 where either is unknown."""
+        return self.t_target(1) / self.t_draft if self.t_draft else 0.0
+
+    def best_window(self, beside: int = 0) -> int:
+        """The c with most expected tokens per second. With a constant t_target it is Theorem 1's ratio.
+
+        `beside`: tokens that other requests have in the target's forwards.
+        """
+        if not self.ratio:
+            return _DEFAULT_WINDOW
+        # Past twice the ratio the draft alone sets the pace. Limited before rounding: the ratio may be infinite.
+        t1 = self.t_target(beside + 1)
+        largest = int(min(MAX_WINDOW, 2 * t1 / self.t_draft + 2))
+        acceptance = min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
+        rates = [
+            expected_rate(c, acceptance, self.t_draft, t1, self.t_target(beside + c)) for c in range(1, largest + 1)
+        ]
+        return 1 + rates.index(max(rates))

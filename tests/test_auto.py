@@ -1,0 +1,331 @@
+"""Method auto: it finds the fastest way at little cost, and whatever it chooses, the text is the target's."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.errors import ConfigError
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.auto import WAYS, Auto
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.speeds import ForwardTimes, Profile, Speeds
+from pearl.protocol.window import worthwhile
+from pearl.spec.methods import METHODS
+from pearl.worker import profile
+from tests.conftest import TOY, greedy_text
+from tests.screen import BOUND
+
+VOCAB, PROMPT = 32, (1, 2, 3)
+
+
+# ---- the choice by itself ----
+
+
+def write(auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1) -> tuple[float, dict]:
+    """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step."""
+    chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(WAYS, 0)
+    way = auto.begin(left, 0.9 * rates["ngram"])
+    auto.step(at, 0, left, False)
+    while left > 0:
+        at, left = at + 2 / rates[way] * max(0.2, chance.gauss(1, noise)), left - 2
+        ways[way] += 2
+        way = auto.step(at, 2, left, METHODS[way].drafts) or way
+    auto.end()
+    return at - 1.0, ways
+
+
+RATES = [
+    {"ngram": 50, "pearl": 40, "sd": 30, "ssd": 35},
+    {"ngram": 40, "pearl": 50, "sd": 30, "ssd": 35},
+    {"ngram": 20, "pearl": 30, "sd": 50, "ssd": 40},
+    {"ngram": 20, "pearl": 30, "sd": 40, "ssd": 50},
+    {"ngram": 25, "pearl": 100, "sd": 70, "ssd": 80},
+    {"ngram": 100, "pearl": 30, "sd": 30, "ssd": 30},
+]
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 2560])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_twenty_texts_find_the_fastest_way_at_little_cost(rates: dict[str, float], noise: float, tokens: int) -> None:
+    """Never 3% slower than the target alone over them, though each way is tried; then within 5% of the fastest."""
+    auto, texts = Auto(), max(2, 2560 // tokens)
+    seconds = sum(write(auto, rates, tokens, noise, seed)[0] for seed in range(texts))
+    assert seconds < 1.03 * texts * tokens / rates["ngram"]
+    assert auto.best == max(rates, key=rates.__getitem__)
+    seconds = sum(write(auto, rates, tokens, noise, seed)[0] for seed in range(texts))
+    assert seconds < 1.05 * texts * tokens / max(rates.values())
+
+
+@pytest.mark.parametrize("tokens", [40_000])
+@pytest.mark.parametrize("rates", RATES, ids=str)
+def test_trials_of_ways_that_lost_become_rare(rates: dict[str, float], tokens: int) -> None:
+    auto = Auto()
+    write(auto, rates, tokens)
+    seconds, ways = write(auto, rates, tokens)
+    assert seconds < 1.015 * tokens / max(rates.values())
+    assert all(ways.values()), "and each is still tried"
+
+
+def test_a_change_of_the_machine_is_found() -> None:
+    auto = Auto()
+    rates: dict[str, float] = {"ngram": 40, "pearl": 50, "sd": 30, "ssd": 35}
+    write(auto, rates, 5000)
+    assert auto.best == "pearl"
+    write(auto, rates | {"pearl": 20}, 1000)
+    assert auto.best == "ngram"
+
+
+def test_a_trial_that_is_clearly_slower_ends_early() -> None:
+    auto = Auto()
+    _, ways = write(auto, {"ngram": 100, "pearl": 5, "sd": 5, "ssd": 5}, 200)
+    assert 0 < max(ways[way] for way in WAYS[1:]) <= 24
+    _, ways = write(auto, {"ngram": 100, "pearl": 5, "sd": 5, "ssd": 5}, 200)
+    assert max(ways[way] for way in WAYS[1:]) <= 20, "compared with the rate of the text before its own is known"
+
+
+def test_a_draft_is_not_begun_late_in_a_text_that_it_would_have_to_read() -> None:
+    auto = Auto()
+    auto.begin(40)
+    changes = [auto.step(1.0 + step, 4, 296 - 4 * step, False) for step in range(60)]
+    assert not any(changes)
+
+
+def test_what_took_no_time_is_no_comparison() -> None:
+    auto = Auto()
+    auto.begin(400)
+    for left in range(400, 0, -2):
+        auto.step(1.0, 2, left, True)
+    auto.end()
+    assert auto.rates == {}
+
+
+# ---- forward times ----
+
+
+def test_times_of_other_cores_are_kept_apart() -> None:
+    speeds = Speeds(target=ForwardTimes([(1, 2.0)]))
+    speeds.spread(True)
+    assert speeds.t_target(1) == 2.0, "until it is measured"
+    speeds.observe_target(1, 1.9)  # the draft may still be on its cores
+    speeds.observe_target(1, 1.0)
+    assert speeds.t_target(1) == 1.0
+    for _ in range(2):
+        speeds.spread(False)
+        assert speeds.t_target(1) == 2.0
+        speeds.spread(True)
+        assert speeds.t_target(1) == 1.0
+
+
+def test_a_size_measured_only_on_other_cores_is_expected_to_gain_what_others_gain() -> None:
+    """It was expected to take as long as there: too long to be tried, and so for ever."""
+    speeds = Speeds(target=ForwardTimes([(1, 2.0), (4, 4.0), (8, 8.0)]))
+    speeds.spread(True)
+    assert speeds.t_target(8) == 8.0, "nothing is known yet"
+    for _ in range(100):
+        speeds.observe_target(1, 1.0)
+        speeds.observe_target(4, 2.0)
+    assert speeds.t_target(8) == pytest.approx(4.0, rel=0.01)
+    assert [fed for fed, _ in speeds.target.measured] == [1, 4]
+    speeds.spread(False)
+    for _ in range(100):
+        speeds.observe_target(8, 10.0)
+    speeds.spread(True)
+    assert speeds.t_target(8) == pytest.approx(5.0, rel=0.01), "what is learnt there later counts too"
+    again = Speeds.of(Profile(t_target=((1, 2.0), (8, 8.0)), t_elsewhere=((1, 1.0),)))
+    again.spread(True)
+    assert again.t_target(8) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("real", "least", "most"), [(1.5, 600, 2000), (3.0, 1, 40)])
+def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most: int) -> None:
+    """A size that is not fed is not measured: one outlier was enough for it never to be fed again."""
+    times = ForwardTimes([(1, 1.0), (4, 3.0)])
+    fed = []
+    for _ in range(2000):
+        fed.append(1 + worthwhile([0.3, 0.25, 0.2], 1, 1.0, times.hoped))  # 4 tokens make 1.75 in the mean
+        times.observe(fed[-1], real if fed[-1] == 4 else 1.0 + 0.4 * (fed[-1] - 1))
+    assert least <= fed.count(4) <= most
+    assert times.seconds(4) == pytest.approx(real, rel=0.01)
+    assert times.hoped(1) == 1.0
+
+
+def test_a_replay_that_knows_only_the_times_decides_alike() -> None:
+    measured = ForwardTimes()
+    for fed in (1, 4, 8):
+        measured.observe(fed, 1.0 * fed)
+    measured.settle()
+    replayed = ForwardTimes(measured.measured)
+    for number in range(600):
+        for times in (measured, replayed):
+            times.observe(1 + 3 * (number % 50 == 7), 0.9)
+        assert [measured.hoped(fed) for fed in range(1, 10)] == [replayed.hoped(fed) for fed in range(1, 10)]
+    assert replayed.hoped(8) < replayed.seconds(8)
+
+
+# ---- whole texts, simulated ----
+
+
+def asked(method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5) -> Submit:
+    look_ahead = 8 if METHODS[method].look_ahead else 0
+    lookup, branches = (8, 7) if method in ("auto", "pearl") else (0, 0)
+    sampling = Sampling(temperature, seed=seed)
+    options = RequestOptions(method, "stream", None, rule, (), look_ahead, lookup, branches, sampling=sampling)
+    return Submit(1, PROMPT, len(PROMPT) + tokens, options)
+
+
+def decode(method: str, timing: Timing, tokens: int = 400, speeds: Speeds | None = None, **given: object) -> Outcome:
+    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=2))
+    submit = asked(method, tokens, **given)  # type: ignore[arg-type]
+    return simulate(submit, *paired_executors(target, draft), timing, speeds=speeds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_choice_changes_a_text(temperature: float) -> None:
+    """Every way writes a part of it, whichever is the fastest."""
+    timings = [
+        Timing(1.0, lambda _: 4.0),
+        Timing(1.0, lambda _: 1.0),
+        Timing(1.0, lambda n: 2.0 + 0.1 * n, delay=0.7, jitter=0.9, seed=1, t_spread=lambda n: 1.0 + 0.1 * n),
+    ]
+    alone = decode("ar", timings[0], 1200, temperature=temperature)
+    for timing in timings:
+        outcome = decode("auto", timing, 1200, temperature=temperature)
+        assert outcome.tokens == alone.tokens
+        assert outcome.counts.resyncs == 0
+        assert sum(outcome.counts.ways.values()) == 1200
+        assert set(outcome.counts.ways) == set(WAYS)
+
+
+def test_under_ratio_auto_is_pearl() -> None:
+    """There the text depends on who proposed what."""
+    timing = Timing(1.0, lambda _: 0.5)
+    found, wanted = (decode(method, timing, rule="ratio", temperature=1.0) for method in ("auto", "pearl"))
+    assert found.tokens == wanted.tokens
+    assert set(found.counts.ways) == {"auto"}
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.2, 1), pytest.param(0.8, 8, marks=pytest.mark.long)])
+def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int) -> None:
+    t_target, t_spread = (lambda n: c + 0.01 * n), (lambda n: 0.7 * c + 0.01 * n)
+    seconds = {}
+    for method in ("auto", "pearl", "ngram"):
+        timing = Timing(1.0, t_spread if method == "ngram" else t_target, delay=0.01, t_spread=t_spread)
+        target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha))
+        submit = asked(method, 1000, temperature=1.0)
+        seconds[method] = simulate(submit, *paired_executors(target, draft), timing).seconds
+    assert seconds["auto"] <= 1.1 * min(seconds["pearl"], seconds["ngram"])
+
+
+# ---- the target's cores ----
+
+
+def test_cores_go_back_before_another_request_is_served() -> None:
+    """One that does not adapt finds the target on its own cores."""
+    spread: list[bool] = []
+    timing, speeds = Timing(1.0, lambda _: 1.0, t_spread=lambda _: 0.5), Speeds()
+    for method, tokens in (("auto", 300), ("auto", 40), ("pearl", 20)):
+        target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2)))
+        target._spread = spread.append
+        outcome = simulate(asked(method, tokens), target, draft, timing, speeds=speeds)
+        if tokens == 40:
+            assert speeds.is_spread
+            assert outcome.counts.ways == {"ngram": 40}
+            assert outcome.seconds <= 0.5 * (outcome.target_steps + 1), "it finds the cores as the one before left them"
+    assert not spread[-1]
+    assert all(a != b for a, b in pairwise(spread))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first token on, if a profile says that the draft does not pay."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
+    known = Profile(best="ngram", ways=tuple((way, -2.0 * (way != "ngram"), 16) for way in WAYS))
+    path = profile.save(EngineConfig(target=TOY, draft=TOY), known)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    with Engine(TOY, TOY, profile=str(path)) as engine:
+        target = engine._launcher.target.pid  # type: ignore[union-attr]
+        others = os.sched_getaffinity(0) - os.sched_getaffinity(target)
+
+        def computing() -> int:
+            """Threads of the target, each on a core of the draft's."""
+            threads = [int(thread) for thread in os.listdir(f"/proc/{target}/task")]
+            return sum(os.sched_getaffinity(thread) in [{core} for core in others] for thread in threads)
+
+        assert (len(others), computing()) == (len(os.sched_getaffinity(0)) // 2, 0)
+        with engine.stream([1, 2, 3], params, method="auto") as stream:
+            assert {computing() for _ in stream} == {len(others)}
+        assert stream.result.statistics.num_tokens_without_draft == 150
+        (after,) = engine.generate([[1, 2, 3]], params.model_copy(update={"max_tokens": 5}), method="pearl")
+        assert after.statistics.num_tokens_without_draft == 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_draft_has_its_cores_again() -> None:
+    """In a process of its own: it gets the target's cores, and the draft's, and gives them back."""
+    program = f"""if True:
+        import os, torch
+        from pearl.config import EngineConfig
+        from pearl.worker.build import _pin, _spreader, settled
+        config = EngineConfig(target={TOY!r}, draft={TOY!r})
+        every, own = os.sched_getaffinity(0), settled(config, "target").cores
+        spread = _spreader(config)
+        _pin(config, "target")
+        for _ in range(2):
+            assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(own), {{own[0]}})
+            spread(True)
+            assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(every), {{own[0]}})
+            spread(False)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- real workers ----
+
+
+def test_an_engine_chooses_and_reports_it(toy: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    (result,) = toy.generate([[1, 2, 3]], params, method="auto")
+    assert result.tokens == greedy_text([1, 2, 3], 400)
+    s = result.statistics
+    assert sum(s.ways.values()) == 400
+    assert set(s.rates) >= {"ngram", "pearl"}
+    assert s.draft_speedup is not None
+    (after,) = toy.generate([[1, 2, 3]], params, method="pearl")
+    assert after.tokens == result.tokens
+
+
+def test_a_sampled_text_of_an_engine_is_the_targets_own(toy: Engine) -> None:
+    """auto takes rule coupled unless another is chosen, however it is asked for."""
+    params = SamplingParams(temperature=1, max_tokens=150, ignore_eos=True, seed=4)
+    texts = [
+        toy.generate([[1, 2, 3]], params, **how)[0].tokens  # type: ignore[arg-type]
+        for how in ({"method": "ar"}, {"method": "auto"}, {"decoding": DecodingConfig(method="auto")})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_auto_takes_the_rule_under_which_no_choice_changes_a_text() -> None:
+    assert DecodingConfig(method="auto").rule_in_use == "coupled"
+    assert DecodingConfig(method="auto", rule="ratio").rule_in_use == "ratio"
+    assert DecodingConfig(method="pearl").rule_in_use == "ratio"
+
+
+def test_auto_needs_no_draft() -> None:
+    EngineConfig(target=TOY, draft="none").check_method("auto")
+    with pytest.raises(ConfigError, match="needs a draft"):
+        EngineConfig(target=TOY, draft="none").check_method("pearl")
