@@ -191,7 +191,7 @@ def test_what_is_prepared_is_what_would_be_drafted(
             one = drafted(alone, at, prefix, 1, 0)
             assert one.tokens == (token,)
             if one.rows:
-                assert torch.equal(one.rows[0].tensor, branch.rows[i].tensor)
+                assert torch.equal(one.rows[0], branch.rows[i])
             at, prefix = at + len(prefix), one.tokens
     # The cache has been used for that: once more, and now the outcome of one of them comes.
     proposer = opened(runner, prompt, rule, temperature, 5)

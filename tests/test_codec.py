@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
@@ -111,9 +111,9 @@ def draft_tokens(draw: st.DrawFn) -> m.DraftTokens:
     run, width, start = draw(tokens.filter(bool)), 4 * draw(st.integers(1, 4)), draw(positions)
     cells = st.binary(min_size=width, max_size=width)
     row = st.one_of(
-        st.builds(Distribution, st.tuples(cells, cells), st.just(Form.SPARSE)),
-        st.builds(Distribution, cells, st.just(Form.FRAME)),
-        st.builds(Distribution, st.none(), st.just(Form.CHANNEL)),
+        st.builds(PackedRow, cells, ids=cells),
+        st.builds(PackedRow, cells),
+        st.builds(AnnouncedRow),
     )
     rows = tuple(draw(row) for _ in run) if draw(st.booleans()) else ()
     after = (start - 1, draw(positions)) if start and draw(st.booleans()) else None
@@ -331,7 +331,7 @@ EXAMPLES = (
     m.Preview(1, 0, (4,)),
     m.Finished(1, m.FinishReason.EOS, "{}"),
     m.Begin(1, 0, (1, 2), 10, 5, FULL),
-    replace(DRAFT, rows=(Distribution((bytes(4), bytes(4)), Form.SPARSE),), after=(1, 5)),
+    replace(DRAFT, rows=(PackedRow(bytes(4), ids=bytes(4)),), after=(1, 5)),
     m.Verdict(1, 0, 1, (4,), 6, 7),
     m.Resync(1, 0),
     m.Finish(1),
@@ -391,9 +391,9 @@ def test_a_field_out_of_range_is_refused_by_name(message: m.Message) -> None:
         (replace(DRAFT, tokens=()), "no tokens"),
         (replace(DRAFT, known=3), "known prefix"),
         (replace(DRAFT, after=(2, 5)), "outcome"),
-        (replace(DRAFT, rows=(Distribution((bytes(4), bytes(4)), Form.SPARSE),) * 2), "2 rows"),
-        (replace(DRAFT, rows=(Distribution((bytes(4), bytes(8)), Form.SPARSE),)), "one length"),
-        (replace(DRAFT, rows=(Distribution((bytes(3), bytes(3)), Form.SPARSE),)), "one length"),
+        (replace(DRAFT, rows=(PackedRow(bytes(4), ids=bytes(4)),) * 2), "2 rows"),
+        (replace(DRAFT, rows=(PackedRow(bytes(8), ids=bytes(4)),)), "one length"),
+        (replace(DRAFT, rows=(PackedRow(bytes(3), ids=bytes(3)),)), "one length"),
         (replace(COMMITTED, provenance=COMMITTED.provenance[:1]), "provenance"),
         (replace(COMMITTED, logprobs=(m.Logprobs(-1.0),)), "log probability"),
     ],
@@ -411,14 +411,14 @@ def test_only_what_a_target_takes_is_decoded_there() -> None:
 
 @pytest.mark.parametrize("raw", [[], [b"1234", b"1234"], [b"123"], [b""]], ids=["none", "many", "odd", "empty"])
 def test_raw_frames_must_be_one_row_a_token(raw: list[bytes]) -> None:
-    header = encode(replace(DRAFT, rows=(Distribution(b"1234", Form.FRAME),)))[0]
-    assert decode([header, b"1234"]).rows == (Distribution(b"1234", Form.FRAME),)  # type: ignore[union-attr]
+    header = encode(replace(DRAFT, rows=(PackedRow(b"1234"),)))[0]
+    assert decode([header, b"1234"]).rows == (PackedRow(b"1234"),)  # type: ignore[union-attr]
     with pytest.raises(RemoteProtocolError):
         decode([header, *raw])
 
 
 def test_rows_of_one_message_have_one_length() -> None:
-    message = replace(DRAFT, tokens=(1, 2), rows=(Distribution(b"1234", Form.FRAME), Distribution(b"5678", Form.FRAME)))
+    message = replace(DRAFT, tokens=(1, 2), rows=(PackedRow(b"1234"), PackedRow(b"5678")))
     frames = encode(message)
     assert decode(frames) == message
     with pytest.raises(RemoteProtocolError, match="one length"):
@@ -454,7 +454,7 @@ def test_frames_are_limited_in_number_and_length() -> None:
         decode([bytes(m.MAX_FRAME + 1)])
     row = bytes(m.MAX_FRAME + 4)
     with pytest.raises(LocalProtocolError, match="exceeds"):
-        encode(replace(DRAFT, rows=(Distribution(row, Form.FRAME),)))
+        encode(replace(DRAFT, rows=(PackedRow(row),)))
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_a_header_is_refused_for_little_more_than_its_bytes_cost(header: bytes) 
 
 def test_what_the_wire_allows_passes_though_it_is_long() -> None:
     """The pass over the lengths must not refuse the largest of what is valid: rows, stop strings, speeds."""
-    rows = (Distribution((b"\xdc\x08\x00\x00", b"\xdd\xdd\xdd\xdd"), Form.SPARSE),) * m.MAX_RUN
+    rows = (PackedRow(b"\xdd\xdd\xdd\xdd", ids=b"\xdc\x08\x00\x00"),) * m.MAX_RUN
     for message in (
         m.DraftTokens(1, 0, 2, (7,) * m.MAX_RUN, 0.5, rows),
         replace(SUBMIT, options=RequestOptions(stops=("\u0708" * 9,) * 64), prompt=(0xDC,) * 100_000),

@@ -15,7 +15,6 @@ import torch
 from click.testing import CliRunner, Result
 
 from pearl.cli import cli
-from pearl.decoding.distribution import Distribution
 from pearl.decoding.rules.direct import DirectDraft
 from pearl.decoding.sampling import shortlist
 from pearl.drafting.branches import see
@@ -196,7 +195,7 @@ def flattered(target: ModelRunner, draft: ModelRunner) -> tuple[Executor, Execut
             event = super().execute(command)
             if not isinstance(event, Drafted):
                 return event
-            return replace(event, rows=tuple(Distribution(row.tensor * 0.9) for row in event.rows))
+            return replace(event, rows=tuple(row * 0.9 for row in event.rows))
 
     return TargetExecutor(target), Flattering(ModelProposer(draft, target.vocab_size))
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import AnnouncedRow
 from pearl.decoding.keys import DrawKeys, Purpose, exponentials_on_device
 from pearl.decoding.rules import make_draft_half, make_target_half, ratio
 from pearl.decoding.rules.direct import DirectDraw
@@ -277,9 +277,9 @@ def test_announced_rows_are_received_where_messages_are_read() -> None:
     link.peer, row = b"draft", torch.full((32,), 1 / 32)
     link.open_channel()
     ends[1].send(row)
-    message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(Distribution(None, Form.CHANNEL),)))
+    message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
     assert isinstance(message, DraftTokens)
-    assert torch.equal(message.rows[0].tensor, row)
+    assert torch.equal(message.rows[0], row)
 
 
 def test_each_runner_captures_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

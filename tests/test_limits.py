@@ -14,7 +14,7 @@ import zmq
 
 import pearl.protocol.window
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import ConfigError, ProtocolError, RemoteProtocolError, RequestError
@@ -304,7 +304,7 @@ def test_a_front_of_the_same_user_finds_the_keys_and_a_stranger_gets_nothing(eng
 
 
 DEEP = b"\xdc\x08\x00" * 1020 + b"\x01"
-ROWS = DraftTokens(1, 0, 0, (1,) * 2048, rows=(Distribution((b"\1\0\0\0", b"\0\0\x80\x3f"), Form.SPARSE),) * 2048)
+ROWS = DraftTokens(1, 0, 0, (1,) * 2048, rows=(PackedRow(b"\0\0\x80\x3f", ids=b"\1\0\0\0"),) * 2048)
 FLOODS = {
     "nested headers": [DEEP],
     "short ones": [DEEP[:999]],

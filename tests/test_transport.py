@@ -23,7 +23,7 @@ import pytest
 import torch
 import zmq
 
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import PackedRow
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import (
     Cancel,
@@ -165,7 +165,7 @@ class TestEndpoints:
         assert collect(link.listener, 1)[0][0] == first[0][0]
 
     def test_big_rows_arrive_whole(self, link: Link) -> None:
-        rows = tuple(Distribution(os.urandom(200_000), Form.FRAME) for _ in range(5))
+        rows = tuple(PackedRow(os.urandom(200_000)) for _ in range(5))
         message = DraftTokens(1, 0, 3, (1, 2, 3, 4, 5), 0.1, rows)
         draft = link.connect()
         draft.send(Ping(1))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import AnnouncedRow, PackedRow, pack
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, ModelError, RemoteProtocolError, RequestError, TransportError
 from pearl.execution.draft import DraftExecutor
@@ -60,7 +60,7 @@ from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.draft_link import DraftLink, TargetSettings, weigh
 from pearl.worker.health import DraftHealth
-from pearl.worker.rows import RowPacker
+from pearl.worker.rows import RowPacker, packed
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
 from tests.replace import replace
@@ -149,13 +149,18 @@ class Front:
 class NotingPacker(RowPacker):
     """Notes in which forms distributions travel."""
 
-    forms: set[Form]
+    forms: set[str]
 
-    def pack(self, rows: tuple[Distribution, ...]) -> None:
-        super().pack(rows)
-        for row in rows:
-            row.pack()
-            self.forms.add(row.form)
+    def prepare(self, message: DraftTokens) -> tuple[DraftTokens, list[torch.Tensor]]:
+        prepared, announced = super().prepare(message)
+        self.forms.update(form_of(row) for row in packed(prepared).rows)  # type: ignore[attr-defined]
+        return prepared, announced
+
+
+def form_of(row: PackedRow | AnnouncedRow) -> str:
+    if isinstance(row, AnnouncedRow):
+        return "announced"
+    return "dense" if row.ids is None else "sparse"
 
 
 class Loops:
@@ -176,7 +181,7 @@ class Loops:
         torch.set_num_threads(1)
         self.connect, self.vocab, self.alpha, self.slots = connect, vocab, alpha, slots
         self.target_model = Hanging(vocab, alpha_pair(vocab, alpha)[0], CONTEXT)
-        self.forms: set[Form] = set()  # in which the drafts' distributions left
+        self.forms: set[str] = set()  # in which the drafts' distributions left
         self.errors: list[BaseException] = []
         self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -357,8 +362,8 @@ def _gloo_channel(directory: Path) -> Channels:
 
 
 VOCAB = 512  # large enough for distributions to be dense
-CARRIERS = {"frames": (None, Form.FRAME), "memory": (_memory_channel, Form.CHANNEL)}
-CARRIERS["gloo"] = (_gloo_channel, Form.CHANNEL)
+CARRIERS = {"frames": (None, "dense"), "memory": (_memory_channel, "announced")}
+CARRIERS["gloo"] = (_gloo_channel, "announced")
 
 
 @pytest.mark.parametrize("chains", [False, True])
@@ -384,7 +389,7 @@ def test_sparse_rows_give_the_same_text(loops: MakeLoops, control: str) -> None:
     pair.draft()
     submit = submission(100, sampling=replace(WARM, top_k=20))
     assert pair.front().ask(submit).tokens == simulated(submit, VOCAB, 0.7)
-    assert pair.forms == {Form.SPARSE}
+    assert pair.forms == {"sparse"}
 
 
 def test_statistics_add_up(loops: MakeLoops) -> None:
@@ -609,11 +614,10 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
 def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few bytes each would become a whole vocabulary: 28 KB made 1.2 GB. Nor do they reach a draft that joins."""
     unpacked: list[object] = []
-    monkeypatch.setattr(Distribution, "unpack", lambda row, vocab: unpacked.append(row))
+    monkeypatch.setattr(PackedRow, "unpack", lambda row, vocab: unpacked.append(row))
     pair = loops(expects_draft=False)
     stranger, front = pair.endpoint(), pair.front()
-    row = _sparse([1], [1.0])
-    message = DraftTokens(1, 0, len(PROMPT), (1,), rows=(Distribution(row, Form.SPARSE),))
+    message = DraftTokens(1, 0, len(PROMPT), (1,), rows=(_sparse([1], [1.0]),))
     front.endpoint.send(submission(2000, "ar"))
     front.until(Committed)
     stranger.send(message)
@@ -654,8 +658,8 @@ class FakeDraft:
                 self.endpoint.send(replace(message, request=begin.request))
 
 
-def _sparse(ids: Sequence[int], probs: Sequence[float]) -> tuple[bytes, bytes]:
-    return torch.tensor(ids, dtype=torch.int32).numpy().tobytes(), torch.tensor(probs).numpy().tobytes()
+def _sparse(ids: Sequence[int], probs: Sequence[float]) -> PackedRow:
+    return PackedRow(torch.tensor(probs).numpy().tobytes(), torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
 
 
 KINDS = (torch.int32, torch.float32)  # of a sparse row's ids and probabilities
@@ -664,26 +668,20 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
     "no msgpack": [b"\xc1"],
     "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
     "beyond draft_until": DraftTokens(0, 0, len(PROMPT), (1,) * 1000),
-    "a token that is none": DraftTokens(
-        0, 0, len(PROMPT), (100_000,), rows=(Distribution(_sparse([1], [1.0]), Form.SPARSE),)
-    ),
+    "a token that is none": DraftTokens(0, 0, len(PROMPT), (100_000,), rows=(_sparse([1], [1.0]),)),
     "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
-    "a distribution of another size": DraftTokens(
-        0, 0, len(PROMPT), (1,), rows=(Distribution(b"\0" * 4 * 31, Form.FRAME),)
-    ),
-    "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([32], [1.0]), Form.SPARSE),)),
-    "a negative id": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([-1], [1.0]), Form.SPARSE),)),
-    "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1], [NAN]), Form.SPARSE),)),
-    "dense NaN": DraftTokens(
-        0, 0, len(PROMPT), (1,), rows=(Distribution(torch.full((32,), NAN).numpy().tobytes(), Form.FRAME),)
-    ),
-    "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1, 2], [2.0, -1.0]), Form.SPARSE),)),
+    "a distribution of another size": DraftTokens(0, 0, len(PROMPT), (1,), rows=(PackedRow(b"\0" * 4 * 31),)),
+    "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(_sparse([32], [1.0]),)),
+    "a negative id": DraftTokens(0, 0, len(PROMPT), (1,), rows=(_sparse([-1], [1.0]),)),
+    "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(_sparse([1], [NAN]),)),
+    "dense NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(PackedRow(torch.full((32,), NAN).numpy().tobytes()),)),
+    "negative": DraftTokens(0, 0, len(PROMPT), (1,), rows=(_sparse([1, 2], [2.0, -1.0]),)),
     "more ids than a dense one has room for": DraftTokens(
-        0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1] * 17, [1.0] * 17), Form.SPARSE),)
+        0, 0, len(PROMPT), (1,), rows=(_sparse([1] * 17, [1.0] * 17),)
     ),
-    "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(b"\0" * 4 * 32, Form.FRAME),)),
-    "sparsely nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(_sparse([1], [0.0]), Form.SPARSE),)),
-    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(Distribution(None, Form.CHANNEL),)),
+    "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(PackedRow(b"\0" * 4 * 32),)),
+    "sparsely nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(_sparse([1], [0.0]),)),
+    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(AnnouncedRow(),)),
 }
 
 
@@ -694,44 +692,37 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
     row = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab))
     row[possible:] = 0
     row /= row.sum()
-    sent = Distribution(row)
-    RowPacker().pack((sent,))
-    sent.pack()
-    data, form = sent.data, sent.form
-    assert form is (Form.SPARSE if min(possible, vocab) < vocab // 8 else Form.FRAME)
-    sent.unpack(vocab)
-    assert torch.equal(sent.tensor, row)
-    if form is Form.SPARSE:
-        ids, weights = (torch.frombuffer(bytearray(part), dtype=kind) for part, kind in zip(data, KINDS, strict=True))
-        turned = Distribution((ids.flip(0).numpy().tobytes(), weights.flip(0).numpy().tobytes()), Form.SPARSE)
-        turned.unpack(vocab)
-        assert torch.equal(turned.tensor, row)
+    prepared, announced = RowPacker().prepare(DraftTokens(1, 0, 3, (1,), rows=(row,)))
+    (sent,) = packed(prepared).rows  # type: ignore[attr-defined]
+    assert not announced
+    assert form_of(sent) == ("sparse" if min(possible, vocab) < vocab // 8 else "dense")
+    assert torch.equal(sent.unpack(vocab), row)
+    if sent.ids is not None:
+        parts = zip((sent.ids, sent.probs), KINDS, strict=True)
+        ids, weights = (torch.frombuffer(bytearray(part), dtype=kind) for part, kind in parts)
+        assert torch.equal(_sparse(ids.flip(0).tolist(), weights.flip(0).tolist()).unpack(vocab), row)
         with pytest.raises(RemoteProtocolError):
-            Distribution(data, Form.SPARSE).unpack(len(ids) - 1)
-
-
-def sparse_row(prob: float = 1.0) -> Distribution:
-    return Distribution(_sparse([1], [prob]), Form.SPARSE)
+            sent.unpack(len(ids) - 1)
 
 
 def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> None:
     """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
     vocab = 1 << 18
-    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    executor = TargetExecutor(ToyRunner(vocab, alpha_pair(32, 0.5)[0]))
     link = DraftLink(TargetSettings(vocab, CONTEXT, DIGEST, 1.0, True), executor, None)
     link.peer = b"draft"
 
-    def examined(*rows: Distribution) -> DraftTokens:
+    def examined(*rows: PackedRow) -> DraftTokens:
         message = link.examined(b"draft", DraftTokens(1, 0, 3, (1,) * len(rows), rows=rows))
         assert isinstance(message, DraftTokens)
         return message
 
-    many, few = (examined(*(sparse_row() for _ in range(count))) for count in (2048, 8))
-    assert sum(row.size for row in many.rows) == 8 * 2048
-    assert {row.form for row in few.rows} == {Form.TENSOR}, "beside a forward, as the rows of any window are"
+    many, few = (examined(*(_sparse([1], [1.0]) for _ in range(count))) for count in (2048, 8))
+    assert sum(row.nbytes for row in many.rows) == 8 * 2048
+    assert {type(row) for row in few.rows} == {torch.Tensor}, "beside a forward, as the rows of any window are"
     assert weigh(few) > 8 * 4 * vocab
     with pytest.raises(RemoteProtocolError, match="no distribution"):
-        examined(*(sparse_row() for _ in range(2047)), sparse_row(2.0))
+        examined(*[_sparse([1], [1.0])] * 2047, _sparse([1], [2.0]))
 
 
 def test_rows_that_came_packed_are_judged_as_others() -> None:
@@ -742,10 +733,7 @@ def test_rows_that_came_packed_are_judged_as_others() -> None:
     sparse = torch.zeros(32)
     sparse[[1, 5]] = torch.tensor([0.25, 0.75])
     for probs in (dense, sparse):
-        packed = Distribution(probs)
-        packed.pack()
-        assert packed.form is not Form.TENSOR
-        rows = (Distribution(probs), packed)
+        rows = (probs, pack(probs))
         one, other = (executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in rows)
         assert one == other
 
@@ -760,8 +748,8 @@ def test_a_row_is_judged_where_it_was_brought(device: str) -> None:
     executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
     rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
-    brought = [executor.bring(row) for row in rows]
-    judges = (Judge(len(PROMPT), (5,), (Distribution(row),), (len(PROMPT) - 1,)) for row in (rows[0], brought[0]))
+    brought = [executor.bring(pack(row)) for row in rows]
+    judges = (Judge(len(PROMPT), (5,), (row,), (len(PROMPT) - 1,)) for row in (rows[0], brought[0]))
     here, there = map(executor.execute, judges)
     assert here == there
     assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))
@@ -779,7 +767,7 @@ def test_a_row_for_which_there_is_no_memory_does_not_end_the_target(monkeypatch:
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "stream", full)
     row = torch.ones(32) / 32
-    assert executor.bring(row) is row
+    assert torch.equal(executor.bring(pack(row)), row)
     assert current == [executor.runner.device], "that thread's own device is GPU 0, whichever the target has"
 
 
@@ -804,7 +792,7 @@ def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops, method: str) -> None:
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(submission(40, method))
-    row = Distribution(_sparse([1], [1.0]), Form.SPARSE)
+    row = _sparse([1], [1.0])
     fake.say(
         *(DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ())))
     )
@@ -901,7 +889,7 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 64, rule, branches=4)))
-    row = Distribution(_sparse([1], [1.0]), Form.SPARSE)
+    row = _sparse([1], [1.0])
     branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
     main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
     fake.say(main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
@@ -916,7 +904,7 @@ def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     """Nobody can have told it what the rule needs, and numbers can be guessed."""
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
     link = DraftLink(TargetSettings(32, CONTEXT, DIGEST, 1.0, True), executor, None)
-    rows = (Distribution(torch.ones(32) / 32),)
+    rows = (torch.ones(32) / 32,)
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
     executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=WARM), request=1))
@@ -1309,7 +1297,7 @@ def test_dead_channel_leaves_the_target_alone(loops: MakeLoops) -> None:
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(submission(30))
-    fake.say(DraftTokens(0, 0, 3, (1,), rows=(Distribution(None, Form.CHANNEL),)))
+    fake.say(DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
     told = Told()
     front.until(Finished, told)
     assert told.statistics.draft_lost

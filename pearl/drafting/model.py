@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pearl.decoding.distribution import Distribution
 from pearl.decoding.rules import DraftHalf, make_draft_half, rule_in_force
 from pearl.decoding.rules.joint import JointDraft
 from pearl.decoding.sampling import read_draw
@@ -356,7 +355,7 @@ class ModelProposer:
             sure = None if text.window is None else confidence(text.window, row.position, row.features)
             branch.seen.append(see(*row.top, row.position, token, text.rule, confidence=sure))
             branch.tokens.append(token)
-            branch.rows += [] if row.probs is None else [Distribution(row.probs)]
+            branch.rows += [] if row.probs is None else [row.probs]
 
     def _agreed(
         self,
@@ -422,7 +421,7 @@ class ModelProposer:
             return Drafted((), seconds, paused=paused, branches=branches, fed=launched.fed, request=command.request)
         self._times.observe(launched.fed, seconds + draw)  # each row costs a draw too
         tokens = tuple(map(read_draw, launched.draws))
-        rows = tuple(map(Distribution, launched.probs))
+        rows = tuple(launched.probs)
         paused, text = bool(launched.paused), self._open.get(command.request)
         if launched.following is not None and text is not None and text.index is not None:
             end = command.start + len(command.tokens)  # the next forward was launched, it may be, and told of no token

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pearl.config import LEAST_LOGPROB
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import PackedRow
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -160,11 +160,12 @@ class TargetExecutor:
         self._text_stream, self._spread = text_stream, spread
         self._requests: dict[int, _Request] = {}
 
-    def bring(self, row: torch.Tensor) -> torch.Tensor:
-        """A draft's distribution to where it will be judged, beside a forward that runs. Any thread may.
+    def bring(self, packed: PackedRow) -> torch.Tensor:
+        """Unpack a draft's distribution [vocab] onto the device that will judge it, while a forward may be running.
 
-        Unproven: no GPU was at hand.
+        Thread-safe. Untested on a GPU. Raises as `PackedRow.check`.
         """
+        row = packed.unpack(self.runner.vocab_size)
         if self._uploads is None:
             return row
         try:
@@ -172,7 +173,7 @@ class TargetExecutor:
             torch.cuda.set_device(self.runner.device)
             with torch.cuda.stream(self._uploads):
                 return row.pin_memory().to(self.runner.device, non_blocking=True)
-        except RuntimeError:  # no memory: judging will find none either, and that ends a request, not this worker
+        except RuntimeError:  # out of memory: judging will fail too, and that ends a request, not this worker
             return row
 
     def needs_rows(self, request: int) -> bool | None:
@@ -288,7 +289,8 @@ class TargetExecutor:
             return self._judged(request, command)
 
     def _judged(self, request: _Request, command: Judge) -> Judged:
-        rows = [self._tensor(row) for row in command.rows if row is not None]
+        # A message of many rows comes packed: see `DraftLink.examined`.
+        rows = [self.bring(row) if isinstance(row, PackedRow) else row for row in command.rows if row is not None]
         if self._uploads is not None:
             torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
         first, count = request.row(command.nodes[0]), len(command.nodes)
@@ -304,13 +306,6 @@ class TargetExecutor:
         stop_after = self._stop_after(request, new)
         found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
         return Judged(*found, request=command.request)
-
-    def _tensor(self, row: Distribution) -> torch.Tensor:
-        """A draft's distribution. It may still be packed: see `DraftLink.examined`."""
-        if row.form is not Form.TENSOR:
-            row.unpack(self.runner.vocab_size)
-            row.hold(self.bring(row.tensor))
-        return row.tensor
 
     def _sample(self, command: Sample) -> Sampled:
         request = self._requests[command.request]

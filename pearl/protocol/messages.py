@@ -76,7 +76,7 @@ FRAME, CHANNEL = 0, 1  # a distribution in a raw frame behind the header, or ove
 WireRow = SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None  # None: left out of a trace; never on the wire
 
 if TYPE_CHECKING:
-    Rows = tuple[Any, ...]  # in a process `decoding.distribution.Distribution`s
+    Rows = tuple[Any, ...]  # in a process tensors; see `decoding.distribution`
 else:
     Rows = Annotated[tuple[WireRow, ...], Meta(max_length=MAX_RUN)]
 
@@ -180,8 +180,7 @@ class DraftTokens(Message, frozen=True, tag=8):
 
     Attributes:
         seconds: how long a token of the forward that made them took; 0: unknown.
-        rows: the distribution that each was drawn from (`decoding.distribution.Distribution`); empty where the rule
-            needs none.
+        rows: the distribution that each was drawn from (see `decoding.distribution`); empty where the rule needs none.
         waited: seconds that the draft has waited for verdicts in all of this request so far.
         source: who guessed them.
         after: None for the main line; else the outcome (position, token) under which they hold: that this token, which

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from pearl.decoding.distribution import Distribution
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import TraceError
 from pearl.protocol import events, messages, options, request, speeds
 
@@ -34,7 +34,7 @@ def plain(value: object) -> Any:
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    if kind is Distribution:  # big, and no decision depends on it
+    if kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch":  # big, and no decision depends on it
         return lambda distribution: None
     if issubclass(kind, Enum):
         return lambda member: member.value

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import pearl.errors
-from pearl.decoding.distribution import Distribution, Form
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
     CHANNEL,
@@ -38,6 +38,7 @@ from pearl.protocol.messages import (
     Submit,
     Verdict,
     Welcome,
+    WireRow,
 )
 from pearl.protocol.options import MAX_TEXT
 
@@ -49,18 +50,18 @@ _KINDS = {code: kind for kind, code in TYPE_CODES.items()}
 _SHORT_ARRAYS = range(0x91, 0xA0)  # the first byte of an array of up to 15 values, as every message is
 _PLACE = re.compile(r"at `\$\[(\d+)\]")
 _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, Finish)
-_FORMS = {FRAME: Form.FRAME, CHANNEL: Form.CHANNEL}
-_CODES = {form: code for code, form in _FORMS.items()}
 _ERRORS = frozenset(
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
 )
 
 
-def _row(row: object) -> object:
-    """A distribution as it travels."""
-    if not isinstance(row, Distribution) or row.form is Form.TENSOR:
-        raise TypeError("a distribution was not packed")
-    return SparseRow(*row.data) if row.form is Form.SPARSE else _CODES[row.form]
+def _wire_row(row: object) -> WireRow:
+    """A distribution as the header has it."""
+    if isinstance(row, PackedRow):
+        return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
+    if isinstance(row, AnnouncedRow):
+        return CHANNEL
+    raise TypeError("a distribution was not packed")
 
 
 class _Version(msgspec.Struct, array_like=True, tag=1):
@@ -69,7 +70,7 @@ class _Version(msgspec.Struct, array_like=True, tag=1):
     version: int
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_row)
+_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, TYPE_CODES))
 # What only a target says is not decoded where it came to a target: texts may be long.
 _to_target: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
@@ -79,7 +80,7 @@ _version = msgspec.msgpack.Decoder(_Version)
 
 
 def encode(message: Message) -> list[bytes]:
-    """The frames of `message`: a packed header and, for each row of form FRAME, one raw frame.
+    """The frames of `message`: a packed header and, for each packed dense row, one raw frame.
 
     Raises `LocalProtocolError` where it cannot be written or exceeds the limits of the wire. It does not check ranges:
     the peer does.
@@ -89,13 +90,14 @@ def encode(message: Message) -> list[bytes]:
         raise LocalProtocolError(f"{name} is no message of the wire")
     if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:  # cut, not lost
         message = message.changed(message=message.message[: MAX_TEXT // 4])
+    raw: list[bytes] = []
     try:
-        frames = [_encoder.encode(message)]
+        if isinstance(message, DraftTokens) and message.rows:
+            raw = [row.probs for row in message.rows if isinstance(row, PackedRow) and row.ids is None]
+            message = message.changed(rows=tuple(map(_wire_row, message.rows)))
+        frames = [_encoder.encode(message), *raw]
     except (ValueError, TypeError, OverflowError, msgspec.MsgspecError) as error:
         raise LocalProtocolError(f"{name} cannot be written: {error}") from error
-    if isinstance(message, DraftTokens):
-        rows: Sequence[Any] = message.rows
-        frames.extend(row.data for row in rows if row.form is Form.FRAME)
     if len(frames) > MAX_FRAMES or max(map(len, frames)) > MAX_FRAME:
         raise LocalProtocolError(f"{name} exceeds {MAX_FRAMES} frames of {MAX_FRAME} bytes: send it in parts")
     return frames
@@ -209,8 +211,7 @@ def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
     found: list[Any] = []
     for row in message.rows:
         if isinstance(row, SparseRow):
-            found.append(Distribution((row.ids, row.probs), Form.SPARSE))
+            found.append(PackedRow(row.probs, row.ids))
         else:
-            assert row is not None
-            found.append(Distribution(bytes(next(left)) if row == FRAME else None, _FORMS[row]))
+            found.append(PackedRow(bytes(next(left))) if row == FRAME else AnnouncedRow())
     return message.changed(rows=tuple(found))

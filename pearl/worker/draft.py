@@ -229,10 +229,10 @@ class DraftWorker:
                 self._draft()
             case Send(DraftTokens() as message):
                 start = self._tracer.clock()
-                self._packer.pack(message.rows)  # while the next forward runs
+                message, announced = self._packer.prepare(message)  # while the next forward runs
                 self._tracer.note("busy", "pack", start)
                 self._mail.send(message)
-                self._packer.send(message.rows)
+                self._packer.send(announced)
             case Send(message):
                 self._mail.send(message)
             case Wait():

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pearl.decoding.distribution import Form, are_probabilities
+import torch
+
+from pearl.decoding.distribution import AnnouncedRow, PackedRow, are_probabilities
 from pearl.errors import DraftLost, RemoteProtocolError
 from pearl.execution.target import TargetExecutor
 from pearl.protocol.messages import (
@@ -54,7 +56,7 @@ def weigh(message: Message) -> int:
     """Bytes that a draft's tokens take while they wait to be looked at, roughly."""
     if not isinstance(message, DraftTokens):
         return 0
-    return _OF_TOKEN * len(message.tokens) + sum(_OF_ROW + row.size for row in message.rows)
+    return _OF_TOKEN * len(message.tokens) + sum(_OF_ROW + row.nbytes for row in message.rows)
 
 
 class DraftLink:
@@ -130,14 +132,18 @@ class DraftLink:
         if most >= vocab:
             raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
         is_small = len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE
-        for row in message.rows:
-            if is_small and row.form is not Form.CHANNEL:
-                row.unpack(vocab)
-                row.hold(self._executor.bring(row.tensor))
-            else:  # a few bytes may become a vocabulary: not before it is known that they will be judged
-                row.check(vocab)
-        self._receive_announced(message)
-        return message
+        rows = [*message.rows]
+        for i, row in enumerate(rows):
+            if isinstance(row, PackedRow):
+                if is_small:
+                    rows[i] = self._executor.bring(row)
+                else:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
+                    row.check(vocab)
+        announced = [i for i, row in enumerate(rows) if isinstance(row, AnnouncedRow)]
+        if announced:
+            for i, probs in zip(announced, self._receive_announced(len(announced)), strict=True):
+                rows[i] = probs
+        return message.changed(rows=tuple(rows)) if rows else message
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
         """What the rule of its request judges: with a distribution for each token, or with none for any.
@@ -152,22 +158,18 @@ class DraftLink:
             return None
         return message if needs or not message.rows else message.changed(rows=())
 
-    def _receive_announced(self, message: DraftTokens) -> None:
-        """Announced rows are received at once, stale ones included, so that the channel stays in step.
+    def _receive_announced(self, count: int) -> torch.Tensor:
+        """Receive announced rows [count, vocab] at once, stale ones included, so that the channel stays in step.
 
         Raises `RemoteProtocolError` for what is no distribution, `TransportError` where nothing comes.
         """
-        announced = [row for row in message.rows if row.form is Form.CHANNEL]
-        if not announced:
-            return
         channel = self._channel  # the loop may give it up meanwhile
         if channel is None:
             raise RemoteProtocolError("draft announced rows on a channel that is not open")
-        rows = channel.receive(len(announced))
+        rows = channel.receive(count)
         if not are_probabilities(rows):
             raise RemoteProtocolError("draft sent what is no distribution")
-        for row, tensor in zip(announced, rows, strict=True):
-            row.hold(tensor)
+        return rows
 
     def probe(self, now: float) -> None:
         """Ask a silent draft for a sign of life. Raises `DraftLost` where it has been silent for too long."""
