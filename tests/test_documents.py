@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgpack
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ from pearl.errors import ConfigError, PearlError, TraceError
 from pearl.lab.bench.paper import pairs
 from pearl.trace.chrome import merge
 from pearl.trace.reading import read
-from pearl.trace.recorder import Recorder, part_path, part_paths
+from pearl.trace.recorder import FORMAT, Recorder, part_path, part_paths
 
 DEEP = 200_000
 DIGITS = "9" * 5000
@@ -120,40 +119,41 @@ HEADER = {
     "config": {"tensors": "auto"},
     "versions": {},
 }
-RECORD = [1, "busy", "decide", 1, 2, {"event": {"type": "Forwarded"}, "commands": []}]
+RECORD = ["record", 1, "busy", "decide", 1, 2, {"event": {"type": "Forwarded"}, "commands": []}]
 
 
 def part_of(*items: object, **header: object) -> bytes:
-    return b"".join(map(msgpack.packb, [["pearl-trace", 2, HEADER | header], *items]))
+    return b"".join(json.dumps(item).encode() + b"\n" for item in [["pearl-trace", FORMAT, HEADER | header], *items])
 
 
 PARTS = {
     "nothing": b"",
-    "no msgpack": b"\xc1",
-    "a number": b"\x05",
-    "a header of text": msgpack.packb(["pearl-trace", 2, "x"]),
-    "a header of nothing": msgpack.packb(["pearl-trace", 2, {}]),
-    "another format": msgpack.packb(["pearl-trace", 99, HEADER]),
-    "a format of text": msgpack.packb(["pearl-trace", "x", HEADER]),
+    "no JSON": b"\xc1\n",
+    "a number": b"5\n",
+    "a header of text": b'["pearl-trace",6,"x"]\n',
+    "a header of nothing": b'["pearl-trace",6,{}]\n',
+    "a short header": b'["pearl-trace",6]\n',
+    "another format": b'["pearl-trace",99,{}]\n',
+    "a format of text": b'["pearl-trace","x",{}]\n',
     "an opening of text": part_of(opened="x"),
     "a role that is a list": part_of(role=[]),
     "no configuration": part_of(config=None),
     "a number for a record": part_of(5),
     "an empty record": part_of([]),
     "a short record": part_of(RECORD[:4]),
-    "a long record": part_of([*RECORD, 1]),
-    "times of text": part_of([1, "busy", "decide", "x", "y", {}]),
-    "arguments of text": part_of([*RECORD[:5], "x"]),
-    "a decision of nothing": part_of([*RECORD[:5], {}]),
-    "a send of nothing": part_of([1, "communication", "send", 1, 2, {}]),
-    "a judgement of text": part_of([1, "busy", "judge", 1, 2, {"accepted": "x", "correction": 1, "start": 1}]),
-    "bytes in arguments": part_of([*RECORD[:5], {**RECORD[5], "x": b"x"}]),
+    "times of text": part_of([*RECORD[:4], "x", "y", {}]),
+    "a time of many digits": part_of(RECORD).replace(b" 2,", b" " + DIGITS.encode() + b","),
+    "arguments of text": part_of([*RECORD[:6], "x"]),
+    "a decision of nothing": part_of([*RECORD[:6], {}]),
+    "a send of nothing": part_of(["record", 1, "communication", "send", 1, 2, {}]),
+    "a judgement of text": part_of(
+        ["record", 1, "busy", "judge", 1, 2, {"accepted": "x", "correction": 1, "start": 1}]
+    ),
+    "half a surrogate": part_of() + b'["record",1,"\\ud800","x",1,2,{}]\n',
     "an end of nothing": part_of(RECORD, ["end"]),
-    "an unhashable key": part_of() + b"\x81\x90\x01",
-    "nested": part_of() + b"\x91" * 100_000,
-    "announced": part_of() + b"\xdd\xff\xff\xff\xff",
-    "announced and nested": part_of() + b"\xdd\x00\x01\x00\x00" * 1000,
-    "an extension": part_of() + b"\xc7\x08\xff" + bytes(8),
+    "an unknown line": part_of(["other", 1]),
+    "nested": part_of() + b"[" * DEEP + b"\n",
+    "nested arguments": part_of() + b'["record",1,"busy","x",1,2,{"a":' + b"[" * DEEP + b"\n",
 }
 
 
