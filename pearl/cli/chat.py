@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.logging import RichHandler
 from rich.text import Text
 
+from pearl.cli import listed
 from pearl.cli.commands import COMMANDS, Leave, run_command
 from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
@@ -225,6 +226,7 @@ def _wait_shares(s: Statistics) -> list[str]:
     return ["waited: " + ", ".join(f"{who} {min(1.0, t / s.seconds):.0%}" for who, t in waited.items())]
 
 
+@listed("Use it", "pearl chat --target my-model --draft my-small-model --show-draft")
 @click.command(cls=SettingsCommand)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
