@@ -130,11 +130,12 @@ class Statistics:
 
 @dataclass
 class Stopwatch:
-    """When what happened to a request, in seconds of one monotonic clock.
+    """When things happened to a request, in seconds of one monotonic clock.
 
     Attributes:
-        submitted: when it came.
-        begun: when it was first worked on.
+        submitted: when it arrived.
+        begun: when work on it began.
+        first, last: its first and its last commit.
         gaps: (seconds since the commit before, tokens) of each commit but the first.
     """
 
@@ -143,7 +144,6 @@ class Stopwatch:
     first: float | None = None
     last: float = 0.0
     generated: int = 0
-    in_first: int = 0  # tokens that came with the first commit
     busy: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     gaps: list[tuple[float, int]] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Stopwatch:
 
     def committed(self, tokens: int, now: float) -> None:
         if self.first is None:
-            self.first, self.in_first = now, tokens
+            self.first = now
         else:
             self.gaps.append((now - self.last, tokens))
         self.last = now
@@ -162,9 +162,11 @@ class Stopwatch:
         self.waits[cause] = self.waits.get(cause, 0.0) + seconds
 
     def token_latency(self, share: float) -> float | None:
-        """The quantile `share` of the seconds between a token and the one before it, after the first commit."""
+        """The smallest inter-token latency, seconds, that at least `share` of all do not exceed; None without any.
+
+        Tokens of one commit arrive together: all but the first of them have a latency of 0.
+        """
         tokens = sum(count for _, count in self.gaps)
-        # Tokens of one commit come together: all but the first of them without delay.
         above = tokens - max(1, ceil(share * tokens))
         for gap, _ in sorted(self.gaps, reverse=True):
             if above == 0:
@@ -173,10 +175,15 @@ class Stopwatch:
         return 0.0 if tokens else None
 
     @property
+    def in_first(self) -> int:
+        """Tokens of the first commit."""
+        return self.generated - sum(tokens for _, tokens in self.gaps)
+
+    @property
     def tokens_per_second(self) -> float | None:
-        if self.first is None or self.generated <= self.in_first or self.last <= self.first:
-            return None
-        return (self.generated - self.in_first) / (self.last - self.first)
+        """Tokens after the first commit over the time after it."""
+        seconds = sum(gap for gap, _ in self.gaps)
+        return sum(tokens for _, tokens in self.gaps) / seconds if seconds > 0 else None
 
 
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:

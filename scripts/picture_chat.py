@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -29,7 +28,7 @@ QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without
 FROZEN_AT, LEAST_GUESS = 12, 16  # tokens of the text, characters of the guess
 
 
-class Still:
+class Still(Reply):
     """A reply of which one moment is kept."""
 
     def __init__(self, console: Console, frozen_at: int | None) -> None:
@@ -59,11 +58,8 @@ class Still:
 class Pictured(Chat):
     frozen_at: int | None = None
 
-    @contextmanager
-    def _reply(self) -> Iterator[Reply]:
-        reply = Still(self.console, self.frozen_at)
-        yield reply
-        reply.finish()
+    def _display(self) -> Reply:
+        return Still(self.console, self.frozen_at)
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
@@ -21,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from pearl.cli import main
 from pearl.config import DecodingConfig
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
@@ -101,3 +104,20 @@ def toy() -> Iterator[Engine]:
     """A running pair of `TOY`; a test that harms its workers takes an engine of its own."""
     with Engine(TOY, TOY, startup_timeout=120) as engine:
         yield engine
+
+
+@pytest.fixture
+def pearl_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command line in this process, which starts faster, with nothing on standard input."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int | None)
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
+
+    return run

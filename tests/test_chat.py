@@ -117,14 +117,7 @@ def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
         first = wanted("123", 12)
         person.sees(first)
         person.sees(STATUS)
-        for part in (
-            "tokens/s",
-            "tokens a step",
-            "of judged drafts accepted",
-            "c = ",
-            "waited: target",
-            "cut at max_tokens",
-        ):
+        for part in ("tokens/s", "tokens a step", "of judged drafts accepted", "c = ", "waited: target", "max_tokens"):
             person.sees(part)
         person.send("4")
         person.sees(wanted("123" + first + "4", 12))
@@ -134,7 +127,7 @@ def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
         assert person.echoes
 
 
-def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str], paced: list[str]) -> None:
+def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict[str, str], paced: list[str]) -> None:
     with chatting(home, *paced, "--temperature", "0") as person:
         person.sees(">>>")
         person.send("123")
@@ -150,7 +143,12 @@ def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str], paced: l
         person.sees("1 turns")
         person.send("/set max_tokens 5")
         person.sees("max_tokens 5")
-        person.send("4")
+        with attach(Path(paced[1])) as other:
+            params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
+            with other.stream("9", params, method="ar") as first:  # 24 s: it is still there when the message comes
+                next(first)
+                person.send("4")
+                person.sees("another client is being served")
         person.sees(STATUS, 2)
         person.type(CTRL_C)  # in an empty line it only says how to leave
         person.sees("Ctrl-D or /bye leaves")
@@ -159,36 +157,9 @@ def test_ctrl_c_ends_the_reply_and_keeps_the_chat(home: dict[str, str], paced: l
         assert person.echoes
 
 
-def test_a_wait_for_another_client_is_said(home: dict[str, str], paced: list[str]) -> None:
-    """Nothing showed whether a chat hung, read a long conversation, or was not its turn."""
-    with attach(Path(paced[1])) as other, chatting(home, *paced, "--temperature", "0") as person:
-        person.sees(">>>")
-        params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
-        with other.stream("9", params, method="ar") as first:  # 24 s: it is still there when the message comes
-            next(first)
-            person.send("123")
-            person.sees("another client is being served")
-        person.sees(wanted("123", 10))
-        person.type(CTRL_C)
-        person.sees(STATUS)
-        person.send("/bye")
-        assert person.leaves() == 0
-
-
-def test_keys_typed_while_a_reply_is_made_are_kept(home: dict[str, str], paced: list[str]) -> None:
-    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "30") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(wanted("123", 3))
-        person.type("/he")
-        person.sees(STATUS)
-        person.sees(">>> /he")
-        person.send("lp")
-        person.sees("/exit")
-
-
-def test_lines_typed_while_a_reply_is_made_are_taken_one_by_one(home: dict[str, str], paced: list[str]) -> None:
-    """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it."""
+def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced: list[str]) -> None:
+    """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it; what was
+    typed before a question is no answer to it."""
     with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20", "--no-history") as person:
         person.sees(">>>")
         person.send("123")
@@ -208,21 +179,21 @@ def test_lines_typed_while_a_reply_is_made_are_taken_one_by_one(home: dict[str, 
         person.type(CTRL_C)
         person.send("/show")
         person.sees("3 turns")
-
-
-def test_an_answer_typed_before_its_question_is_none(home: dict[str, str], paced: list[str]) -> None:
-    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20") as person:
-        person.sees(">>>")
+        person.send("/clear")
+        person.send("/set max_tokens 20")
+        person.sees("max_tokens 20")
         person.send("1" * 440)
         person.sees("1" * 20)
-        person.type("2" * 50 + "\ry\r")
+        person.type("2" * 50 + "\r/he")
         person.sees("Drop the oldest 1 of 1 turns? [y/N]")
         person.send("n")
         person.sees("Nothing was sent")
-        person.sees(">>> y")
+        person.sees(">>> /he")
+        person.send("lp")
+        person.sees("/exit")
 
 
-def test_a_draft_killed_amid_a_reply_is_said_and_the_reply_goes_on(home: dict[str, str]) -> None:
+def test_a_draft_killed_amid_a_reply_is_told_and_the_reply_goes_on(home: dict[str, str]) -> None:
     text = wanted("123", 60)
     connected = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "60", "--connect"]
     with (
@@ -239,16 +210,25 @@ def test_a_draft_killed_amid_a_reply_is_said_and_the_reply_goes_on(home: dict[st
         person.sees(STATUS)
 
 
-def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_terminal_sound(home: dict[str, str]) -> None:
-    with chatting(home, *SLOW, "--temperature", "0") as person:
+def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_conversation_is_saved(home: dict[str, str]) -> None:
+    with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "5") as person:
         person.sees(">>>")
         person.send("123")
-        person.sees(wanted("123", 5))
+        person.sees(STATUS)
+        person.send("/show")
+        person.sees(f"target {TOY} on c")  # what auto has come to, not "auto"; the toy has no weights, so no dtype
+        person.send("/set max_tokens default")
+        person.send("4")
+        person.sees(wanted("123" + wanted("123", 5) + "4", 5))
         target(home).kill()
         assert person.leaves() == 4
-        assert "error: target worker was killed by signal 9" in person.text.replace("\n", " ")
-        assert "Traceback" not in person.text
+        text = " ".join(person.text.split())
+        assert "error: target worker was killed by signal 9" in text
+        assert "last-chat.json; /load goes on with it" in text
+        assert "Traceback" not in text
         assert person.echoes
+    kept = json.loads(Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json").read_text())
+    assert [turn["user"] for turn in kept["turns"]] == ["123"]
 
 
 @pytest.mark.parametrize(("number", "own"), [(signal.SIGTERM, False), (signal.SIGHUP, True)])
@@ -266,22 +246,11 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
         assert person.echoes
 
 
-def test_a_resize_amid_a_reply_leaves_one_whole_reply(home: dict[str, str], paced: list[str]) -> None:
-    text = wanted("123", 150)
-    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "150", "--no-markdown", "--show-draft") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(text[:50])
-        person.resize(20, 60)
-        person.sees(STATUS)
-        end = person.screen.replace("\n", "")
-        assert text in end
-        assert end.count(text[:40]) == 1
-
-
-def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str], paced: list[str], toy: Engine) -> None:
-    plain = ("--look-ahead", "0", "--draft-lookup", "0")
-    with chatting(home, *paced, *plain, "--temperature", "0", "--max-tokens", "40", "--show-draft") as person:
+def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply(
+    home: dict[str, str], paced: list[str], toy: Engine
+) -> None:
+    shown = ("--look-ahead", "0", "--draft-lookup", "0", "--show-draft", "--no-markdown")
+    with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
@@ -289,13 +258,21 @@ def test_the_draft_is_shown_ahead_and_its_fate_by_colour(home: dict[str, str], p
         colours = person.colours(reply)
         words = "accepted", "corrected", "bonus", "guessed without a model"
         assert [person.colours(word)[0] for word in words] == ["green", "brown", "cyan", "blue"], "a legend"
-        person.send("4")
-        person.sees(STATUS, 2)
-        assert person.text.count("not judged yet") == 1, "said once"
+        guesses = {text for text in person.italics if text and " " not in text}  # not the legend
+        person.send("/clear")
+        person.send("/set max_tokens 150")
+        person.sees("max_tokens 150")
+        person.send("321")
+        text = wanted("321", 150)
+        person.sees(text[:50])
+        person.resize(20, 60)
+        person.until(lambda: text in person.screen.replace("\n", ""), "the whole reply")
+        person.until(lambda: STATUS in person.screen, "the line below it")
+        assert person.screen.replace("\n", "").count(text[:40]) == 1
+        assert person.text.count("not judged yet") <= 1, "said once"
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (same,) = toy.generate([[1, 2, 3]], params, decoding=AS_PUBLISHED)
     assert colours == [{"accepted": "green", "corrected": "brown"}[source.value] for source in same.provenance]
-    guesses = {text for text in person.italics if text and " " not in text}  # not the legend
     assert any(guess in reply for guess in guesses)
     assert any(guess not in reply for guess in guesses), "half of what the draft says is refused"
 
@@ -320,51 +297,45 @@ def test_markdown_is_rendered_and_never_flickers(home: dict[str, str]) -> None:
     assert "**" not in person.screen
 
 
-def test_commands_are_found_by_the_names_people_know(home: dict[str, str], attached: list[str]) -> None:
+def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+    hostile = {"target": "x", "system": "\x1b[2J\x1b[31mSYSTEM", "tokens": [], "turns": []}
+    (tmp_path / "hostile.json").write_text(json.dumps(hostile))
+    text = wanted("123", 10)
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
         person.sees(">>>")
         for alias in ("/help", "/?"):
             person.send(alias)
         person.sees("/exit and Ctrl-D too", 2)
         assert all(command in person.text for command in COMMANDS)
-        person.send("/hlep")
-        person.sees("did you mean /help?")
-        person.send("/frobnicate")
-        person.sees("unknown command /frobnicate")
-        person.send("/set temprature 1")
-        person.sees("did you mean temperature?")
-        person.send("/set temperature hot")
-        person.sees("temperature:")
-        person.send("/set top_p 0.5")
-        person.sees("top_p 0.5")
-        person.send("/set top_p default")
-        person.sees("top_p default")
-        person.send("/set rule")
-        person.sees("rule default (coupled)")
-        person.send("/method sad")
-        person.sees("no method 'sad'")
-        person.send("/system Be brief.")
-        person.sees("system prompt: Be brief.")
-        person.send("/undo")
-        person.sees("there is nothing to undo")
-        person.send("/regen")
-        person.sees("there is no reply yet")
-        person.send("/stats")
-        person.sees("nothing has been measured yet")
-        person.type(CTRL_D)  # at once, be there a prompt yet or not
-        assert person.leaves() == 0
-
-
-def test_methods_are_switched_in_place_and_compared(home: dict[str, str], attached: list[str]) -> None:
-    """All methods say the same in the same place."""
-    text = wanted("123", 10)
-    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
-        person.sees(">>>")
+        for line, words in (
+            ("/hlep", "did you mean /help?"),
+            ("/frobnicate", "unknown command /frobnicate"),
+            ("/set temprature 1", "did you mean temperature?"),
+            ("/set temperature hot", "temperature: "),
+            ("/set top_p 0.5", "top_p 0.5"),
+            ("/set top_p default", "top_p default"),
+            ("/set rule", "rule default (coupled)"),
+            ("/set nonsense", "no setting 'nonsense'"),
+            ("/method sad", "no method 'sad'"),
+            ("/system Be brief.", "system prompt: Be brief."),
+            ("/undo", "there is nothing to undo"),
+            ("/regen", "there is no reply yet"),
+            ("/stats", "nothing has been measured yet"),
+            ("/load ~nobody-of-this-name/x", "cannot find ~nobody-of-this-name/x"),
+            ("/save " + "x" * 300, "File name too long"),
+            ("/load /nowhere", "cannot read /nowhere: No such file"),
+            (f"/load {tmp_path / 'hostile.json'}", "0 turns from"),
+            ("/system", "␛[2J␛[31mSYSTEM"),
+            ("[pasted text 7: 2,200 characters]", "is not known any more: paste it again"),
+            ("/system none", "system prompt: none"),
+        ):
+            person.send(line)
+            person.sees(words)
         for i, method in enumerate(("pearl", "ar", "sd"), start=1):
             person.send(f"/method {method}")
             person.sees(f"method: {method}")
             person.send("123")
-            person.sees(text, i)
+            person.sees(text, i)  # all methods say the same in the same place
             person.sees(STATUS, i)
             person.send("/undo")
             person.sees("forgotten: 123", i)
@@ -378,21 +349,21 @@ def test_methods_are_switched_in_place_and_compared(home: dict[str, str], attach
         assert person.leaves() == 0
 
 
-def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "talk.json"
+def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+    path, trace = tmp_path / "talk.json", tmp_path / "t.json"
     with chatting(home, *attached, "--temperature", "1", "--seed", "1", "--max-tokens", "10") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
-        person.send(f"/save {path}")
-        person.sees("1 turns are in")
-        first = json.loads(path.read_text())["turns"][0]["reply"]
-        person.send("/regen")
-        person.sees(STATUS, 2)
-        person.send(f"/save {path}")
-        person.sees("1 turns are in", 2)
-        second = json.loads(path.read_text())["turns"][0]["reply"]
-        assert first != second, "another sample under the same seed"
+        replies = []
+        for times in (1, 2):
+            person.send(f"/save {path}")
+            person.sees("1 turns are in", times)
+            replies.append(json.loads(path.read_text())["turns"][0]["reply"])
+            if times == 1:
+                person.send("/regen")
+                person.sees(STATUS, 2)
+        assert replies[0] != replies[1], "another sample under the same seed"
         person.send("/clear")
         person.sees("the conversation is forgotten")
         person.send(f"/load {path}")
@@ -402,31 +373,23 @@ def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str
         (tmp_path / "mine.txt").write_text("mine")
         person.send(f"/save {tmp_path / 'mine.txt'}")
         person.sees("no saved conversation: name another file")
-        person.send("/load /nowhere")
-        person.sees("cannot read /nowhere: No such file")
         path.write_text("hello")
         person.send(f"/load {path}")
         person.sees("no saved conversation: file")
-
-
-def test_a_trace_of_some_replies(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(STATUS)
-        person.send(f"/trace {path}")
+        person.send("/trace " + "y" * 300)
+        person.sees("File name too long")
+        person.send(f"/trace {trace}")
         person.sees("recording both workers")
         person.send("4")
-        person.sees(STATUS, 2)
+        person.sees(STATUS, 3)
         person.send("/trace off")
         person.sees("pearl trace report")
         person.send("/trace off")
         person.sees("no trace is being recorded")
-    assert report(read(path)).tokens == 10
+    assert report(read(trace)).tokens == 10
 
 
-def test_several_lines_a_long_paste_and_history(home: dict[str, str], attached: list[str]) -> None:
+def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, str], attached: list[str]) -> None:
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
         person.sees(">>>")
         person.send('"""12')
@@ -436,37 +399,19 @@ def test_several_lines_a_long_paste_and_history(home: dict[str, str], attached: 
         person.sees(STATUS)
         person.send("/clear")
         person.sees("the conversation is forgotten")
-        person.paste("z" * 3000)
-        person.sees("[pasted text 1: 3,000 characters]")
-        person.type("\r")
-        person.sees("your message alone has too many tokens")
+        for number, (data, size) in enumerate((("z" * 3000, "3,000"), ("0123456789abcdef" * 65536, "1,048,576")), 1):
+            person.paste(data)
+            person.sees(f"[pasted text {number}: {size} characters]")
+            person.type("\r")
+            person.sees("your message alone has too many tokens", number)
         person.send("77")
         person.sees(STATUS, 2)
-        person.type("\x1b[A\x1b[A\x1b[A")
+        person.type("\x1b[A\x1b[A\x1b[A\x1b[A")
         person.sees(">>> /clear", 2)
         person.type(CTRL_C)
-        person.type(CTRL_D)
-        assert person.leaves() == 0
-    history = Path(home["XDG_STATE_HOME"], "pearl", "history")
-    assert history.stat().st_mode & 0o077 == 0
-    assert "/clear" in history.read_text()
-
-
-def test_a_pasted_megabyte_is_refused_and_harmless(home: dict[str, str], attached: list[str]) -> None:
-    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5", "--no-history") as person:
-        person.sees(">>>")
-        person.paste("0123456789abcdef" * 65536)
-        person.sees("[pasted text 1: 1,048,576 characters]")
-        person.type("\r")
-        person.sees("your message alone has too many tokens")
-        person.send("123")
-        person.sees(wanted("123", 5))
-
-
-def test_a_full_context_offers_to_drop_the_oldest_turns(home: dict[str, str], attached: list[str]) -> None:
-    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "150") as person:
-        person.sees(">>>")
-        for i, message in enumerate(("1" * 100, "2" * 100), start=1):
+        person.send("/clear")
+        person.send("/set max_tokens 150")
+        for i, message in enumerate(("1" * 100, "2" * 100), start=3):
             person.send(message)
             person.sees(STATUS, i)
         person.send("3" * 10)
@@ -477,54 +422,18 @@ def test_a_full_context_offers_to_drop_the_oldest_turns(home: dict[str, str], at
         person.send("3" * 10)
         person.sees("[y/N]", 2)
         person.send("y")
-        person.sees(STATUS, 3)
+        person.sees(STATUS, 5)
         person.send("/show")
         person.sees("2 turns")
-
-
-def test_a_reply_that_fills_the_context_says_so(home: dict[str, str], attached: list[str]) -> None:
-    with chatting(home, *attached, "--temperature", "0") as person:
-        person.sees(">>>")
+        person.send("/clear")
+        person.send("/set max_tokens default")
         person.send("1" * 480)
         person.sees("the reply was cut: the context of 512 tokens is full")
-
-
-def test_wrong_files_and_hostile_ones_do_not_end_the_chat(
-    home: dict[str, str], attached: list[str], tmp_path: Path
-) -> None:
-    hostile = {"target": "x", "system": "\x1b[2J\x1b[31mSYSTEM", "tokens": [], "turns": []}
-    (tmp_path / "hostile.json").write_text(json.dumps(hostile))
-    with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
-        person.sees(">>>")
-        person.send("/load ~nobody-of-this-name/x")
-        person.sees("cannot find ~nobody-of-this-name/x")
-        person.send("/save " + "x" * 300)
-        person.sees("File name too long")
-        person.send("/trace " + "y" * 300)
-        person.sees("File name too long", 2)
-        person.send(f"/load {tmp_path / 'hostile.json'}")
-        person.sees("0 turns from")
-        person.send("/system")
-        person.sees("␛[2J␛[31mSYSTEM")
-        person.send("[pasted text 7: 2,200 characters]")
-        person.sees("is not known any more: paste it again")
-        person.send("123")
-        person.sees(STATUS)
-
-
-def test_the_conversation_outlives_the_engine(home: dict[str, str]) -> None:
-    with chatting(home, *TOYS, "--temperature", "0", "--max-tokens", "5") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(STATUS)
-        person.send("/show")
-        person.sees(f"target {TOY} on c")  # what auto has come to, not "auto"; the toy has no weights, so no dtype
-        target(home).kill()
-        person.send("4")
-        assert person.leaves() == 4
-        assert "last-chat.json; /load goes on with it" in " ".join(person.text.split())
-    kept = json.loads(Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json").read_text())
-    assert [turn["user"] for turn in kept["turns"]] == ["123"]
+        person.type(CTRL_D)
+        assert person.leaves() == 0
+    history = Path(home["XDG_STATE_HOME"], "pearl", "history")
+    assert history.stat().st_mode & 0o077 == 0
+    assert "/clear" in history.read_text()
 
 
 def rendered(reply: type[MarkdownReply] | type[TokenReply], *texts: str) -> str:
@@ -538,31 +447,21 @@ def rendered(reply: type[MarkdownReply] | type[TokenReply], *texts: str) -> str:
 
 
 @pytest.mark.parametrize("reply", [MarkdownReply, TokenReply])
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_no_text_is_lost_in_rendering(reply: type[MarkdownReply] | type[TokenReply]) -> None:
+    """Text that only looks like HTML is shown, and so are the targets of links, and escapes, which are not obeyed."""
+    for text in (
         "std::vector<int> and List<String>",
         "<think>hm</think>",
         "<div>hello</div>",
         "x <!-- hidden --> y",
         "e\u0301 \u4e2d\U0001f600",
         "a [link](http://example.com/where) b",
-    ],
-)
-def test_no_text_is_lost_in_rendering(reply: type[MarkdownReply], text: str) -> None:
-    """What only looks like HTML is text; where a link leads is shown."""
-    said = rendered(reply, *text, "\n\nend")
-    plain = text.replace("[link](http://example.com/where)", "link (http://example.com/where)")
-    assert any(wanted in said for wanted in (text, plain)), said
-
-
-def test_escapes_in_a_reply_are_shown_and_not_obeyed() -> None:
-    file = StringIO()
-    reply = MarkdownReply(Console(file=file, force_terminal=True, width=80))
-    reply.add(("a\x1b]0;title\x07b\x1b[2Jc",), (Provenance.ACCEPTED,))
-    reply.finish()
-    assert "\x1b]0" not in file.getvalue()
-    assert "a␛]0;title␇b␛[2Jc" in file.getvalue()
+        "a\x1b]0;title\x07b\x1b[2Jc",
+    ):
+        shown = rendered(reply, *text, "\n\nend")
+        plain = text.replace("[link](http://example.com/where)", "link (http://example.com/where)")
+        assert any(words in shown for words in (text, plain, "a␛]0;title␇b␛[2Jc")), shown
+        assert "\x1b]0" not in shown
 
 
 # ---- no terminal ----
@@ -577,6 +476,10 @@ def piped(
     )
 
 
+ONE = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
+ONE_REPLY = (0, wanted("123", 8) + "\n")
+
+
 def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[str]) -> None:
     run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", stdin="123\n\n/4\n")
     assert run.returncode == 0, run.stderr
@@ -585,41 +488,41 @@ def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[s
     assert run.stdout == f"{first}\n{wanted('123' + first + slash + '4', 8)}\n"
 
 
-def test_one_question(home: dict[str, str], attached: list[str]) -> None:
-    run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", "-q", "123", stdin="ignored")
-    assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n")
+def test_one_question_and_without_a_draft_the_method_is_ar(home: dict[str, str]) -> None:
+    run = piped(home, *ONE, "--target", TOY, "--draft", "none", stdin="ignored")
+    assert (run.returncode, run.stdout) == ONE_REPLY, run.stderr
 
 
-def test_without_a_draft_the_method_is_ar(home: dict[str, str]) -> None:
-    run = piped(home, *TOYS, "--draft", "none", "--temperature", "0", "--max-tokens", "8", "-q", "123")
-    assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n"), run.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "why"),
-    [
-        (["-q", "1", "--target", TOY, "--draft", TOY], 2, "no chat template"),
-        (["-q", "1", "--target", "/nowhere"], 3, "/nowhere"),
-        (["-q", "1", "--connect"], 2, "no engine is running"),
-        (["-q", "1", "--connect", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
-        (["--temperature", "x"], 2, "temperature"),
-    ],
-)
 def test_what_cannot_be_is_one_line_and_an_exit_code(
-    home: dict[str, str], arguments: list[str], code: int, why: str
+    pearl_here: Callable[..., subprocess.CompletedProcess[str]],
+    attached: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = piped(home, *arguments)
-    assert run.returncode == code, run.stderr
-    assert why in " ".join(run.stderr.split())
-    assert "Traceback" not in run.stderr
-    assert run.stdout == ""
+    question = ["chat", "-q", "1"]
+    for arguments, code, why in (
+        ([*question, "--target", TOY, "--draft", TOY], 2, "no chat template"),
+        ([*question, "--target", "/nowhere"], 3, "/nowhere"),
+        (["chat", "-q", "1" * 600, *attached], 2, "the context is full"),
+        (["chat", "--temperature", "x"], 2, "temperature"),
+        ([*question, "--connect", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
+        (["stop", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
+        (["stop", "1", "--all"], 2, "not both"),
+        ([*question, "--connect"], 2, "no engine is running"),
+        (["stop"], 2, "no engine is running"),
+        (["stop", "--all"], 2, "no engine of pearl serve is running"),
+    ):
+        if "is running" in why:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+            tmp_path.chmod(0o700)
+        run = pearl_here(*arguments)
+        assert run.returncode == code, run.stderr
+        assert why in " ".join(run.stderr.split())
+        assert "Traceback" not in run.stderr
+        assert run.stdout == ""
 
 
 # ---- under torchrun ----
-
-
-def test_a_question_that_does_not_fit_is_one_line_and_an_exit_code(home: dict[str, str], attached: list[str]) -> None:
-    test_what_cannot_be_is_one_line_and_an_exit_code(home, ["-q", "1" * 600, *attached], 2, "the context is full")
 
 
 @pytest.mark.slow
@@ -696,19 +599,8 @@ def serving(environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
     return server, next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
 
 
-def test_serve_and_connect(home: dict[str, str]) -> None:
-    server, directory = serving(home)
-    for connect in (["--connect"], ["--connect", directory]):
-        run = piped(home, "--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123", *connect)
-        assert (run.returncode, run.stdout) == (0, wanted("123", 8) + "\n"), run.stderr
-    server.send_signal(signal.SIGINT)
-    assert server.wait(BOUND) == 0
-    assert server.stderr is not None
-    server.stderr.close()
-
-
-def test_engines_are_listed_and_stopped(home: dict[str, str]) -> None:
-    """By directory and all at once (by PID below); who connects is told between which it may choose."""
+def test_engines_are_served_listed_and_stopped(home: dict[str, str]) -> None:
+    """By directory, by all at once and by Ctrl-C; who connects is told between which it may choose."""
 
     def listed() -> list[dict[str, Any]]:
         run = piped(home, "--json", command="ps")
@@ -729,28 +621,23 @@ def test_engines_are_listed_and_stopped(home: dict[str, str]) -> None:
     for said in (table.stdout, choice.stderr):
         assert {row.split()[0] for row in said.splitlines() if "pearl serve" in row} == {str(s.pid) for s in processes}
         assert all(directory in said for directory in directories)
-    wanted_reply = (0, wanted("123", 8) + "\n")
-    arguments = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
-    run = piped(home, *arguments, "--connect", str(processes[0].pid))
-    assert (run.returncode, run.stdout) == wanted_reply, run.stderr
-
-    for name, server in ((directories[0], processes[0]), ("--all", processes[1])):
-        run = piped(home, name, command="stop")
-        assert run.returncode == 0, run.stderr
-        assert f"stopped PID {server.pid}: pearl serve with {TOY}" in run.stderr
-        assert server.wait(0.1) == 128 + signal.SIGTERM, "it has ended when the command returns"
-        assert server.pid not in [each["pid"] for each in listed()]
+    run = piped(home, *ONE, "--connect", str(processes[0].pid))
+    assert (run.returncode, run.stdout) == ONE_REPLY, run.stderr
+    run = piped(home, directories[0], command="stop")
+    assert run.returncode == 0, run.stderr
+    assert f"stopped PID {processes[0].pid}: pearl serve with {TOY}" in run.stderr
+    assert processes[0].wait(0.1) == 128 + signal.SIGTERM, "it has ended when the command returns"
+    run = piped(home, *ONE, "--connect")  # the only one
+    assert (run.returncode, run.stdout) == ONE_REPLY, run.stderr
+    processes[1].send_signal(signal.SIGINT)
+    assert processes[1].wait(BOUND) == 0
+    third, _ = serving(home)
+    assert piped(home, "--all", command="stop").returncode == 0
+    assert third.wait(0.1) == 128 + signal.SIGTERM
     assert piped(home, command="ps").stderr == "no engine is running\n"
-    for server in processes:
+    for server in (*processes, third):
         assert server.stderr is not None
         server.stderr.close()
-
-
-@pytest.mark.parametrize("arguments", [["1"], ["/nowhere"], ["--all"], [], ["1", "--all"]])
-def test_what_cannot_be_stopped_is_one_line_and_an_exit_code(home: dict[str, str], arguments: list[str]) -> None:
-    run = piped(home, *arguments, command="stop")
-    assert (run.returncode, run.stdout, len(run.stderr.splitlines())) == (2, "", 1), run.stderr
-    assert run.stderr.startswith("error: ")
 
 
 def test_a_card_tells_what_was_taken_before_what_is_set(toy: Engine) -> None:
@@ -767,31 +654,30 @@ def test_a_card_tells_what_was_taken_before_what_is_set(toy: Engine) -> None:
     assert "draft_device" not in alone.to_json()
 
 
-@pytest.mark.parametrize(
-    ("settings", "device"),
-    [
-        ({"target_device": "cpu:0"}, "cpu:0"),
-        ({"target_device": "cpu"}, "cpu"),
-        ({"target_device": "cuda:1"}, "cuda:1"),
-        ({"target_device": "cuda:0-3"}, "cuda:0-3"),
-        ({"target_device": "cuda:0-3", "target_tp": 4}, "cuda:0-3"),
-        ({"target_device": "cuda:0,2", "target_tp": 2}, "cuda:0,2"),
-    ],
-)
-def test_devices_are_told_as_users_name_them(settings: dict[str, Any], device: str) -> None:
-    assert devices_of(EngineConfig(**settings), "target") == device
+def test_devices_are_listed_as_users_name_them() -> None:
+    for device, ranks in (("cpu:0", 1), ("cpu", 1), ("cuda:1", 1), ("cuda:0-3", 1), ("cuda:0-3", 4), ("cuda:0,2", 2)):
+        assert devices_of(EngineConfig(target_device=device, target_tp=ranks), "target") == device
 
 
-def test_a_program_is_not_stopped_for_an_engine_that_is_gone(
-    toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A card outlives an engine that was killed, and another process may have got its PID."""
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's runtime directory, with no engine in it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
-    directory = tmp_path / "pearl-12345678"
+    return tmp_path
+
+
+def put_card(runtime: Path, name: str, card: object) -> Path:
+    directory = runtime / f"pearl-{name}"
     directory.mkdir(mode=0o700)
+    (directory / "engine.json").write_text(card if isinstance(card, str) else json.dumps(card))
+    return directory
+
+
+def test_a_program_is_not_stopped_for_an_engine_that_is_gone(toy: Engine, runtime: Path) -> None:
+    """A card outlives an engine that was killed, and another process may have got its PID."""
     card = json.loads((toy.directory / "engine.json").read_text())
-    (directory / "engine.json").write_text(json.dumps(card | {"started": card["started"] - 1}))
+    directory = put_card(runtime, "12345678", card | {"started": card["started"] - 1})
     assert running_engines() == []
     assert leftovers() == [directory]
     (found,) = [each for each in (read_card(directory),) if each is not None]
@@ -800,46 +686,20 @@ def test_a_program_is_not_stopped_for_an_engine_that_is_gone(
         find_card(str(os.getpid()))
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "[" * 100_000,
-        "{}",
-        *(
-            {what: value}
-            for what, value in [
-                ("pid", float("inf")),
-                ("config", {}),
-                ("config", []),
-                ("taken", {"target": 3}),
-                ("program", "\ud800"),
-                ("address", None),
-            ]
-        ),
-    ],
-    ids=lambda damaged: str(damaged)[:30],
-)
-def test_a_damaged_card_hides_no_other(
-    toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str | dict[str, object]
-) -> None:
-    card, text = json.loads((toy.directory / "engine.json").read_text()), damaged
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    for name, said in (("pearl-12345678", card), ("pearl-23456789", text if isinstance(text, str) else card | text)):
-        (tmp_path / name).mkdir(mode=0o700)
-        (tmp_path / name / "engine.json").write_text(said if isinstance(said, str) else json.dumps(said))
+def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
+    card = json.loads((toy.directory / "engine.json").read_text())
+    put_card(runtime, "12345678", card)
+    changes = [("pid", float("inf")), ("config", {}), ("config", []), ("taken", {"target": 3})]
+    changes += [("program", "\ud800"), ("address", None)]
+    for number, damaged in enumerate(("[" * 100_000, "{}", *(card | {name: value} for name, value in changes))):
+        put_card(runtime, str(23456780 + number), damaged)
     assert [each.directory.name for each in running_engines()] == ["pearl-12345678"]
-    assert f"{tmp_path}/pearl-12345678" in table(running_engines())
+    assert f"{runtime}/pearl-12345678" in table(running_engines())
 
 
-def test_an_engine_of_another_program_is_not_stopped_with_all(
-    tmp_path: Path, toy: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runtime: Path) -> None:
     """This one's: the program would end."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    (tmp_path / "pearl-12345678").mkdir(mode=0o700)
-    (tmp_path / "pearl-12345678" / "engine.json").write_text((toy.directory / "engine.json").read_text())
+    put_card(runtime, "12345678", (toy.directory / "engine.json").read_text())
     run = piped({**os.environ}, "--all", command="stop")
     assert run.returncode == 2
     assert f"left alone: PID {os.getpid()}" in run.stderr

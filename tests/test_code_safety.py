@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from pearl.errors import ModelError
 from pearl.models.loading import load_runner
-from pearl.models.runner import feed_chain
+from pearl.models.runner import ModelRunner, feed_chain
 from tests.test_imports import modules
 from tests.tiny import tiny_model
 
@@ -70,9 +70,8 @@ def test_nothing_that_runs_what_it_reads() -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_each_of_them_is_noticed() -> None:
+    for source in (
         "import pickle",
         "def f():\n    from marshal import loads",
         "eval(x)",
@@ -86,13 +85,8 @@ def test_nothing_that_runs_what_it_reads() -> None:
         "yaml.load(x)",
         "numpy.load(x, allow_pickle=True)",
         "socket.recv_pyobj()",
-    ],
-)
-def test_each_of_them_is_noticed(source: str) -> None:
-    assert len(list(dangers(ast.parse(source)))) == 1
-
-
-def test_what_is_safe_is_let_be() -> None:
+    ):
+        assert len(list(dangers(ast.parse(source)))) == 1, source
     source = "torch.load(x, weights_only=True)\nyaml.safe_load(x)\njson.loads(x)\nre.compile(x)\nf(trust_remote_code=t)"
     assert list(dangers(ast.parse(source))) == []
 
@@ -120,7 +114,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return copy
 
 
-def load(directory: Path) -> object:
+def load(directory: Path) -> ModelRunner:
     return load_runner(str(directory), device=torch.device("cpu"), dtype="float32")
 
 
@@ -136,45 +130,28 @@ def bomb(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def test_the_bomb_is_one(bomb: Path, checkpoint: Path) -> None:
-    """Loaded without care it goes off: so the tests below can fail."""
+    """Loaded without care it goes off: so the test below can fail."""
     torch.load(checkpoint / "pytorch_model.bin", weights_only=False)
     assert bomb.exists()
 
 
-def test_safetensors_are_taken_where_there_are_both(bomb: Path, checkpoint: Path) -> None:
-    runner = load(checkpoint)
-    logits = feed_chain(runner, [5, 6, 7], 1)  # type: ignore[attr-defined]
+def test_no_weights_run_code(bomb: Path, checkpoint: Path) -> None:
+    """Safetensors come first; of pickles, also bare ones without torch's archive, only weights are read."""
+    logits = feed_chain(load(checkpoint), [5, 6, 7], 1)
     assert torch.isfinite(logits).all()
-    assert not bomb.exists()
-
-
-def test_a_pickle_that_holds_more_than_weights_is_refused_and_does_not_run(bomb: Path, checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ModelError):
         load(checkpoint)
-    assert not bomb.exists()
-
-
-def test_a_bare_pickle_is_refused_and_does_not_run(bomb: Path, checkpoint: Path) -> None:
-    """Without torch's archive around it: the old format, another unpickler."""
-    (checkpoint / "model.safetensors").unlink()
     (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(bomb)))
     with pytest.raises(ModelError):
         load(checkpoint)
     assert not bomb.exists()
-
-
-def test_weights_in_a_pickle_are_still_loaded(checkpoint: Path) -> None:
-    """By the unpickler that makes tensors and nothing else."""
-    weights = load_file(checkpoint / "model.safetensors")
-    expected = feed_chain(load(checkpoint), [5, 6, 7], 1)  # type: ignore[attr-defined]
-    (checkpoint / "model.safetensors").unlink()
     torch.save(weights, checkpoint / "pytorch_model.bin")
-    assert torch.equal(feed_chain(load(checkpoint), [5, 6, 7], 1), expected)  # type: ignore[attr-defined]
+    assert torch.equal(feed_chain(load(checkpoint), [5, 6, 7], 1), logits)
 
 
 def test_code_in_a_checkpoint_does_not_run_unless_asked(checkpoint: Path, tmp_path: Path) -> None:
-
     goes_off = tmp_path / "ran"
     (checkpoint / "theirs.py").write_text(f"open({str(goes_off)!r}, 'w')\nraise SystemExit('ran')\n")
     config = json.loads((checkpoint / "config.json").read_text())

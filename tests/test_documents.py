@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgpack
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -18,13 +17,12 @@ from hypothesis import strategies as st
 
 from pearl.cli import cli
 from pearl.config import EngineConfig, load_settings
-from pearl.device import Device
 from pearl.document import parse_json, parse_yaml
 from pearl.errors import ConfigError, PearlError, TraceError
 from pearl.lab.bench.paper import pairs
 from pearl.trace.chrome import merge
 from pearl.trace.reading import read
-from pearl.trace.recorder import Recorder, part_path, part_paths
+from pearl.trace.recorder import FORMAT, Recorder, part_path, part_paths
 
 DEEP = 200_000
 DIGITS = "9" * 5000
@@ -68,8 +66,8 @@ TRACES = {
 }
 
 
-def told(*arguments: str) -> PearlError | None:
-    """What a command says of a file; None where it finds nothing wrong. An exception of any other kind fails."""
+def refusal(*arguments: str) -> PearlError | None:
+    """The error of a command on a file; None where it finds nothing wrong. An exception of any other kind fails."""
     result = CliRunner().invoke(cli, list(arguments))
     if result.exception is None or isinstance(result.exception, SystemExit):
         return None
@@ -80,12 +78,12 @@ def told(*arguments: str) -> PearlError | None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("content", TRACES.values(), ids=TRACES)
-def test_a_hostile_trace_is_one_line(tmp_path: Path, content: str, command: str) -> None:
+def test_a_hostile_trace_is_one_line(tmp_path: Path, command: str) -> None:
     path = tmp_path / "t.json"
-    path.write_text(content, encoding="utf-8")
-    error = told("trace", *command.split(), *[str(path)] * (1 + (command == "compare")))
-    assert error is None or (str(path) in str(error) and len(str(error)) < 1000)
+    for content in TRACES.values():
+        path.write_text(content, encoding="utf-8")
+        error = refusal("trace", *command.split(), *[str(path)] * (1 + (command == "compare")))
+        assert error is None or (str(path) in str(error) and len(str(error)) < 1000)
 
 
 json_values = st.recursive(
@@ -96,13 +94,13 @@ json_values = st.recursive(
 FIELDS = ("ph", "name", "cat", "pid", "tid", "ts", "dur", "args")
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.sampled_from(FIELDS), json_values, st.sampled_from(COMMANDS[:4]))
 def test_any_value_in_any_field_of_a_trace(field: str, value: object, command: str) -> None:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"pearl-test-{os.getpid()}.json"
     path.write_text(trace_of(*NAMES, event(**{field: value}), WHOLE), encoding="utf-8", errors="replace")
     try:
-        told("trace", *command.split(), str(path))
+        refusal("trace", *command.split(), str(path))
     finally:
         path.unlink()
 
@@ -120,50 +118,51 @@ HEADER = {
     "config": {"tensors": "auto"},
     "versions": {},
 }
-RECORD = [1, "busy", "decide", 1, 2, {"event": {"type": "Forwarded"}, "commands": []}]
+RECORD = ["record", 1, "busy", "decide", 1, 2, {"event": {"type": "Forwarded"}, "commands": []}]
 
 
 def part_of(*items: object, **header: object) -> bytes:
-    return b"".join(map(msgpack.packb, [["pearl-trace", 2, HEADER | header], *items]))
+    return b"".join(json.dumps(item).encode() + b"\n" for item in [["pearl-trace", FORMAT, HEADER | header], *items])
 
 
 PARTS = {
     "nothing": b"",
-    "no msgpack": b"\xc1",
-    "a number": b"\x05",
-    "a header of text": msgpack.packb(["pearl-trace", 2, "x"]),
-    "a header of nothing": msgpack.packb(["pearl-trace", 2, {}]),
-    "another format": msgpack.packb(["pearl-trace", 99, HEADER]),
-    "a format of text": msgpack.packb(["pearl-trace", "x", HEADER]),
+    "no JSON": b"\xc1\n",
+    "a number": b"5\n",
+    "a header of text": b'["pearl-trace",6,"x"]\n',
+    "a header of nothing": b'["pearl-trace",6,{}]\n',
+    "a short header": b'["pearl-trace",6]\n',
+    "another format": b'["pearl-trace",99,{}]\n',
+    "a format of text": b'["pearl-trace","x",{}]\n',
     "an opening of text": part_of(opened="x"),
     "a role that is a list": part_of(role=[]),
     "no configuration": part_of(config=None),
     "a number for a record": part_of(5),
     "an empty record": part_of([]),
     "a short record": part_of(RECORD[:4]),
-    "a long record": part_of([*RECORD, 1]),
-    "times of text": part_of([1, "busy", "decide", "x", "y", {}]),
-    "arguments of text": part_of([*RECORD[:5], "x"]),
-    "a decision of nothing": part_of([*RECORD[:5], {}]),
-    "a send of nothing": part_of([1, "communication", "send", 1, 2, {}]),
-    "a judgement of text": part_of([1, "busy", "judge", 1, 2, {"accepted": "x", "correction": 1, "start": 1}]),
-    "bytes in arguments": part_of([*RECORD[:5], {**RECORD[5], "x": b"x"}]),
+    "times of text": part_of([*RECORD[:4], "x", "y", {}]),
+    "a time of many digits": part_of(RECORD).replace(b" 2,", b" " + DIGITS.encode() + b","),
+    "arguments of text": part_of([*RECORD[:6], "x"]),
+    "a decision of nothing": part_of([*RECORD[:6], {}]),
+    "a send of nothing": part_of(["record", 1, "communication", "send", 1, 2, {}]),
+    "a judgement of text": part_of(
+        ["record", 1, "busy", "judge", 1, 2, {"accepted": "x", "correction": 1, "start": 1}]
+    ),
+    "half a surrogate": part_of() + b'["record",1,"\\ud800","x",1,2,{}]\n',
     "an end of nothing": part_of(RECORD, ["end"]),
-    "an unhashable key": part_of() + b"\x81\x90\x01",
-    "nested": part_of() + b"\x91" * 100_000,
-    "announced": part_of() + b"\xdd\xff\xff\xff\xff",
-    "announced and nested": part_of() + b"\xdd\x00\x01\x00\x00" * 1000,
-    "an extension": part_of() + b"\xc7\x08\xff" + bytes(8),
+    "an unknown line": part_of(["other", 1]),
+    "nested": part_of() + b"[" * DEEP + b"\n",
+    "nested arguments": part_of() + b'["record",1,"busy","x",1,2,{"a":' + b"[" * DEEP + b"\n",
 }
 
 
-@pytest.mark.parametrize("content", PARTS.values(), ids=PARTS)
-def test_a_hostile_part_is_one_line(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("name", PARTS)
+def test_a_hostile_part_is_one_line(tmp_path: Path, name: str) -> None:
     """And it is left where it is; nothing half made stands in the place of the trace."""
     path = tmp_path / "t.json"
     part = part_path(path, "target", 1)
-    part.write_bytes(content)
-    error = told("trace", "merge", str(path))
+    part.write_bytes(PARTS[name])
+    error = refusal("trace", "merge", str(path))
     if error is None:
         json.loads(path.read_text())
     else:
@@ -220,28 +219,25 @@ YAMLS = {
 }
 
 
-@pytest.mark.parametrize("content", YAMLS.values(), ids=YAMLS)
 @pytest.mark.parametrize("reader", ["settings", "pairs"])
-def test_hostile_yaml_is_one_line_and_soon(tmp_path: Path, content: str, reader: str) -> None:
+def test_hostile_yaml_is_one_line_and_soon(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(content)
-    began = time.process_time()
-    with pytest.raises(ConfigError) as caught:
-        load_settings(path, {}) if reader == "settings" else pairs(path)
-    assert time.process_time() - began < 2
-    said = str(caught.value)
-    assert len(said) < 1000
-    assert "\n" not in said
-    assert str(path) in said
+    for content in YAMLS.values():
+        path.write_text(content)
+        began = time.process_time()
+        with pytest.raises(ConfigError) as caught:
+            load_settings(path, {}) if reader == "settings" else pairs(path)
+        assert time.process_time() - began < 2
+        words = str(caught.value)
+        assert len(words) < 1000
+        assert "\n" not in words
+        assert str(path) in words
 
 
-def test_a_date_is_text_and_all_else_is_as_before() -> None:
+def test_plain_yaml_is_read_and_a_date_is_text() -> None:
     text = "a: 2020-01-01\nb: 5\nc: 0.5\nd: true\ne: null\nf: [1, x]\ng: '5'\nh: {i: 1e-3}\n"
     values = {"a": "2020-01-01", "b": 5, "c": 0.5, "d": True, "e": None, "f": [1, "x"], "g": "5", "h": {"i": "1e-3"}}
     assert parse_yaml(text) == values
-
-
-def test_the_configurations_that_come_with_us_are_read() -> None:
     root = Path(__file__).parent.parent
     found = [path for path in root.rglob("*.yaml") if "configs" in path.parts or path.name == "paper.yaml"]
     assert len(found) > 5
@@ -249,7 +245,7 @@ def test_the_configurations_that_come_with_us_are_read() -> None:
         assert parse_yaml(path.read_text())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.text(max_size=60))
 def test_any_text_is_yaml_or_one_error(text: str) -> None:
     for parse in (parse_yaml, parse_json):
@@ -257,54 +253,40 @@ def test_any_text_is_yaml_or_one_error(text: str) -> None:
             parse(text)
 
 
-@pytest.mark.parametrize("name", ["cpu:0-1000000000000", "cuda:0-1000000000000", f"cpu:{DIGITS}", "cpu:0-4095,0-4095"])
-def test_a_device_of_more_than_there_can_be_is_refused_at_once(name: str) -> None:
+def test_a_device_of_more_than_there_can_be_is_refused_at_once() -> None:
     """A list of all its cores took all memory."""
-    began = time.process_time()
-    with pytest.raises(ValueError, match="bad device"):
-        Device.parse(name)
-    with pytest.raises(ConfigError, match="target_device") as caught:
-        EngineConfig(target_device=name)
-    assert len(str(caught.value)) < 500
-    assert time.process_time() - began < 1
-
-
-def test_cores_that_are_not_there_are_named_in_short() -> None:
-    with pytest.raises(ConfigError, match="are not there") as caught:
-        EngineConfig(target_device="cpu:0-4000")
-    assert len(str(caught.value)) < 500
+    for name in ("cpu:0-1000000000000", "cuda:0-1000000000000", f"cpu:{DIGITS}", "cpu:0-4095,0-4095", "cpu:0-4000"):
+        began = time.process_time()
+        with pytest.raises(ConfigError, match="target_device") as caught:
+            EngineConfig(target_device=name)
+        assert len(str(caught.value)) < 500
+        assert time.process_time() - began < 1
 
 
 # ---- output ----
 
 
 @pytest.mark.parametrize(
-    ("redirected", "said"),
+    ("arguments", "redirected", "code", "words"),
     [
-        (">/dev/full", "output is lost: No space left on device"),
-        (">&-", "output is lost: standard output is closed"),
-        (">/dev/full <&-", "output is lost"),
+        ("--version", ">/dev/full", 4, "output is lost: No space left on device"),
+        ("trace --help", ">&-", 4, "output is lost: standard output is closed"),
+        ("trace check {trace}", ">/dev/full <&-", 4, "output is lost"),
+        ("trace check {trace}", ">&-", 4, "output is lost"),
+        ("--version", ">&- 2>&-", 4, ""),  # the exit code is all that can be seen
+        ("--version", ">/dev/full 2>/dev/full", 4, ""),
+        ("--version", "<&- >&- 2>&-", 4, ""),
+        ("trace check /nonexistent", ">&-", 2, "does not exist"),
     ],
 )
-@pytest.mark.parametrize("arguments", ["--version", "trace --help", "trace check {trace}"])
-def test_output_that_is_lost_is_an_error(tmp_path: Path, redirected: str, said: str, arguments: str) -> None:
+def test_output_that_is_lost_is_an_error(
+    tmp_path: Path, arguments: str, redirected: str, code: int, words: str
+) -> None:
+    """An error of the command's own goes before it."""
     trace = tmp_path / "t.json"
     trace.write_text(json.dumps(SOUND))
     command = f"{sys.executable} -m pearl {arguments.format(trace=trace)} {redirected}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 4
-    assert said in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("redirected", [">&- 2>&-", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
-def test_with_nobody_to_tell_the_exit_code_still_tells(redirected: str) -> None:
-    command = f"{sys.executable} -m pearl --version {redirected}"
-    assert subprocess.run(["bash", "-c", command], capture_output=True, timeout=120).returncode == 4
-
-
-def test_an_error_of_its_own_goes_before_a_lost_output() -> None:
-    command = f"{sys.executable} -m pearl trace check /nonexistent >&-"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    assert "does not exist" in ended.stderr
+    assert ended.returncode == code
+    assert words in ended.stderr
+    assert code == 2 or len(ended.stderr.splitlines()) == bool(words)

@@ -24,7 +24,8 @@ LAYERS: list[set[str]] = [
     {"pearl", "pearl.lab"},
     {"pearl.engine"},
     {"pearl.worker"},
-    {"pearl.metrics", "pearl.trace"},
+    {"pearl.trace"},
+    {"pearl.metrics"},
     {"pearl.execution"},
     {"pearl.drafting", "pearl.transport"},
     {"pearl.models"},
@@ -98,7 +99,7 @@ def test_imports_point_downwards() -> None:
     [
         ("pearl.protocol.window", "import pearl.models.toy"),
         ("pearl.protocol.window", "def f():\n    from pearl.lab import simulate"),
-        ("pearl.trace.report", "import pearl.metrics"),
+        ("pearl.metrics", "import pearl.trace.report"),
         ("pearl.lab.simulate", "from pearl.lab import theory"),
         ("pearl.decoding.sampling", "from pearl.text import stream"),
         ("pearl.models.toy", "from pearl import Engine"),

@@ -1,4 +1,4 @@
-"""Runs in virtual time, t_draft 1 s, with their traces; and traces that somebody has changed."""
+"""Runs in virtual time, t_draft 1 s, with their traces; and altered traces."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ from tests.replace import replace
 VOCAB, PROMPT = 12, (1, 2, 3)
 
 
-def recorded(
+def simulated(
     path: Path,
     decoding: RequestOptions,
     t_target: float = 5.0,
     alpha: float = 1.0,
     tokens: int = 500,
     delay: float = 0.0,
-    rule: str = "ratio",
-) -> tuple[Outcome, Trace]:
-    """A run in virtual time, t_draft 1, and its trace."""
+) -> tuple[Outcome, tuple[Path, Path]]:
+    """A run and the parts of its trace, target and draft, not merged."""
     target, draft = alpha_pair(VOCAB, alpha)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
     submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(1.0, seed=5)))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    outcome = simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts)
+    return simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts), parts
+
+
+def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, Trace]:
+    """A run and its trace. `settings`: of `simulated`."""
+    outcome, _ = simulated(path, decoding, **settings)
     chrome.merge(path)
     return outcome, read(path)
 

@@ -1,114 +1,34 @@
-"""The command line: arguments and output only. The engine and `pearl.lab` compute what it prints."""
+"""The command line: arguments and output only. The engine and `pearl.lab` compute what it prints.
+
+A command declares with `listed` where `pearl --help` shows it. That list is read from the sources, for importing a
+command can take seconds.
+"""
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib
 import io
 import os
+import re
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import click
 
 from pearl.errors import PearlError
 from pearl.version import __version__
 
-# Section -> command -> (module:function, the first line of its docstring; a test compares the two; an example).  A
-# command is imported only when it is used: some need torch, which takes seconds to import.
-_SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
-    "Use it": {
-        "generate": (
-            "generate:generate",
-            "Generate one text from a prompt.",
-            'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100',
-        ),
-        "chat": (
-            "chat:chat",
-            "Talk with the model.",
-            "pearl chat --target my-model --draft my-small-model --show-draft",
-        ),
-        "serve": (
-            "serve:serve",
-            "Keep an engine running for others to connect to.",
-            "pearl serve --target my-model --draft my-small-model",
-        ),
-        "ps": (
-            "engines:ps",
-            "List your engines on this machine.",
-            "pearl ps",
-        ),
-        "stop": (
-            "engines:stop",
-            "Stop an engine of yours on this machine.",
-            "pearl stop 4242",
-        ),
-        "keys": (
-            "keys:keys",
-            "Make the keys that secure a control channel between two hosts.",
-            "pearl keys pearl.keys",
-        ),
-    },
-    "Guess without a model": {
-        "datastore": (
-            "datastore:datastore",
-            "Make datastores: texts that guesses come from, with no draft model.",
-            "pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl",
-        ),
-    },
-    "See and check": {
-        "trace": (
-            "trace:trace",
-            "Report, compare, draw or replay what --trace FILE has recorded.",
-            "pearl trace compare sd.json pearl.json --png both.png",
-        ),
-        "check": (
-            "exactness:check_bits",
-            "Compare logits and texts of all methods bit for bit.",
-            "pearl check --target my-model --draft my-small-model",
-        ),
-    },
-    "Measure": {
-        "calibrate": (
-            "calibrate:calibrate_pair",
-            "Measure a pair on this machine: which method to use.",
-            "pearl calibrate --target my-model --draft my-small-model",
-        ),
-        "bench": (
-            "bench:bench",
-            "All methods side by side on the same prompts.",
-            'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"',
-        ),
-        "compare": (
-            "compare:compare",
-            "Methods, rules and stop policies of your choice, in one table.",
-            "pearl compare sd pearl,rule=coupled pearl,rule=opt,epsilon=0.1 --temperature 1",
-        ),
-        "simulate": (
-            "simulate:simulate",
-            "All methods side by side in virtual time, without a model.",
-            "pearl simulate --t-draft 10 --t-target 1:50,8:60 --acceptance 0.7",
-        ),
-    },
-    "Make a draft": {
-        "distill": (
-            "distill:distill",
-            "Make a draft for a target, out of the target's own answers.",
-            "pearl distill --target my-model --out my-draft",
-        ),
-        "disco": (
-            "disco:disco",
-            "Train the classifier that tells a draft where to stop.",
-            "pearl disco train texts.npz --out pair.disco",
-        ),
-        "evaluate-draft": (
-            "evaluate:evaluate_draft",
-            "How often the target would accept what a draft guesses.",
-            "pearl evaluate-draft my-draft/draft prompts.jsonl --target my-model",
-        ),
-    },
-}
-_COMMANDS = {name: each for section in _SECTIONS.values() for name, each in section.items()}
+_SECTIONS = ("Use it", "Guess without a model", "See and check", "Measure", "Make a draft")
+_LISTED = re.compile(
+    r'^@listed\((?P<declared>.*?)\)\n@.*?^def (?P<function>\w+)\(.*?^    """(?P<summary>.*?\.)(?=\s|""")',
+    re.MULTILINE | re.DOTALL,
+)
 _EXAMPLES = """
 Examples:
 
@@ -126,35 +46,66 @@ Shell completion, for bash (zsh and fish likewise):
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
 
+_Command = TypeVar("_Command", bound=click.Command)
+
+
+class _Listed(NamedTuple):
+    section: str
+    summary: str
+    module: str
+    function: str
+
+
+def listed(section: str, example: str) -> Callable[[_Command], _Command]:
+    """Show a command in this section of `pearl --help`, by the name in its example, which ends its own help."""
+
+    def add(command: _Command) -> _Command:
+        command.epilog = f"Example:\n\n\b\n  {example}"
+        return command
+
+    return add
+
+
+@cache
+def listed_commands() -> dict[str, _Listed]:
+    """The commands by name, in the order of `pearl --help`, from the sources of this package."""
+    found = []
+    for path in Path(__file__).parent.glob("*.py"):
+        for match in _LISTED.finditer(path.read_text(encoding="utf-8")):
+            section, example = ast.literal_eval(f"({match['declared']})")
+            place = _Listed(section, match["summary"], path.stem, match["function"])
+            found.append((_SECTIONS.index(section), example.split()[1], place))
+    return {name: place for _, name, place in sorted(found)}
+
 
 class _Group(click.Group):
     """Lists the commands without importing them; imports one when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return sorted(listed_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        place = listed_commands().get(cmd_name)
+        if place is None:
             return None
-        place, _, example = _COMMANDS[cmd_name]
-        module, _, name = place.partition(":")
-        command = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        command = getattr(importlib.import_module(f"{__name__}.{place.module}"), place.function)
         assert isinstance(command, click.Command)
-        command.epilog = f"Example:\n\n\b\n  {example}"
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = [] if args[0] in _COMMANDS else get_close_matches(args[0], _COMMANDS, n=1)
+        known = listed_commands()
+        near = [] if args[0] in known else get_close_matches(args[0], known, n=1)
         if near:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for section, commands in _SECTIONS.items():
+        for section in _SECTIONS:
             with formatter.section(section):
-                formatter.write_dl([(name, line) for name, (_, line, _) in commands.items()])
+                rows = [(name, each.summary) for name, each in listed_commands().items() if each.section == section]
+                formatter.write_dl(rows)
 
 
 @click.group(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, refuse_options, table_console, write_json
@@ -36,6 +37,7 @@ _DEFAULT = {"limit": 4, "max_tokens": 128, "repeats": 1}
 _EMULATED = {"limit": 3, "max_tokens": 500, "repeats": 1}
 
 
+@listed("Measure", 'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"')
 @click.group(invoke_without_command=True, cls=SettingsGroup)
 @click.option(
     "--prompts",

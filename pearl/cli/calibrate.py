@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, Number, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _TOKENS = 64
 
 
+@listed("Measure", "pearl calibrate --target my-model --draft my-small-model")
 @click.command("calibrate", cls=SettingsCommand)
 @click.option(
     "--prompts", type=click.Path(path_type=Path), help="File of prompts to measure on.  [default: four of ours]"

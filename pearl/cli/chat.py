@@ -1,4 +1,4 @@
-"""`pearl chat`: talk with the model in a terminal. `reply` displays replies, `commands` has the slash commands."""
+"""`pearl chat`: a conversation in a terminal. `reply` displays replies, `commands` has the slash commands."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -16,11 +15,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.logging import RichHandler
 from rich.text import Text
 
+from pearl.cli import listed
 from pearl.cli.commands import COMMANDS, Leave, run_command
 from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.reply import MarkdownReply, PlainReply, Reply, TokenReply, legend
+from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
 from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, raw_keys, state_directory
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine
@@ -32,11 +32,11 @@ from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
-_MIN_REPLY_TOKENS = 16  # refuse a message that leaves fewer tokens of the context
+_MIN_REPLY_TOKENS = 16  # a message that leaves fewer tokens of the context is refused
 
 
 class _Waiting:
-    """What a request waits for, as of the moment when it is drawn."""
+    """A line that says what a request waits for at the moment."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._began = engine, time.monotonic()
@@ -49,7 +49,7 @@ class _Waiting:
 
 
 class ContextFull(RequestError):
-    """The conversation and this message leave no room for a reply."""
+    """Conversation and message leave no room for a reply."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Chat:
     Attributes:
         keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
         done: method -> its finished replies.
-        legend_due: whether nobody has said yet what the colours of tokens mean.
+        has_legend: whether the meaning of the colours has been printed.
     """
 
     engine: Engine
@@ -80,7 +80,7 @@ class Chat:
     keys: bool = False
     console: Console = field(default_factory=SafeConsole)
     done: dict[str, list[Answer]] = field(default_factory=dict)
-    legend_due: bool = True
+    has_legend: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -116,51 +116,48 @@ class Chat:
         return answer
 
     def _show(self, stream: Stream, watch: Stopwatch) -> None:
-        """Show the reply. `watch` is told when its tokens come."""
+        """Show the reply, and note in `watch` when its tokens arrive."""
         keys = KeyWatcher(stream.close) if self.keys else nullcontext()
         with stream, keys:
             begun = self._await_first(stream)
-            self._show_pieces(stream.result, chain(begun, stream), watch)
+            reply = self._display()
+            try:
+                for piece in chain(begun, stream):
+                    self._add(reply, piece, stream.result, watch)
+            finally:
+                reply.finish()
+
+    @property
+    def _is_screen(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """The first piece, if any comes; until then a line says what is waited for."""
-        if not self.console.is_terminal or self.console.is_dumb_terminal:
+        """The first piece, if any comes; until then a line says what the request waits for."""
+        if not self._is_screen:
             return []
         with self.console.status(_Waiting(self.engine), spinner_style="dim"):
             return list(islice(stream, 1))
 
-    def _show_pieces(self, result: Result, pieces: Iterable[Piece], watch: Stopwatch) -> None:
-        with self._reply() as reply:
-            for piece in pieces:
-                if piece.preview:
-                    reply.guess(_preview_text(self.engine, result, piece.preview))
-                if piece.tokens:
-                    watch.committed(len(piece.tokens), time.monotonic())
-                if piece.text:
-                    sources = piece.provenance or result.provenance[-1:] or [Provenance.DIRECT]
-                    reply.add(piece.texts or (piece.text,), sources)
+    def _display(self) -> Reply:
+        if self._is_screen and self.show_draft:
+            if not self.has_legend:
+                self.console.print(legend())
+            self.has_legend = True
+            return TokenReply(self.console)
+        return MarkdownReply(self.console) if self._is_screen and self.markdown else Reply()
 
-    @contextmanager
-    def _reply(self) -> Iterator[Reply]:
-        reply: Reply = PlainReply()
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            if self.show_draft:
-                self._explain_colours()
-                reply = TokenReply(self.console)
-            reply = MarkdownReply(self.console) if self.markdown and not self.show_draft else reply
-        try:
-            yield reply
-        finally:
-            reply.finish()
-
-    def _explain_colours(self) -> None:
-        if self.legend_due:
-            self.legend_due = False
-            self.console.print(legend())
+    def _add(self, reply: Reply, piece: Piece, result: Result, watch: Stopwatch) -> None:
+        if piece.preview:
+            reply.guess(_preview_text(self.engine, result, piece.preview))
+        if piece.tokens:
+            watch.committed(len(piece.tokens), time.monotonic())
+        if piece.text:
+            sources = piece.provenance or result.provenance[-1:] or [Provenance.DIRECT]
+            reply.add(piece.texts or (piece.text,), sources)
 
 
 def _statistics_until_stopped(result: Result, watch: Stopwatch) -> Statistics:
-    """What this side has seen of a reply that was stopped: the target tells no statistics of it."""
+    """The statistics of a stopped reply as far as the chat knows them: the target sends none."""
     accepted = result.provenance.count(Provenance.ACCEPTED)
     judged = accepted + result.provenance.count(Provenance.CORRECTED)
     return Statistics(
@@ -225,6 +222,7 @@ def _wait_shares(s: Statistics) -> list[str]:
     return ["waited: " + ", ".join(f"{who} {min(1.0, t / s.seconds):.0%}" for who, t in waited.items())]
 
 
+@listed("Use it", "pearl chat --target my-model --draft my-small-model --show-draft")
 @click.command(cls=SettingsCommand)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")

@@ -17,6 +17,7 @@ from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
+from pearl.metrics import Statistics
 from pearl.printable import printable
 from pearl.protocol.events import Phase
 from pearl.spec.methods import DRAFTLESS
@@ -24,32 +25,15 @@ from pearl.spec.methods import DRAFTLESS
 if TYPE_CHECKING:
     from pearl.cli.chat import Answer, Chat
 
-COMMANDS = {
-    "/help": "this list; /? too",
-    "/clear": "forget the conversation",
-    "/system": "show the system prompt, or set it: /system TEXT; /system none",
-    "/set": "show the settings, or change one: /set temperature 0.7; /set temperature default",
-    "/show": "the models, the engine and how full the context is",
-    "/stats": "what was measured in this session, by method",
-    "/save": "write the conversation to a file: /save FILE",
-    "/load": "go on with a saved conversation: /load FILE",
-    "/regen": "another reply to the last message",
-    "/undo": "forget the last message and its reply",
-    "/trace": "record a timeline of both workers: /trace FILE, and /trace off to write it; see pearl trace",
-    "/method": "show the method, or use another: /method ar, sd or pearl",
-    "/bye": "leave; /exit and Ctrl-D too",
-}
 _ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
     ('"""', "opens a message of several lines, and closes it; Alt-Enter breaks a line too"),
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
-    ("Enter", "during a reply: the line is taken when the reply is done"),
+    ("Enter", "during a reply: the line is read when the reply is done"),
 ]
-_DISPLAY_SETTINGS = ("draft", "markdown")
-_SECTIONS: dict[str, tuple[str, ...]] = {
-    "sampling": tuple(SamplingParams.model_fields),
-    "decoding": tuple(name for name in DecodingConfig.model_fields if name != "method"),
-}
+_DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown"}  # setting -> attribute of the chat
+_SAMPLING = tuple(SamplingParams.model_fields)
+_DECODING = tuple(name for name in DecodingConfig.model_fields if name != "method")
 
 
 class Leave(Exception):
@@ -60,31 +44,38 @@ def run_command(chat: Chat, line: str) -> str | None:
     """Run the command in `line`. Return a message to send, or None. Raises `PearlError` if it fails."""
     name, _, rest = line.partition(" ")
     name = _ALIASES.get(name, name)
-    if name not in COMMANDS:
-        near = get_close_matches(name, [*COMMANDS, *_ALIASES], n=1, cutoff=0.5)
+    if name not in _HANDLERS:
+        near = get_close_matches(name, [*_HANDLERS, *_ALIASES], n=1, cutoff=0.5)
         meant = f"did you mean {near[0]}? " if near else ""
         raise RequestError(f"unknown command {name}: {meant}/? lists them all")
     return _HANDLERS[name](chat, rest.strip())
 
 
+# The docstring of a command is its line in /help.
+
+
 def _help(chat: Chat, _: str) -> None:
+    """this list; /? too"""
     _print_pairs(chat, [*COMMANDS.items(), *_HINTS])
     if chat.show_draft:
         chat.console.print(legend())
 
 
 def _clear(chat: Chat, _: str) -> None:
+    """forget the conversation"""
     chat.conversation.clear()
     _say(chat, "the conversation is forgotten; the system prompt stays")
 
 
 def _system(chat: Chat, text: str) -> None:
+    """show the system prompt, or set it: /system TEXT; /system none"""
     if text:
         chat.conversation.system = "" if text == "none" else text
     _say(chat, f"system prompt: {chat.conversation.system or 'none'}")
 
 
 def _set(chat: Chat, rest: str) -> None:
+    """show the settings, or change one: /set temperature 0.7; /set temperature default"""
     name, _, value = rest.partition(" ")
     name, value = name.replace("-", "_"), value.strip()
     if value:
@@ -96,16 +87,20 @@ def _change(chat: Chat, name: str, value: str) -> None:
     if name in _DISPLAY_SETTINGS:
         if value not in ("on", "off"):
             raise RequestError(f"/set {name} takes on or off")
-        setattr(chat, {"draft": "show_draft"}.get(name, name), value == "on")
-    elif name in _SECTIONS["sampling"]:
+        setattr(chat, _DISPLAY_SETTINGS[name], value == "on")
+    elif name in _SAMPLING:
         chat.sampling = _changed(chat.sampling, name, value)
-    elif name in _SECTIONS["decoding"]:
+    elif name in _DECODING:
         chat.decoding = _changed(chat.decoding, name, value)
     else:
-        known = [*_SECTIONS["sampling"], *_SECTIONS["decoding"], *_DISPLAY_SETTINGS]
-        near = get_close_matches(name, known, n=1)
-        what = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-        raise RequestError(f"no setting {name!r}: {what}")
+        raise _unknown_setting(name)
+
+
+def _unknown_setting(name: str) -> RequestError:
+    known = [*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS]
+    near = get_close_matches(name, known, n=1)
+    what = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+    return RequestError(f"no setting {name!r}: {what}")
 
 
 def _changed(section: Any, name: str, value: str) -> Any:
@@ -117,31 +112,28 @@ def _changed(section: Any, name: str, value: str) -> Any:
     values = section.model_dump(exclude_unset=True)
     values.pop(name, None)
     if value != "default":
-        values[name] = tuple(_split(value)) if name == "stop" else value
+        try:
+            values[name] = tuple(shlex.split(value)) if name == "stop" else value
+        except ValueError as error:
+            raise RequestError(f"cannot read {value!r}: {error}") from None
     return type(section)(**values)
 
 
-def _split(value: str) -> list[str]:
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise RequestError(f"cannot read {value!r}: {error}") from None
-
-
 def _print_settings(chat: Chat, only: str) -> None:
-    values: dict[str, Any] = {n: getattr(chat.sampling, n) for n in _SECTIONS["sampling"]}
-    values |= {n: getattr(chat.decoding, n) for n in _SECTIONS["decoding"]}
+    values: dict[str, Any] = {name: getattr(chat.sampling, name) for name in _SAMPLING}
+    values |= {name: getattr(chat.decoding, name) for name in _DECODING}
     in_use = with_defaults(chat.sampling, chat.engine.defaults) | chat.decoding.in_use().model_dump()
     set_ = chat.sampling.model_fields_set | chat.decoding.model_fields_set
     values |= {n: f"default ({in_use[n]})" for n in values if n not in set_ and in_use.get(n) is not None}
-    values |= {"draft": "on" if chat.show_draft else "off", "markdown": "on" if chat.markdown else "off"}
-    shown = {only: values[only]} if only in values else values
+    values |= {name: "on" if getattr(chat, of) else "off" for name, of in _DISPLAY_SETTINGS.items()}
     if only and only not in values:
-        _change(chat, only, "")
+        raise _unknown_setting(only)
+    shown = {only: values[only]} if only else values
     _print_pairs(chat, [(name, "default" if value in (None, ()) else str(value)) for name, value in shown.items()])
 
 
 def _show(chat: Chat, _: str) -> None:
+    """the models, the engine and how full the context is"""
     engine, welcome = chat.engine, chat.engine.welcome
     config = engine.config
     used = chat.conversation.length
@@ -161,7 +153,7 @@ def _show(chat: Chat, _: str) -> None:
 
 
 def _placed(chat: Chat, role: ModelRole) -> str:
-    """A model, its device and its dtype: what the engine has taken, or what is set if it has not told."""
+    """A model, its device and its dtype: those in use, or the settings if the engine does not report them."""
     model = chat.engine.config.model(role)
     card = read_card(chat.engine.directory)
     device, dtype = card.place(role) if card else (model.device, model.dtype)
@@ -169,63 +161,53 @@ def _placed(chat: Chat, role: ModelRole) -> str:
 
 
 def _stats(chat: Chat, _: str) -> None:
+    """figures of this session, by method"""
     if not chat.done:
         _say(chat, "nothing has been measured yet")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in (
-        "method",
-        "replies",
-        "tokens",
-        "first token",
-        "tokens/s",
-        "tokens a step",
-        "accepted",
-        "tokens a run",
-        "waited",
-    ):
-        table.add_column(column)
     for method, answers in chat.done.items():
-        table.add_row(method, *_totals(answers))
+        totals = _totals(answers)
+        if not table.columns:
+            for column in ("method", *totals):
+                table.add_column(column)
+        table.add_row(method, *totals.values())
     chat.console.print(table)
 
 
-def _totals(answers: list[Answer]) -> list[str]:
+def _totals(answers: list[Answer]) -> dict[str, str]:
     """The cells of one method over all its replies; rates are sums divided by sums, not means of rates."""
     all_of = [answer.result.statistics for answer in answers]
-    decoding = sum(s.seconds - s.seconds_to_first_token for s in all_of)
-    after_first = sum((s.tokens_per_second or 0.0) * (s.seconds - s.seconds_to_first_token) for s in all_of)
-    judged, accepted = (sum(getattr(s, f"num_{n}_draft_tokens") for s in all_of) for n in ("judged", "accepted"))
-    seconds = sum(s.seconds for s in all_of)
-    target = sum(t for s in all_of for cause, t in s.target_wait_seconds.items() if cause != "idle")
-    draft = sum(s.draft_wait_seconds for s in all_of)
-    waits = f"target {target / seconds:.0%}" if seconds else "-"
-    return [
-        str(len(answers)),
-        str(sum(s.num_generated_tokens for s in all_of)),
-        f"{sum(answer.first for answer in answers) / len(answers):.2f} s",
-        f"{after_first / decoding:.1f}" if decoding else "-",
-        _tokens_per_step(all_of),
-        f"{accepted / judged:.0%}" if judged else "-",
-        _mean_run_length(all_of),
-        waits + (f", draft {draft / seconds:.0%}" if judged and seconds else ""),
-    ]
 
+    def total(of: Callable[[Statistics], float]) -> float:
+        return sum(map(of, all_of))
 
-def _tokens_per_step(all_of: list[Any]) -> str:
-    """Generated tokens over forwards after the prefill."""
-    steps = sum(n for s in all_of for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value)
-    return f"{sum(s.num_generated_tokens for s in all_of) / steps:.1f}" if steps else "-"
+    def ratio(a: float, b: float, form: str) -> str:
+        return format(a / b, form) if b else "-"
 
-
-def _mean_run_length(all_of: list[Any]) -> str:
-    """Tokens committed up to and including a correction or bonus, on average."""
-    runs = sum(s.provenance.get("corrected", 0) + s.provenance.get("bonus", 0) for s in all_of)
-    tokens = runs + sum(s.num_accepted_draft_tokens for s in all_of)
-    return f"{tokens / runs:.1f}" if runs else "-"
+    tokens, seconds = total(lambda s: s.num_generated_tokens), total(lambda s: s.seconds)
+    decoding = total(lambda s: s.seconds - s.seconds_to_first_token)
+    after_first = total(lambda s: (s.tokens_per_second or 0.0) * (s.seconds - s.seconds_to_first_token))
+    steps = total(lambda s: sum(n for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value))
+    judged, accepted = total(lambda s: s.num_judged_draft_tokens), total(lambda s: s.num_accepted_draft_tokens)
+    runs = total(lambda s: s.provenance.get("corrected", 0) + s.provenance.get("bonus", 0))
+    waited = total(lambda s: sum(t for cause, t in s.target_wait_seconds.items() if cause != "idle"))
+    waits = ratio(waited, seconds, ".0%")
+    draft = f", draft {total(lambda s: s.draft_wait_seconds) / seconds:.0%}" if judged and seconds else ""
+    return {
+        "replies": str(len(answers)),
+        "tokens": str(tokens),
+        "first token": f"{sum(answer.first for answer in answers) / len(answers):.2f} s",
+        "tokens/s": ratio(after_first, decoding, ".1f"),
+        "tokens a step": ratio(tokens, steps, ".1f"),
+        "accepted": ratio(accepted, judged, ".0%"),
+        "tokens a run": ratio(runs + accepted, runs, ".1f"),
+        "waited": f"target {waits}{draft}" if seconds else "-",
+    }
 
 
 def _save(chat: Chat, rest: str) -> None:
+    """write the conversation to a file: /save FILE"""
     path = _path(rest, "/save FILE")
     with _file_errors(f"cannot write {path}"):
         if path.exists() and '"pearl_chat"' not in path.read_text(encoding="utf-8", errors="replace"):
@@ -235,6 +217,7 @@ def _save(chat: Chat, rest: str) -> None:
 
 
 def _load(chat: Chat, rest: str) -> None:
+    """go on with a saved conversation: /load FILE"""
     path = _path(rest, "/load FILE")
     with _file_errors(f"cannot read {path}"):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -251,7 +234,11 @@ def _path(rest: str, usage: str) -> Path:
 
 @contextmanager
 def _file_errors(what: str) -> Iterator[None]:
-    """Raises `RequestError`, which the chat survives, for errors of the file system. `what`: begins its message."""
+    """Raises `RequestError`, which the chat survives, for errors of the file system.
+
+    Args:
+        what: begins the message.
+    """
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -259,6 +246,7 @@ def _file_errors(what: str) -> Iterator[None]:
 
 
 def _regen(chat: Chat, _: str) -> str | None:
+    """another reply to the last message"""
     turn = chat.conversation.undo()
     if turn is None:
         raise RequestError("there is no reply yet")
@@ -270,6 +258,7 @@ def _regen(chat: Chat, _: str) -> str | None:
 
 
 def _undo(chat: Chat, _: str) -> None:
+    """forget the last message and its reply"""
     turn = chat.conversation.undo()
     if turn is None:
         raise RequestError("there is nothing to undo")
@@ -277,6 +266,7 @@ def _undo(chat: Chat, _: str) -> None:
 
 
 def _trace(chat: Chat, rest: str) -> None:
+    """record a timeline of both workers: /trace FILE, and /trace off to write it; see pearl trace"""
     if rest == "off":
         path = chat.engine.stop_trace()
         _say(chat, f"{path}: pearl trace report {path}")
@@ -290,6 +280,7 @@ def _trace(chat: Chat, rest: str) -> None:
 
 
 def _method(chat: Chat, name: str) -> None:
+    """show the method, or use another: /method ar, sd or pearl"""
     if name:
         methods = get_args(DecodingConfig.model_fields["method"].annotation)
         if name not in methods:
@@ -301,24 +292,29 @@ def _method(chat: Chat, name: str) -> None:
 
 
 def _bye(chat: Chat, _: str) -> None:
+    """leave; /exit and Ctrl-D too"""
     raise Leave
 
 
 _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
-    "/help": _help,
-    "/clear": _clear,
-    "/system": _system,
-    "/set": _set,
-    "/show": _show,
-    "/stats": _stats,
-    "/save": _save,
-    "/load": _load,
-    "/regen": _regen,
-    "/undo": _undo,
-    "/trace": _trace,
-    "/method": _method,
-    "/bye": _bye,
+    f"/{handler.__name__[1:]}": handler
+    for handler in (
+        _help,
+        _clear,
+        _system,
+        _set,
+        _show,
+        _stats,
+        _save,
+        _load,
+        _regen,
+        _undo,
+        _trace,
+        _method,
+        _bye,
+    )
 }
+COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
 
 
 def _say(chat: Chat, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.bench import read_sets
 from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
@@ -29,6 +30,7 @@ _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
 
 
+@listed("Measure", "pearl compare sd pearl,rule=coupled pearl,rule=opt,epsilon=0.1 --temperature 1")
 @click.command(cls=SettingsCommand)
 @click.argument("ways", nargs=-1, metavar="[METHOD[,NAME=VALUE...]]...")
 @click.option("--prompts", multiple=True, metavar="[NAME=]FILE", help="As of pearl bench.")

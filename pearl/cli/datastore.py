@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
 from pearl.cli.distill import Bars
 from pearl.drafting.datastore import HEADER, Datastore, Header, read_header
@@ -36,6 +37,7 @@ def _file_options(command: _Command) -> _Command:
     return click.argument("files", nargs=-1, required=True)(command)
 
 
+@listed("Guess without a model", "pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl")
 @click.group()
 def datastore() -> None:
     """Make datastores: texts that guesses come from, with no draft model.

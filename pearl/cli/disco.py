@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, Times, json_option, table_console, write_json
 from pearl.lab.experiments.estimate import speedup
@@ -21,6 +22,7 @@ _T_DRAFT = click.option("--t-draft", type=Times(), help="Of a draft forward; 1:1
 _T_TARGET = click.option("--t-target", type=Times(), help="Of a target forward, likewise.  [default: 50]")
 
 
+@listed("Make a draft", "pearl disco train texts.npz --out pair.disco")
 @click.group()
 def disco() -> None:
     """Train the classifier that tells a draft where to stop.

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from pearl.cli import listed
 from pearl.cli.options import field_option
 from pearl.lab.distill.config import DistillConfig, load_config
 
@@ -69,6 +70,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+@listed("Make a draft", "pearl distill --target my-model --out my-draft")
 @click.command()
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint.")
 @click.option(

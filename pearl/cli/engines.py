@@ -6,6 +6,7 @@ import json
 
 import click
 
+from pearl.cli import listed
 from pearl.cli.console import say
 from pearl.engine import card
 from pearl.engine.card import Card
@@ -16,6 +17,7 @@ _STOP_SECONDS = 30.0  # more than an engine takes that has to kill its workers, 
 _SERVED = "pearl serve"
 
 
+@listed("Use it", "pearl ps")
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def ps(as_json: bool) -> None:
@@ -34,6 +36,7 @@ def ps(as_json: bool) -> None:
         say(f"left by an engine that was killed, and safe to remove: {directory}")
 
 
+@listed("Use it", "pearl stop 4242")
 @click.command()
 @click.argument("engine", metavar="[PID|DIRECTORY]", default="")
 @click.option("--all", "every", is_flag=True, help=f"Stop every engine of {_SERVED}.")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.cache import cache_directory
+from pearl.cli import listed
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import named_file
 from pearl.lab.distill.prompts import read_prompts
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _PATH = click.Path(path_type=Path)
 
 
+@listed("Make a draft", "pearl evaluate-draft my-draft/draft prompts.jsonl --target my-model")
 @click.command("evaluate-draft")
 @click.argument("draft")
 @click.argument("prompts", nargs=-1, required=True, metavar="[NAME=]FILE...")

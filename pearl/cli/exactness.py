@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole
 from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _TOKENS = 48
 
 
+@listed("See and check", "pearl check --target my-model --draft my-small-model")
 @click.command("check", cls=SettingsCommand)
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")

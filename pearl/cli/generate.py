@@ -11,6 +11,7 @@ from msgspec import structs
 from rich.table import Table
 
 from pearl import __version__
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
@@ -27,6 +28,7 @@ from pearl.spec.stops import FIXED
 _QUEUED = 1e-3  # seconds: less is the way into an empty queue
 
 
+@listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
 @click.command(cls=SettingsCommand)
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")

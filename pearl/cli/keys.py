@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from pearl.cli import listed
 from pearl.cli.console import say
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 
 
+@listed("Use it", "pearl keys pearl.keys")
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def keys(file: Path) -> None:

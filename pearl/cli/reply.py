@@ -1,6 +1,6 @@
-"""Display a reply while it is generated. Takes pieces of text; knows no engine.
+"""Displays a reply while it is generated. Takes pieces of text; must not know the engine.
 
-Text that can no longer change is printed once and scrolls away.  Only the unfinished part (a paragraph, a list, the
+Text that can no longer change is printed once and scrolls away. Only the unfinished part (a paragraph, a list, the
 draft's guesses) is redrawn, and never more of it than fits the screen.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -25,19 +24,13 @@ from pearl.protocol.messages import Provenance
 STYLES = {
     Provenance.ACCEPTED: "green",
     Provenance.CORRECTED: "bold yellow",
-    Provenance.DIRECT: "",
     Provenance.BONUS: "cyan",
     Provenance.GUESSED: "blue",
+    Provenance.DIRECT: "",
 }
 PENDING = "dim italic"
-_MEANINGS = {
-    Provenance.ACCEPTED: "accepted",
-    Provenance.CORRECTED: "corrected",
-    Provenance.BONUS: "bonus",
-    Provenance.GUESSED: "guessed without a model",
-    Provenance.DIRECT: "the target's own",
-}
-_MIN_FRAME_SECONDS = 0.04  # between two frames: faster changes cannot be seen
+_MEANINGS = ("accepted", "corrected", "bonus", "guessed without a model", "the target's own")  # of `STYLES`
+_FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
 _REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
@@ -46,40 +39,25 @@ _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronized output: 
 
 
 def legend() -> Text:
-    """What the colours of `TokenReply` mean."""
-    words = [Text(meaning, f"dim {STYLES[source]}") for source, meaning in _MEANINGS.items()]
-    words.append(Text("not judged yet", PENDING))
-    return Text(" · ", "dim").join(words)
+    """The meaning of the colours of `TokenReply`."""
+    words = [Text(meaning, f"dim {style}") for meaning, style in zip(_MEANINGS, STYLES.values(), strict=True)]
+    return Text(" · ", "dim").join([*words, Text("not judged yet", PENDING)])
 
 
-class Reply(Protocol):
-    """A display for one reply."""
+class Reply:
+    """A display for one reply. This one writes text as it comes: for files, pipes and dumb terminals."""
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         """Append final text: each token's text, and where each token came from."""
-        ...
-
-    def guess(self, text: str) -> None:
-        """Show what the draft guesses comes next, in place of its last guess."""
-        ...
-
-    def finish(self) -> None:
-        """End the display: no more text comes."""
-        ...
-
-
-class PlainReply:
-    """Writes text as it comes: for files, pipes and dumb terminals."""
-
-    def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         text = "".join(texts)
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
     def guess(self, text: str) -> None:
-        pass
+        """Show the draft's guess of the text that follows, in place of its last guess."""
 
     def finish(self) -> None:
+        """End the display: no more text comes."""
         sys.stdout.write("\n")
         sys.stdout.flush()
 
@@ -97,44 +75,40 @@ class _LastRows:
             yield Segment.line()
 
 
-class _Screen:
-    """Redraws the bottom of the screen, and prints finished text above it.
+class _ScreenReply(Reply):
+    """Redraws the bottom of the screen, and prints finished text above it, on a thread: drawing may be slow."""
 
-    A thread draws, so that slow drawing does not block the caller.
-
-    Args:
-        compose: () -> (finished text to print once, or None; unfinished text to redraw below it). Called with `lock`
-            held.
-    """
-
-    def __init__(self, console: Console, compose: Callable[[], tuple[RenderableType | None, RenderableType]]) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, console: Console) -> None:
+        self._lock = threading.Lock()
         self._console = console
-        self._compose = compose
         self._size = console.size
         self._live = self._start_live()
         self._changed, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._redraw_on_change, daemon=True, name="screen")
         self._thread.start()
 
+    def _compose(self) -> tuple[RenderableType | None, RenderableType]:
+        """Finished text to print once, or None; and unfinished text to redraw below it. `_lock` is held."""
+        raise NotImplementedError
+
+    def _last(self) -> RenderableType | None:
+        """The unfinished text, now finished."""
+        raise NotImplementedError
+
     def _start_live(self) -> Live:
         live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible")
         live.start()
         return live
-
-    def changed(self) -> None:
-        """Request a redraw."""
-        self._changed.set()
 
     def _redraw_on_change(self) -> None:
         while not self._closing.is_set():
             self._changed.wait()
             self._changed.clear()
             began = time.monotonic()
-            with self.lock:
+            with self._lock:
                 done, rest = self._compose()
             self._draw(done, rest)
-            self._closing.wait(max(_MIN_FRAME_SECONDS, _REST_PER_FRAME * (time.monotonic() - began)))
+            self._closing.wait(max(_FRAME_SECONDS, _REST_PER_FRAME * (time.monotonic() - began)))
 
     def _draw(self, done: RenderableType | None, rest: RenderableType) -> None:
         if self._console.size != self._size:
@@ -158,57 +132,56 @@ class _Screen:
         self._console.file.write("\n" * (self._size.height - 1) + "\x1b[H\x1b[J")
         self._live = self._start_live()
 
-    def finish(self, last: RenderableType | None) -> None:
-        """Stop the thread and print the last text, if any."""
+    def finish(self) -> None:
         self._closing.set()
         self._changed.set()
         self._thread.join()
-        self._draw(last, Text())
+        self._draw(self._last(), Text())
         self._live.stop()
 
 
-class MarkdownReply:
-    """Rendered Markdown; finished blocks are printed, the last block is redrawn."""
+class MarkdownReply(_ScreenReply):
+    """Rendered Markdown; finished blocks are printed, the last block is redrawn.
+
+    It shows no guesses: inside a table or a list they could not be told from the text.
+    """
 
     def __init__(self, console: Console) -> None:
         self._rest = ""  # Markdown source not yet printed
-        self._screen = _Screen(console, self._compose)
+        super().__init__(console)
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        with self._screen.lock:
+        with self._lock:
             self._rest += printable("".join(texts))
-        self._screen.changed()
-
-    def guess(self, text: str) -> None:
-        pass  # in a table or a list it could not be told from the text
+        self._changed.set()
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
         done, self._rest = _finished_blocks(self._rest)
         return Group(_markdown(done), "") if done else None, _markdown(self._rest)
 
-    def finish(self) -> None:
-        self._screen.finish(_markdown(self._rest) if self._rest.strip() else None)
+    def _last(self) -> RenderableType | None:
+        return _markdown(self._rest) if self._rest.strip() else None
 
 
-class TokenReply:
+class TokenReply(_ScreenReply):
     """Plain text with each token coloured by where it came from, followed by the draft's guess."""
 
     def __init__(self, console: Console) -> None:
         self._line = Text()  # text since the last newline printed
         self._guess = ""
-        self._screen = _Screen(console, self._compose)
+        super().__init__(console)
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        with self._screen.lock:
+        with self._lock:
             for text, source in zip(map(printable, texts), provenance, strict=True):
                 self._line.append(text, STYLES[source])
                 self._guess = self._guess.removeprefix(text) if self._guess.startswith(text) else ""
-        self._screen.changed()
+        self._changed.set()
 
     def guess(self, text: str) -> None:
-        with self._screen.lock:
+        with self._lock:
             self._guess = printable(text)
-        self._screen.changed()
+        self._changed.set()
 
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
         done = None
@@ -217,8 +190,8 @@ class TokenReply:
             done = Text("\n").join(lines)
         return done, self._line + Text(self._guess, PENDING)
 
-    def finish(self) -> None:
-        self._screen.finish(self._line or None)
+    def _last(self) -> RenderableType | None:
+        return self._line or None
 
 
 def _finished_blocks(source: str) -> tuple[str, str]:

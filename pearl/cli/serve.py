@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
 from pearl.cli.launch import running
 from pearl.cli.options import SettingsCommand, settings_options
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _QUEUE = 32
 
 
+@listed("Use it", "pearl serve --target my-model --draft my-small-model")
 @click.command(cls=SettingsCommand)
 @click.option("--http", metavar="HOST:PORT", help="Serve OpenAI's API there too; port 0: a free one.")
 @click.option(

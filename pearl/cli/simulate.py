@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.check import check
 from pearl.cli.console import SafeConsole
 from pearl.cli.disco import stops
@@ -37,6 +38,7 @@ _COUNT = click.IntRange(min=1)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+@listed("Measure", "pearl simulate --t-draft 10 --t-target 1:50,8:60 --acceptance 0.7")
 @click.group(invoke_without_command=True)
 @click.option("--t-draft", type=Times(), help="Of a draft forward; 1:10,4:12: by tokens fed.  [default: 10]")
 @click.option("--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]")

@@ -1,7 +1,7 @@
-"""The user's terminal as a chat has it: read lines, watch keys during a reply.
+"""The user's terminal in a chat: reads lines, and watches keys during a reply.
 
-Under torchrun this process has no controlling terminal: Ctrl-C would signal torchrun's agent, and nobody would get
-SIGWINCH.  So Ctrl-C is read as a key, with and without torchrun.
+Under torchrun this process has no controlling terminal: Ctrl-C would signal torchrun's agent, and no process would get
+SIGWINCH. So Ctrl-C is read as a key, with and without torchrun.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ import re
 import select
 import signal
 import sys
-import termios
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.application import get_app_session
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.document import Document
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
-from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 
 from pearl.errors import RequestError
 
-_INTERRUPT = b"\x03"
 _LONG_PASTE = 2000  # characters; the line shows a note for a longer paste, which would not fit the screen
 _NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
-_MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"  # whether the terminal says what is pasted
+_MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"  # bracketed paste on, off
 _RERAISE_SECONDS = 1.0
 _QUOTES = '"""'
 
@@ -45,23 +41,9 @@ def state_directory() -> Path:
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pearl"
 
 
-@contextlib.contextmanager
-def raw_keys() -> Iterator[None]:
-    """Turn off line editing, echo and signals of the terminal: Ctrl-C and Ctrl-D are ordinary keys.
-
-    Keys typed while nobody reads are kept for the next reader.
-    """
-    file = sys.stdin.fileno()
-    before = termios.tcgetattr(file)
-    attributes = termios.tcgetattr(file)
-    attributes[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
-    attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 1, 0
-    termios.tcsetattr(file, termios.TCSADRAIN, attributes)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(file, termios.TCSADRAIN, before)
+def raw_keys() -> contextlib.AbstractContextManager[None]:
+    """Turn off line editing, echo and signals of the terminal inside the block: Ctrl-C and Ctrl-D are ordinary keys."""
+    return get_app_session().input.raw_mode()
 
 
 @contextlib.contextmanager
@@ -89,16 +71,16 @@ def ended_by_signals() -> Iterator[None]:
 class KeyWatcher:
     """A context manager that reads the terminal's keys, within `raw_keys`.
 
-    Ctrl-C calls `interrupt`, on a thread. The prompts that follow take all other keys, as if they were typed then: each
-    of them takes one line, and the last what was not ended by Enter.
+    Ctrl-C calls `interrupt`, on a thread. The prompts that follow get all other keys, as if they were typed then: each
+    prompt takes one line, and the last one also what follows the last Enter.
     """
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
-        self._bytes = bytearray()
+        self._input = get_app_session().input
+        self._keys: list[KeyPress] = []
 
     def __enter__(self) -> KeyWatcher:
-        self._file = sys.stdin.fileno()
         self._mark_pastes(_MARK_PASTES)  # a pasted text is no line until the user ends it
         self._wakeup, self._waker = os.pipe()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="keys")
@@ -111,62 +93,43 @@ class KeyWatcher:
         os.close(self._wakeup)
         os.close(self._waker)
         self._mark_pastes(_MARK_NO_PASTES)
-        store_typeahead(get_app_session().input, _keys(bytes(self._bytes)))
+        store_typeahead(self._input, self._keys + self._input.flush_keys())
 
     def _mark_pastes(self, sequence: bytes) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone
-            os.write(1, sequence)  # sys.stdout may be the reply's display by now, which shows control characters
+            os.write(1, sequence)  # not to sys.stdout: the reply's display may have replaced it
 
     def _watch(self) -> None:
+        events = select.poll()
+        events.register(self._input.fileno(), select.POLLIN)
+        events.register(self._wakeup, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self._file, self._wakeup], [], [])
+            ready = dict(events.poll())
             if self._wakeup in ready:
                 return
-            try:
-                keys = os.read(self._file, 4096)
-            except OSError:
-                keys = b""
-            if not keys or _INTERRUPT in keys:
+            keys = self._input.read_keys()
+            is_gone = self._input.closed or bool(ready[self._input.fileno()] & (select.POLLHUP | select.POLLERR))
+            if is_gone or any(press.key == Keys.ControlC for press in keys):
                 self._interrupt()
-            if not keys:
-                return  # the terminal is gone
-            self._bytes += keys.replace(_INTERRUPT, b"")
-
-
-def _keys(typed: bytes) -> list[KeyPress]:
-    """The keys that send these bytes."""
-    keys: list[KeyPress] = []
-    parser = Vt100Parser(keys.append)
-    parser.feed(typed.decode("utf-8", "surrogateescape"))
-    parser.flush()
-    return keys
-
-
-class Commands(Completer):
-    """Completes slash commands. `known`: command -> description."""
-
-    def __init__(self, known: dict[str, str]) -> None:
-        self._known = known
-
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        typed = document.text_before_cursor
-        if typed.startswith("/") and " " not in typed and "\n" not in typed:
-            for name, what in self._known.items():
-                if name.startswith(typed):
-                    yield Completion(name, start_position=-len(typed), display_meta=what)
+            if is_gone:
+                return
+            self._keys += [press for press in keys if press.key != Keys.ControlC]
 
 
 class LineReader:
-    """Reads messages from a terminal, with editing and history.
+    """Reads messages from a terminal, with editing, history and completion of commands.
 
     Triple quotes begin and end a message of several lines. The line shows a note in place of a long paste.
+
+    Args:
+        commands: command -> description.
     """
 
-    def __init__(self, commands: dict[str, str], remember: bool) -> None:
+    def __init__(self, commands: Mapping[str, str], remember: bool) -> None:
         self._pastes: dict[str, str] = {}
         self._session: PromptSession[str] = PromptSession(
             history=_history() if remember else InMemoryHistory(),
-            completer=Commands(commands),
+            completer=WordCompleter([*commands], meta_dict=commands, sentence=True),
             complete_while_typing=True,
             key_bindings=self._key_bindings(),
             style=Style.from_dict({"placeholder": "ansibrightblack", "prompt": "bold"}),
@@ -191,7 +154,7 @@ class LineReader:
         return _NOTE.sub(self._expand_note, _without_quotes(text))
 
     def agrees(self, question: str) -> bool:
-        """Ask a question; True only for y or yes. What was typed before is no answer, and is kept for the next line."""
+        """Ask a question; True only for y or yes. Text typed earlier is no answer, and is kept for the next line."""
         before = get_typeahead(self._session.input)
         try:
             return prompt(f"{question} [y/N] ").strip().lower() in ("y", "yes")
@@ -230,7 +193,7 @@ class LineReader:
 
     def _expand_note(self, note: re.Match[str]) -> str:
         if note[0] not in self._pastes:
-            raise RequestError(f"what {note[0]} stood for is not known any more: paste it again")
+            raise RequestError(f"the text of {note[0]} is not known any more: paste it again")
         return self._pastes[note[0]]
 
 

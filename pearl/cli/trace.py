@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
 from pearl.document import damaged
 from pearl.errors import TraceError
@@ -26,6 +27,7 @@ _FILE = click.argument("file", type=click.Path(path_type=Path))
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
+@listed("See and check", "pearl trace compare sd.json pearl.json --png both.png")
 @click.group()
 def trace() -> None:
     """Report, compare, draw or replay what --trace FILE has recorded.

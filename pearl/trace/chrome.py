@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes
@@ -21,7 +23,7 @@ from pearl.trace.recorder import BESIDE, LOOP, TRACKS, Part, Record, part_paths
 
 VERSION = 9  # of the metadata under "pearl_trace"
 _COUNTERS = ("pending", "epoch", "window", "acceptance")
-# Perfetto ignores colours in a file ("cname") and hashes a slice's name to its hue: these are green, red and orange.
+# Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
 DRAFTED = {ACCEPTED: "draft token accepted", REJECTED: "draft token rejected", DISCARDED: "draft token unused"}
 VERDICT, REJECTION = "verdict", "verdict: rejection"  # arrows
 
@@ -31,9 +33,8 @@ Event = dict[str, Any]
 def merge(trace: Path, recorded: Path | None = None) -> None:
     """Make the file `trace` from the parts beside it, and remove them.
 
-    `recorded`: what the parts are named after, if not `trace`. Of several runs the latest counts; parts of others, cut
-    off, and what is not a part at all stay. Raises `TraceError` where there are no parts, or the file cannot be
-    written.
+    `recorded`: the path that the parts are named after, if not `trace`. Only the latest run is merged; the parts of
+    earlier ones and foreign files stay. Raises `TraceError` if there are no parts, or the file cannot be written.
     """
     with damaged(recorded or trace, TraceError):
         _merge(trace, recorded)
@@ -75,8 +76,10 @@ def write(trace: Path, parts: list[Part]) -> None:
 
 
 class _Merged:
-    """Reads the parts twice: first for links between them, then event by event. It keeps a few numbers for each token
-    and message, so the file may be larger than memory."""
+    """Reads the parts twice: first for links between them, then event by event.
+
+    It keeps a few numbers for each token and message, so the file may be larger than memory.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -94,7 +97,7 @@ class _Merged:
     def _link(self, record: Record, is_target: bool) -> None:
         args = record.args
         if record.name in ("send", "post"):
-            if args["message"][1] is not None:  # a message of a request: no other of its kind is like it
+            if args["message"][1] is not None:  # the message of a request: its identity is unique
                 self._sent[tuple(args["message"])] = record.start
         elif is_target and "error" not in args:
             if record.name == "decide" and is_rejection(args):
@@ -117,8 +120,10 @@ class _Merged:
 
     def _records(self, number: int) -> Iterator[Record]:
         tracks = self._tracks[number]
-        records = (one._replace(track=tracks.of(one)) for one in self._run.records(number))
-        return (one for one in split_waits(records, self._sent) if one.kind != "clock")
+        for record in split_waits(self._run.records(number), self._sent):
+            if record.kind != "clock":
+                record.track = tracks.of(record)
+                yield record
 
     def _target_events(self) -> Iterator[Event]:
         counters: dict[str, Any] = {}
@@ -127,7 +132,7 @@ class _Merged:
             if record.name != "decide":
                 continue
             now = {"pid": 1, "tid": LOOP, "ts": self._us(record.end)}
-            if trouble := told(record.args["event"]):
+            if trouble := incident(record.args["event"]):
                 yield {"ph": "i", "s": "g", "name": trouble, **now}
             for name in _COUNTERS:
                 value = record.args.get(name)
@@ -165,7 +170,7 @@ class _Merged:
             yield self._slice(forward, process)
 
     def _drafted(self, forward: Record, decision: dict[str, Any]) -> tuple[Record, list[int]]:
-        """A forward with the outcomes of tokens drafted in it, and the times of judgements that follow it."""
+        """A forward with the outcomes of the tokens drafted in it, and when they were judged after it."""
         args, judged = dict(forward.args), []
         for message in _sent(decision, "DraftTokens"):
             outcomes = self._outcomes.of(message)
@@ -182,7 +187,7 @@ class _Merged:
                 args["fates"] = known + fates
             if outcomes[0][1] >= forward.middle:
                 judged.append(outcomes[0][1])
-        return forward._replace(args=args), judged
+        return replace(forward, args=args), judged
 
     def _slice(self, record: Record, process: int) -> Event:
         is_wait = record.kind == "wait"
@@ -217,9 +222,9 @@ class _Merged:
                 **{k: v for k, v in part.header.items() if k not in ("config", "versions", "run", "opened")},
                 "clock_offset_ns": offset,
                 "clock_uncertainty_ns": uncertainty,
-                "ended": bool(part.end),  # else it was killed: the last quarter of a second may be missing
-                "recorder_seconds": part.end.get("spent", 0) / 1e9,
-                "records": part.end.get("records", 0),
+                "ended": part.end is not None,  # else it was killed: the last quarter of a second may be missing
+                "recorder_seconds": part.end.spent / 1e9 if part.end else 0.0,
+                "records": part.end.records if part.end else 0,
             }
             for number, (part, (offset, uncertainty)) in enumerate(
                 zip(self._run.parts, self._run.clocks, strict=True), start=1
@@ -235,8 +240,8 @@ class _Merged:
         }
 
 
-def told(event: dict[str, Any]) -> str | None:
-    """Return a note for an event about a failure or a recovery; None for other events."""
+def incident(event: dict[str, Any]) -> str | None:
+    """A note on a failure or a recovery; None for other events."""
     match event["type"]:
         case "DraftGone":
             alone = event.get("request") is not None
@@ -244,7 +249,7 @@ def told(event: dict[str, Any]) -> str | None:
         case "DraftJoined":
             return "a draft joins"
         case "Stalled":
-            return "a message was lost: the draft is given the whole prefix"
+            return "a message was lost: the draft gets the whole prefix"
         case "Failed":
             return f"the request fails: {event['reason']}"
     return None
@@ -257,7 +262,7 @@ def _sent(decision: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 
 
 def committed(decision: dict[str, Any]) -> list[tuple[int, list[str]]]:
-    """What a decision of the target commits: each request, and the source of each of its tokens."""
+    """The tokens that a decision of the target commits: each request, and the source of each of its tokens."""
     messages = (c["message"] for c in decision.get("commands", ()) if c["type"] == "Deliver")
     return [(m["request"], m["provenance"]) for m in messages if m["type"] == "Committed"]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from statistics import median_low
 
+from pearl.metrics import Stopwatch
 from pearl.trace.chrome import committed
-from pearl.trace.reading import Slice, Trace
+from pearl.trace.reading import VERIFICATIONS, Slice, Trace
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,11 @@ class Latency:
 
 @dataclass(frozen=True)
 class _Request:
-    """`commits`: (time, tokens). `steps`: target forwards after the prefill."""
+    """`steps`: target forwards after the prefill."""
 
     whole: Slice
-    submitted: float
-    commits: list[tuple[float, int]]
+    watch: Stopwatch
     steps: int
-
-    @property
-    def gaps(self) -> Iterator[float]:
-        """Seconds between each token after the first commit and the token before it."""
-        for (before, _), (time, tokens) in zip(self.commits, self.commits[1:], strict=False):
-            yield time - before
-            yield from [0.0] * (tokens - 1)
-
-    @property
-    def late_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.commits[1:])
-
-    @property
-    def late_seconds(self) -> float:
-        return self.commits[-1][0] - self.commits[0][0] if self.commits else 0.0
 
 
 def latencies(trace: Trace) -> list[Latency]:
@@ -73,50 +58,45 @@ def latency(trace: Trace) -> Latency:
 
 
 def _requests(trace: Trace) -> list[_Request]:
-    decisions = [s for s in trace.target if s.name == "decide"]
-    submitted = {s.args["event"]["request"]: s.start for s in decisions if s.args["event"]["type"] == "Submit"}
-    commits: dict[int, list[tuple[float, int]]] = {}
-    for one in decisions:
-        for number, provenance in committed(one.args):
-            commits.setdefault(number, []).append((one.end, len(provenance)))
-    forwards = [s.args for s in trace.target if s.name in ("pre-verify", "post-verify")]
     steps = Counter(
         number
-        for args in forwards
-        for number in args.get("requests", [args.get("request")])
-        if number not in args.get("prompts", ())
+        for one in trace.target
+        if one.name in VERIFICATIONS
+        for number in one.args.get("requests", [one.args.get("request")])
+        if number not in one.args.get("prompts", ())
     )
-    return [
-        _Request(
-            whole,
-            min(whole.start, submitted.get(whole.args.get("request"), whole.start)),
-            commits.get(whole.args.get("request", -1), []),
-            steps[whole.args.get("request")],
-        )
-        for whole in trace.requests
-    ]
+    found = {}
+    for whole in trace.requests:
+        number = whole.args.get("request")
+        found[number] = _Request(whole, Stopwatch(submitted=whole.start, begun=whole.start), steps[number])
+    for one in trace.target:
+        if one.name != "decide":
+            continue
+        event = one.args["event"]
+        if event["type"] == "Submit" and event["request"] in found:
+            watch = found[event["request"]].watch
+            watch.submitted = min(watch.submitted, one.start)
+        for number, provenance in committed(one.args):
+            if number in found:
+                found[number].watch.committed(len(provenance), one.end)
+    return list(found.values())
 
 
 def _latency(requests: Sequence[_Request], name: str) -> Latency:
-    gaps = sorted(gap for one in requests for gap in one.gaps)
-    firsts = sorted(one.commits[0][0] - one.submitted for one in requests if one.commits)
-    tokens = sum(count for one in requests for _, count in one.commits)
-    late = sum(one.late_seconds for one in requests)
+    watches = [one.watch for one in requests]
+    together = Stopwatch(gaps=[gap for watch in watches for gap in watch.gaps])
+    firsts = [watch.first - watch.submitted for watch in watches if watch.first is not None]
+    tokens = sum(watch.generated for watch in watches)
     steps = sum(one.steps for one in requests)
     return Latency(
         request=name,
-        method=", ".join(dict.fromkeys(one.whole.args.get("options", {}).get("method", "?") for one in requests)),
+        method=", ".join(dict.fromkeys(one.whole.method for one in requests)),
         num_prompt_tokens=sum(one.whole.args.get("prompt_tokens", 0) for one in requests),
         num_generated_tokens=tokens,
-        queue_seconds=_quantile(sorted(one.whole.start - one.submitted for one in requests), 0.5) or 0.0,
-        seconds_to_first_token=_quantile(firsts, 0.5),
-        itl_p50=_quantile(gaps, 0.5),
-        itl_p99=_quantile(gaps, 0.99),
-        tokens_per_second=sum(one.late_tokens for one in requests) / late if late else None,
+        queue_seconds=median_low(watch.begun - watch.submitted for watch in watches),
+        seconds_to_first_token=median_low(firsts) if firsts else None,
+        itl_p50=together.token_latency(0.5),
+        itl_p99=together.token_latency(0.99),
+        tokens_per_second=together.tokens_per_second,
         tokens_per_step=tokens / steps if steps else None,
     )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all do not exceed, as `Stopwatch.token_latency`."""
-    return ordered[max(1, ceil(share * len(ordered))) - 1] if ordered else None

@@ -1,14 +1,16 @@
-"""The parts of one run on one clock, and where their records go: on which tracks, and the cause of each wait."""
+"""The parts of one run on one clock, the tracks of their records, and the cause of each wait."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from pearl.errors import TraceError
 from pearl.trace.recorder import BESIDE, LOOP, TRANSPORT, Part, Record
 
-_MOST_HELD = 1000  # records of one wait
+_MAX_HELD = 1000  # records of one wait
 
 
 class Run:
@@ -35,15 +37,17 @@ class Run:
             return 0, 0
         pings = [(one.end, one.args) for one in self.parts[0].records() if one.kind == "clock"]
         if not pings:
-            raise TraceError(f"{part.path}: from another machine, and no clock pings tell how far its clock is off")
+            raise TraceError(f"{part.path}: from another machine, and without clock pings its clock cannot be aligned")
         round_trip, offset = min((end - a["sent"], (end + a["sent"]) // 2 - a["received"]) for end, a in pings)
         return offset, round_trip // 2
 
     def records(self, number: int) -> Iterator[Record]:
-        """Those of a part, by its number."""
+        """The records of a part, by its number."""
         offset = self.clocks[number][0]
         for record in self.parts[number].records():
-            yield record._replace(start=record.start + offset, end=record.end + offset) if offset else record
+            record.start += offset
+            record.end += offset
+            yield record
 
 
 class Tracks:
@@ -76,13 +80,13 @@ class Tracks:
 def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
     """Split each wait at the time when the message that ended it was sent: from then on it is for transport.
 
-    Messages that do not let the loop work (the first tokens of a window) interrupt a wait: the last one counts. If
-    a consumer sent that one, nothing was on its way before: messages of an ended request change nothing.
+    Messages after which the loop still waits (the first tokens of a window) interrupt a wait; the last one counts. If
+    that one came from a consumer the wait is not split: messages of an ended request change nothing.
     """
     held: list[Record] = []
     for record in records:
         works = record.kind == "busy" and record.track == LOOP and record.name != "decide"
-        if works or len(held) >= _MOST_HELD:
+        if works or len(held) >= _MAX_HELD:
             yield from _split(held, sent)
             held = []
         if held or record.kind == "wait":
@@ -101,6 +105,6 @@ def _split(held: list[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[
             continue
         at = min(max(time, record.start), record.end)
         if record.start < at or at == record.end:
-            yield record._replace(end=at)
+            yield replace(record, end=at)
         if at < record.end:
-            yield record._replace(start=at, name=TRANSPORT)
+            yield replace(record, start=at, name=TRANSPORT)

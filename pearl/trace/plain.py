@@ -1,6 +1,6 @@
 """Events, commands and messages as lists and dicts, for a file, and back. Distributions are left out.
 
-Encoding is hand-written, as microseconds count in the loop of a worker; decoding uses msgspec.
+Encoding is written by hand, as microseconds count in a worker's loop; decoding uses msgspec.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import TraceError
 from pearl.protocol import events, messages, options, request, speeds
 
-_SIMPLE = (int, float, str, type(None))
+_SIMPLE = {int, float, str, bool, type(None)}
 
 
 def plain(value: object) -> Any:
-    """A dataclass becomes a dict with its class under "type"."""
+    """A dataclass or a message becomes a dict with its class under "type"."""
     kind: Any = type(value)
-    if kind in _SIMPLE or kind is bool:
+    if kind in _SIMPLE:
         return value
     if kind is tuple or kind is list:
         items: Any = value
@@ -39,14 +39,17 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
     if issubclass(kind, Enum):
         return lambda member: member.value
     if kind is bytes:
-        return lambda value: value.hex()
+        return bytes.hex
     if kind is dict:
-        return lambda value: {str(plain(k)): plain(v) for k, v in value.items()}
-    # Judge goes without its rows, which are distributions
+        return lambda value: {str(plain(k)): v if type(v) in _SIMPLE else plain(v) for k, v in value.items()}
     names, name = [n for n in _fields(kind) if (kind, n) != (events.Judge, "rows")], kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:
-        return {"type": name, **{n: plain(getattr(value, n)) for n in names}}
+        found = {"type": name}
+        for field in names:
+            item = getattr(value, field)
+            found[field] = item if type(item) in _SIMPLE else plain(item)
+        return found
 
     return encode
 
@@ -59,13 +62,11 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `plain`, without distributions. Raises `TraceError`."""
+    """The inverse of `plain`, without distributions. Raises `TraceError` for an unknown type or other fields."""
     try:
         return msgspec.convert(_convertible(value), _KINDS[value["type"]], strict=False)
     except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"the trace holds an event that this version does not know: {value!r:.200} ({error})"
-        ) from None
+        raise TraceError(f"the trace holds an event unknown to this version: {value!r:.200} ({error})") from None
 
 
 def _convertible(value: Any) -> Any:

@@ -13,7 +13,8 @@ from pearl.trace.chrome import DRAFTED, REJECTION, VERDICT, VERSION, Event
 from pearl.trace.recorder import LOOP, part_paths
 from pearl.trace.validate import problems
 
-FORWARDS = ("prefill", "pre-verify", "post-verify", "draft", "prepare")
+VERIFICATIONS = ("pre-verify", "post-verify")
+FORWARDS = ("prefill", *VERIFICATIONS, "draft", "prepare")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class Slice:
     def ran(self) -> float:
         """Seconds that a forward took: the draft's may begin before its loop waits for it."""
         return float(self.args.get("seconds", self.seconds))
+
+    @property
+    def method(self) -> str:
+        """The decoding method of a request; "?" for one that was cut off."""
+        return str(self.args.get("options", {}).get("method", "?"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,8 @@ class Trace:
 
     @property
     def method(self) -> str:
-        """The decoding methods of the requests; a request that was cut off has none."""
-        return ", ".join(dict.fromkeys(r.args.get("options", {}).get("method", "?") for r in self.requests))
+        """The decoding methods of the requests."""
+        return ", ".join(dict.fromkeys(request.method for request in self.requests))
 
     @property
     def start(self) -> float:

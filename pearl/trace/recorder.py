@@ -1,7 +1,7 @@
-"""Record the work of one worker as it happens: times and names, without their meaning.
+"""The parts of a trace: each worker writes one while it runs, times and names without interpretation; and their reader.
 
-The file: msgpack arrays, one after the other: a header, records and, where the worker ended by itself, an end. A reader
-takes all complete arrays, so a killed worker only loses its last quarter of a second.
+A part has one JSON array a line: a header, records and, if the worker was not killed, an end. A reader skips an
+incomplete last line, so a killed worker loses at most its last quarter of a second.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgpack
+import msgspec
+from msgspec import Struct
 
 from pearl.errors import TraceError
 from pearl.trace.plain import plain
@@ -27,28 +28,30 @@ from pearl.version import __version__
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # of the parts; no other is read
+FORMAT = 6  # of the parts; no other is read
 # tracks: the worker's loop, the thread of its mailbox, its device, the draft's thread that computes
 LOOP, MAIL, GPU, AHEAD = 1, 2, 3, 4
 TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU", AHEAD: "forwards"}
-BESIDE = 16  # tracks from here on: requests that overlap those on the loop's track
-# What a loop waits for. TRANSPORT takes both sides' records: the end of a wait, once the message has been sent.
+BESIDE = 16  # first of the tracks for requests that overlap those on the loop's track
+# What a loop waits for. TRANSPORT, the end of a wait once the message has been sent, is set when parts are merged.
 START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
 VERDICT, TRANSPORT = "verdict", "transport"
 
-_MOST_WAITING = 128  # records
-_WAITING_NS = 250_000_000
-_HEADER, _END = "pearl-trace", "end"
-_KNOWN = {"role": str, "opened": int, "run": str, "pid": int, "host": str, "machine": str, "boot": str}
-_RECORD = (int, str, str, int, int, dict)
-_MOST_ELEMENTS = 1 << 20  # of one array: a prompt's tokens
-_MOST_UNREAD = 64 << 20  # bytes of a part that is read while it grows
+_MAX_QUEUED = 128  # records
+_MAX_AGE_NS = 250_000_000
+_MAX_LINE = 64 << 20  # bytes
+_HEADER_FIELDS = {"role": str, "opened": int, "run": str, "pid": int, "host": str, "machine": str, "boot": str}
 
 
-class Record(NamedTuple):
+class Header(Struct, tag="pearl-trace", array_like=True):
+    format: Any
+    worker: dict[str, Any]
+
+
+class Record(Struct, tag="record", array_like=True):
     """What lasted from `start` to `end`, nanoseconds of the worker's monotonic clock.
 
-    `kind`: busy, communication, wait, or whole (a slice that only holds others).
+    `kind`: busy, communication, wait, whole (a slice that only holds others), or clock (a ping's answer).
     """
 
     track: int
@@ -63,11 +66,21 @@ class Record(NamedTuple):
         return (self.start + self.end) // 2
 
 
+class End(Struct, tag="end", array_like=True):
+    closed: int
+    spent: int
+    records: int
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Header | Record | End)
+
+
 class Recorder:
-    """One worker's file. Any thread may record.
+    """Writes one worker's part. Any thread may record.
 
     Args:
-        path: must not exist yet. Raises `TraceError` where it cannot be made.
+        path: must not exist yet. Raises `TraceError` if it cannot be created.
         header: description of this worker.
         clock: nanoseconds; monotonic.
 
@@ -79,52 +92,55 @@ class Recorder:
         self.clock = clock
         self.spent = self.records = 0
         self._lock = threading.Lock()
-        self._packer = msgpack.Packer(default=plain)
-        self._waiting: deque[object] = deque()
+        self._queue: deque[Record] = deque()
         self._written = clock()
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
             raise TraceError(f"cannot write the trace {path}: {error.strerror}") from None
-        self._waiting.append([_HEADER, FORMAT, {**header, "opened": self._written}])
-        self._write()
+        self._write([Header(FORMAT, {**header, "opened": self._written})])
 
     def record(
         self, track: int, kind: str, name: str, start: int, end: int, args: Mapping[str, Any] | None = None
     ) -> None:
-        """`args` may hold events, commands and messages, which never change. They are encoded later, many at once: a
-        forward leaves the caches full of the model, and encoding right after it is slow.
+        """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
+        right after a forward the caches are full of the model, and encoding is slow.
         """
         self.records += 1
-        self._waiting.append((track, kind, name, start, end, args or {}))
-        if len(self._waiting) >= _MOST_WAITING or end - self._written > _WAITING_NS:
-            self._write()
+        self._queue.append(Record(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
+        if len(self._queue) >= _MAX_QUEUED or end - self._written > _MAX_AGE_NS:
+            self._write_queue()
 
     def close(self) -> None:
         """Write the rest and the end, once."""
         if not self._file.closed:
-            self._write()
-            self._waiting.append([_END, {"closed": self.clock(), "spent": self.spent, "records": self.records}])
-            self._write()
+            self._write_queue()
+            self._write([End(self.clock(), self.spent, self.records)])
             self._file.close()
 
-    def _write(self) -> None:
-        """Write the queue to the file. An error ends the recording, not the request."""
+    def _write_queue(self) -> None:
         with self._lock:
             self._written = self.clock()
-            data = bytearray()
-            while self._waiting:
-                data += self._packer.pack(self._waiting.popleft())
-            if self._file.closed:
-                return
-            try:
-                while data:
-                    del data[: self._file.write(data) or 0]
-            except OSError as error:
-                log.error("the trace ends here: %s: %s", self._file.name, error.strerror)
-                with contextlib.suppress(OSError):
-                    self._file.truncate(0)  # so that merging leaves it out; frees the disk
-                self._file.close()
+            records = []
+            while self._queue:
+                record = self._queue.popleft()
+                record.args = plain(record.args)
+                records.append(record)
+            self._write(records)
+
+    def _write(self, lines: list[Any]) -> None:
+        """An error ends the recording, not the request."""
+        if self._file.closed:
+            return
+        data = memoryview(_ENCODER.encode_lines(lines))
+        try:
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            log.error("the trace ends here: %s: %s", self._file.name, error.strerror)
+            with contextlib.suppress(OSError):
+                self._file.truncate(0)  # frees the disk; merging skips an empty part
+            self._file.close()
 
 
 def part_path(trace: Path, role: str, pid: int) -> Path:
@@ -168,90 +184,82 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _limits(elements: int) -> dict[str, Any]:
-    return {"strict_map_key": False, "max_array_len": elements, "max_map_len": elements, "max_ext_len": 0}
-
-
-def _is_record(item: Any) -> bool:
-    return isinstance(item, list) and tuple(map(type, item)) == _RECORD
+def _decode(path: Path, line: bytes) -> Header | Record | End:
+    try:
+        return _DECODER.decode(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path} is a damaged part of a trace: {str(error)[:200]}") from None
 
 
 class Part:
-    """One worker's file, read back. Raises `TraceError` for any other file.
+    """One worker's part, read back. Raises `TraceError` for any other file.
 
     Attributes:
-        header: as the worker gave it.
-        end: its last array, once read; empty if the worker was killed.
+        header: the worker's description.
+        end: its last line, once read; None if the worker was killed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.end: dict[str, Any] = {}
-        first = next(self._items(), None)
-        if not (isinstance(first, list) and len(first) == 3 and first[0] == _HEADER):
+        self.end: End | None = None
+        first = next(self._lines(), b"")
+        if not first.startswith(b'["pearl-trace",'):
             raise TraceError(f"{path} is no part of a trace")
-        if first[1] != FORMAT:
-            raise TraceError(f"{path} is a part of a trace in format {first[1]}; this version reads {FORMAT}")
-        self.header: dict[str, Any] = first[2]
-        if not (isinstance(self.header, dict) and all(type(self.header.get(n)) is k for n, k in _KNOWN.items())):
-            raise TraceError(f"{path} is a damaged part of a trace: its header lacks {', '.join(_KNOWN)}")
+        header = _decode(path, first)
+        assert isinstance(header, Header)
+        if header.format != FORMAT:
+            raise TraceError(f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}")
+        self.header = header.worker
+        if any(type(self.header.get(name)) is not kind for name, kind in _HEADER_FIELDS.items()):
+            raise TraceError(f"{path} is a damaged part of a trace: its header lacks {', '.join(_HEADER_FIELDS)}")
 
     def records(self) -> Iterator[Record]:
-        """In order of their ends (those of other threads than the loop: nearly)."""
-        items = self._items()
-        next(items)
-        for item in items:
-            if _is_record(item):
-                yield Record(*item)
-            elif isinstance(item, list) and item[:1] == [_END] and isinstance(item[-1], dict):
-                self.end = item[-1]
-            else:
-                raise TraceError(f"{self.path} is a damaged part of a trace: it holds what is no record")
+        """In order of their ends; those of other threads than the loop only approximately."""
+        lines = self._lines()
+        next(lines)
+        for line in lines:
+            item = _decode(self.path, line)
+            if isinstance(item, Record):
+                yield item
+            elif isinstance(item, End):
+                self.end = item
 
-    def _items(self) -> Iterator[Any]:
+    def _lines(self) -> Iterator[bytes]:
+        """The complete lines."""
         try:
-            file = self.path.open("rb")
+            with self.path.open("rb") as file:
+                while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
+                    yield line
         except OSError as error:
             raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
-        with file:
-            # An element takes at least a byte: an array that announces more is not ours.
-            most = min(os.fstat(file.fileno()).st_size, _MOST_ELEMENTS)
-            unpacker = msgpack.Unpacker(file, **_limits(most))
-            while True:
-                try:
-                    yield unpacker.unpack()
-                except msgpack.OutOfData:
-                    return
-                except (ValueError, TypeError, OverflowError, MemoryError, msgpack.UnpackException):
-                    return  # not our msgpack, so not our file
 
 
 class GrowingPart:
-    """One worker's file, read while it is written.
+    """One worker's part, read while it is written.
 
     Attributes:
-        role: of the worker; empty until the header has come.
+        role: of the worker; empty until the header has been read.
         size: bytes read so far.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.role, self.size = path, "", 0
-        self._unpacker = msgpack.Unpacker(max_buffer_size=_MOST_UNREAD, **_limits(_MOST_ELEMENTS))
+        self._rest = b""
 
     def read(self) -> list[Record]:
-        """New records since the last call. Raises `TraceError` if the file is gone, or is not ours."""
+        """New records since the last call. Raises `TraceError` if the file is gone or damaged."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.size)
-                new = file.read(_MOST_UNREAD // 2)
-            self.size += len(new)
-            self._unpacker.feed(new)
-            items = list(self._unpacker)
+                new = file.read(_MAX_LINE)
         except OSError as error:
             raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
-        except (ValueError, TypeError, OverflowError, msgpack.UnpackException, msgpack.BufferFull) as error:
-            raise TraceError(f"{self.path} is a damaged part of a trace: {type(error).__name__}") from None
+        self.size += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        if len(self._rest) > _MAX_LINE:
+            raise TraceError(f"{self.path} is a damaged part of a trace: a line has no end")
+        items = [_decode(self.path, line) for line in lines]
         for item in items:
-            if isinstance(item, list) and item[:2] == [_HEADER, FORMAT] and isinstance(item[-1], dict):
-                self.role = str(item[-1].get("role", ""))
-        return [Record(*item) for item in items if _is_record(item)]
+            if isinstance(item, Header):
+                self.role = str(item.worker.get("role", ""))
+        return [item for item in items if isinstance(item, Record)]

@@ -6,15 +6,16 @@ without a slice is reported as such.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import median, quantiles
 from typing import Any
 
-from pearl.trace.chrome import told
+from pearl.trace.chrome import committed, incident
 from pearl.trace.latency import Latency, latencies, latency
-from pearl.trace.reading import FORWARDS, Slice, Trace
+from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
 
 _OF_DRAFT = (DRAFT, HELD_ROW)  # causes for which the target waits for the draft's work
@@ -100,11 +101,12 @@ def report(trace: Trace) -> Report:
     start, end = trace.start, trace.end
     target, draft = _between(trace.target, start, end), _between(trace.draft, start, end)
     wall = end - start
-    verifications = [s for s in target if s.name in ("pre-verify", "post-verify")]
+    verifications = [s for s in target if s.name in VERIFICATIONS]
     forwards = _forwards(draft, verifications)
     shares = _worker(target, wall), _worker(draft, wall) if draft else None
     tokens, histogram = _committed(target)
-    medians = _median([s.seconds for s in verifications]), forwards["draft"].p50 if "draft" in forwards else 0.0
+    t_draft = forwards["draft"].p50 if "draft" in forwards else 0.0
+    t_target = median(s.seconds for s in verifications) if verifications else 0.0
     windows = [value for at, value in trace.counters.get("window", []) if at <= end and value]
     return Report(
         method=trace.method,
@@ -117,18 +119,42 @@ def report(trace: Trace) -> Report:
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
         pace=_pace(shares[0]),
         steps=dict(Counter(s.name for s in verifications)),
-        owners=_owners(target, verifications),
+        owners=_owners(target),
         stops=sum(s.args.get("event", {}).get("paused", False) for s in target if s.name == "decide"),
         histogram=histogram,
         forwards=forwards,
-        ratio=medians[0] / medians[1] if all(medians) else None,
-        window=_median(windows) if draft else 0.0,
+        ratio=t_target / t_draft if t_draft and t_target else None,
+        window=median(windows) if draft and windows else 0.0,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
         recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall if wall else 0.0,
         latency=latency(trace),
         per_request=latencies(trace),
         notes=_notes(trace, *shares),
         **_outcomes(draft),
+    )
+
+
+def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
+    """The slices between `start` and `end`, cut to that time."""
+    return [
+        Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
+        for s in slices
+        if s.end >= start and s.start <= end  # decisions at the very end, in virtual time, take none
+    ]
+
+
+def _worker(slices: Sequence[Slice], wall: float) -> Worker:
+    shares: dict[str, Counter[str]] = {"wait": Counter(), "busy": Counter(), "communication": Counter()}
+    for one in slices:
+        shares[one.kind][one.name.removeprefix("wait: ")] += one.seconds / wall  # type: ignore[assignment]
+    busy, wait, communication = (shares[kind].total() for kind in ("busy", "wait", "communication"))
+    return Worker(
+        busy=busy,
+        wait=wait,
+        communication=communication,
+        uncovered=1 - busy - wait - communication,
+        waits=dict(shares["wait"].most_common()),
+        work=dict(shares["busy"].most_common()),
     )
 
 
@@ -142,40 +168,14 @@ def _pace(target: Worker) -> dict[str, float]:
     }
 
 
-def _outcomes(draft: Sequence[Slice]) -> dict[str, Any]:
+def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
     """The counts of draft tokens, by field of `Report`."""
     counts = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
     prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
     counts += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
-    names = "accepted", "rejected", "discarded"
     judged = counts["accepted"] + counts["rejected"]
     sums = {"drafted": counts.total(), "judged": judged, "prepared": prepared.total()}
-    return sums | {name: counts[name] for name in names}
-
-
-def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
-    """The slices between `start` and `end`, cut to that time."""
-    return [
-        Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
-        for s in slices
-        if s.end >= start and s.start <= end  # decisions at the very end, in virtual time, take none
-    ]
-
-
-def _worker(slices: Sequence[Slice], wall: float) -> Worker:
-    shares: Counter[str] = Counter()
-    names: dict[str, Counter[str]] = {"wait": Counter(), "busy": Counter(), "communication": Counter()}
-    for one in slices:
-        shares[one.kind] += one.seconds / wall  # type: ignore[assignment]
-        names[one.kind][one.name.removeprefix("wait: ")] += one.seconds / wall  # type: ignore[assignment]
-    return Worker(
-        busy=shares["busy"],
-        wait=shares["wait"],
-        communication=shares["communication"],
-        uncovered=1 - shares.total(),
-        waits=dict(names["wait"].most_common()),
-        work=dict(names["busy"].most_common()),
-    )
+    return sums | {name: counts[name] for name in ("accepted", "rejected", "discarded")}
 
 
 def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
@@ -184,30 +184,29 @@ def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
 
 def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
     """Seconds in both lists of disjoint spans, each in order."""
-    both, j = 0.0, 0
-    for start, end in a:
-        while j < len(b) and b[j][1] <= start:
+    both, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        both += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
             j += 1
-        k = j
-        while k < len(b) and b[k][0] < end:
-            both += min(end, b[k][1]) - max(start, b[k][0])
-            k += 1
     return both
 
 
-def _owners(target: Sequence[Slice], verifications: Sequence[Slice]) -> dict[str, int]:
-    waits = [s for s in target if s.kind == "wait"]
-    starts = [s.start for s in waits]
+def _owners(target: Iterable[Slice]) -> dict[str, int]:
+    """Verification steps by what the target waited for longest since the step before."""
     owners: Counter[str] = Counter()
-    before = target[0].start if target else 0.0
-    for step in verifications:
-        waited: Counter[str] = Counter()
-        for wait in waits[bisect_left(starts, before) : bisect_left(starts, step.end)]:
-            cause = wait.name.removeprefix("wait: ")
-            waited["draft" if cause in _OF_DRAFT else cause] += wait.seconds  # type: ignore[assignment]
-        owner = max(("draft", TRANSPORT), key=lambda cause: waited[cause])
-        owners[owner if waited[owner] > 0 else "target"] += 1
-        before = step.end
+    waited = {"draft": 0.0, TRANSPORT: 0.0}
+    for one in target:
+        cause = one.name.removeprefix("wait: ")
+        cause = "draft" if cause in _OF_DRAFT else cause
+        if one.kind == "wait" and cause in waited:
+            waited[cause] += one.seconds
+        elif one.name in VERIFICATIONS:
+            longest = max(waited, key=lambda cause: waited[cause])
+            owners[longest if waited[longest] > 0 else "target"] += 1
+            waited = dict.fromkeys(waited, 0.0)
     return dict(owners)
 
 
@@ -219,70 +218,58 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
     for one in verifications:
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
     return {
-        f"{name} {n}" if n else name: Forwards(len(t), _quantile(t, 0.5), _quantile(t, 0.99))
-        for (name, n), t in sorted(times.items())
+        f"{name} {n}" if n else name: Forwards(len(t), median(t), _p99(t)) for (name, n), t in sorted(times.items())
     }
+
+
+def _p99(values: list[float]) -> float:
+    """With linear interpolation, numpy's default."""
+    return quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
     """The number of committed tokens, and how often each accepted length occurred."""
-    tokens, run = 0, dict[int, int]()  # request -> accepted tokens since the last correction or bonus
-    runs: Counter[int] = Counter()
+    tokens, accepted = 0, Counter[int]()  # request -> accepted tokens since its last correction or bonus
+    lengths: Counter[int] = Counter()
     for one in target:
-        for command in one.args.get("commands", ()) if one.name == "decide" else ():
-            if command["type"] == "Open":
-                run[command["request"]] = 0
-            elif command["type"] == "Deliver" and command["message"]["type"] == "Committed":
-                number = command["message"]["request"]
-                for provenance in command["message"]["provenance"]:
-                    tokens += 1
-                    if provenance == "accepted":
-                        run[number] = run.get(number, 0) + 1
-                    elif provenance in ("corrected", "bonus"):  # "guessed" and "direct" change nothing
-                        runs[run.get(number, 0)] += 1
-                        run[number] = 0
-    return tokens, dict(sorted(runs.items()))
+        for request, provenance in committed(one.args) if one.name == "decide" else ():
+            tokens += len(provenance)
+            for source in provenance:
+                if source == "accepted":
+                    accepted[request] += 1
+                elif source in ("corrected", "bonus"):  # "guessed" and "direct" change nothing
+                    lengths[accepted.pop(request, 0)] += 1
+    return tokens, dict(sorted(lengths.items()))
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
     """Seconds of drafting the judged tokens: their forwards and draws, and forwards without a token."""
     seconds = 0.0
-    for i, one in enumerate(draft):
+    for one, following in pairwise([*draft, None]):
+        assert one is not None
         if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
             seconds += one.ran
-            following = draft[i + 1] if i + 1 < len(draft) else one
-            seconds += following.seconds if following.name == "sample" else 0.0
+            if following is not None and following.name == "sample":
+                seconds += following.seconds
     return seconds
 
 
 def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
+    workers = trace.metadata["workers"]
     notes = [
         f"the {w['role']} did not end by itself: its last quarter of a second may be missing"
-        for w in trace.metadata["workers"]
+        for w in workers
         if not w["ended"]
     ]
     notes += [
         f"the {w['role']}'s clock was aligned by pings, give or take {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
-        for w in trace.metadata["workers"]
+        for w in workers
         if w["clock_uncertainty_ns"]
     ]
     for one in _between(trace.target, trace.start, trace.end):
-        if one.name == "decide" and (trouble := told(one.args["event"])):
-            notes.append(f"at {one.end - trace.start:.3f} s: {trouble}")
+        if one.name == "decide" and (note := incident(one.args["event"])):
+            notes.append(f"at {one.end - trace.start:.3f} s: {note}")
     for name, share in zip(("target", "draft"), shares, strict=True):
         if share is not None and share.uncovered > 0.02:
             notes.append(f"{share.uncovered:.1%} of the {name}'s time has no slice")
     return notes
-
-
-def _median(values: Sequence[float]) -> float:
-    return _quantile(values, 0.5) if values else 0.0
-
-
-def _quantile(values: Sequence[float], q: float) -> float:
-    """With linear interpolation, numpy's default."""
-    ordered = sorted(values)
-    at = q * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

@@ -1,7 +1,7 @@
 """Wrappers around what a worker's loop calls: its state machine, executor, mailbox, channel and model.
 
-A worker always calls through them; while nothing is recorded that costs an `if`. Waits are recorded as such, with the
-cause that the state machine named, so nothing is inferred from gaps.
+A worker always calls through them; without a recording that costs an `if`. Waits are recorded with the cause that the
+state machine named; nothing is inferred from gaps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
-_ROUNDING = 1000  # nanoseconds
-_CATCHING_UP = 2  # the most tokens that a draft forward feeds after a verdict
+_ROUNDING_NS = 1000
+_MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
 
 _Command = TypeVar("_Command")
 _Event = TypeVar("_Event")
@@ -40,11 +40,11 @@ def identity(message: object) -> list[Any]:
 
 
 class Tracer:
-    """For one worker. Make it on the thread that runs the loop.
+    """Records one worker. To be created on the thread that runs the loop.
 
     Args:
         recorder: None: nothing is recorded until `start`.
-        open_part: makes the recorder of a recording from its number.
+        open_part: creates the recorder of a recording from its number.
     """
 
     def __init__(self, recorder: Recorder | None = None, open_part: Callable[[int], Recorder] | None = None) -> None:
@@ -62,7 +62,7 @@ class Tracer:
     def start(self, number: int) -> None:
         """Begin recording `number`, between two requests and with a new state machine.
 
-        Raises `TraceError` while another recording goes on, or if the file cannot be made.
+        Raises `TraceError` during another recording, or if the file cannot be created.
         """
         if self.recorder is not None or self._open_part is None:
             raise TraceError("this engine is recording a trace already")
@@ -71,7 +71,7 @@ class Tracer:
         self.recorder, self.number = recorder, number
 
     def stop(self, number: int | None = None) -> None:
-        """End the recording, if there is one (and it is `number`); its part is complete then."""
+        """End and complete the recording if there is one (and it is `number`)."""
         if self.recorder is not None and number in (None, self.number):
             recorder, self.recorder, self.number = self.recorder, None, 0
             recorder.close()
@@ -83,14 +83,14 @@ class Tracer:
     def record(
         self, track: int, kind: str, name: str, start: int, end: int, args: dict[str, Any] | None = None
     ) -> None:
-        """Record what lasted from `start` to `end`, and the time that recording takes. Any thread may, at any time."""
+        """Record what lasted from `start` to `end`, and the time that recording takes. Thread-safe."""
         if self.recorder is not None and end >= self._since:
             self.recorder.record(track, kind, name, max(start, self._since), end, args)
             self._spent_since(end)
 
     def _spent_since(self, end: int) -> None:
         if self.recorder is not None:
-            self.recorder.spent += max(0, self.clock() - end)  # in virtual time an end may be still to come
+            self.recorder.spent += max(0, self.clock() - end)  # in virtual time `end` may lie in the future
 
     @property
     def track(self) -> int:
@@ -99,7 +99,7 @@ class Tracer:
     # ---- the state machine ----
 
     def deciding(self, machine: Coordinator | Drafter) -> Callable[[object], list[object]]:
-        """`machine.handle`, recorded with its event and commands: enough to run the machine again."""
+        """`machine.handle`, recorded with its event and commands: enough to replay the machine."""
 
         def handle(event: object) -> list[object]:
             if self.recorder is None:
@@ -111,43 +111,41 @@ class Tracer:
             except ProtocolError as error:
                 self.note("busy", "decide", start, event=event, error=type(error).__name__)
                 raise
-            self._decided(machine, event, commands, start, before)
+            self._decided(machine, event, commands, start, {"profile": before} if before is not None else {})
             return commands
 
         return handle
 
     def _decided(
-        self, machine: Coordinator | Drafter, event: object, commands: Sequence[object], start: int, profile: Any
+        self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int, more: dict[str, Any]
     ) -> None:
-        """Record one decision. `profile`: what the coordinator knew before its first one."""
         assert self.recorder is not None
         end = self.clock()
-        own = _machine_of(machine, getattr(event, "request", None))
-        args = {
+        running = _running(machine)
+        # of no request: the machine as a whole has the attributes of the request that was active last
+        _, own = running.get(getattr(event, "request", None), (None, machine))
+        args = more | {
             "event": event,
-            # the counts of an ended request go on counting stale messages: encode them at once
+            # an ended request goes on counting stale messages: encode its counts now
             "commands": [plain(command) if type(command) is events.End else command for command in commands],
             "pending": len(own.sequence.tokens) - own.sequence.committed,
             "epoch": own.epoch,
         }
         if isinstance(machine, Coordinator):
             args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
-        if profile is not None:
-            args["profile"] = profile
         if own.sequence.piece > 1:
             args["piece"] = own.sequence.piece
         self._first = False
         self.recorder.record(LOOP, "busy", "decide", start, end, args)
-        self._follow_requests(machine, start, end)
+        self._follow_requests({number: begun for number, (begun, _) in running.items()}, start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
             if type(command) is events.Wait:
                 self.cause = causes[command.cause]
         self._spent_since(end)
 
-    def _follow_requests(self, machine: Coordinator | Drafter, start: int, end: int) -> None:
-        """Record requests that have ended, and note when new ones began."""
-        running = _running(machine)
+    def _follow_requests(self, running: dict[Any, Submit | Begin], start: int, end: int) -> None:
+        """Record requests that have ended, and note the start of new ones."""
         assert self.recorder is not None
         for number in [number for number in self._opened if number not in running]:
             began, args = self._opened.pop(number)
@@ -158,7 +156,7 @@ class Tracer:
                 args = {"request": number}
                 if isinstance(request, Submit):
                     args |= {"options": request.options, "prompt_tokens": len(request.prompt)}
-                self._opened[number] = (start, args)
+                self._opened[number] = start, args
 
     # ---- computing ----
 
@@ -174,10 +172,10 @@ class Tracer:
         return traced
 
     def beside(self, event: object) -> None:
-        """Record what a thread beside the loop has just computed; the loop only sees how long it waited for it.
+        """Record what the thread beside the loop has just computed; the loop's track only shows its wait for it.
 
-        The durations of forwards chained on a GPU are the GPU's own. A forward that was done before anybody came for it
-        is shown later than it was, but never before the end of the previous one.
+        The durations of forwards chained on a GPU are the GPU's own. A forward that was collected late is shown later
+        than it ran, but never before the end of the previous one.
         """
         recorder = self.recorder
         if recorder is None or not isinstance(event, events.Drafted):
@@ -203,17 +201,17 @@ class Tracer:
         self._spent_since(end)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
-        """A draft forward: it may have begun before the loop asked for it, or have had to wait for another one."""
+        """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
         assert self.recorder is not None
         record = self.recorder.record
         samples, tokens = command.budget > 0, len(command.tokens)
         done = max(start, end - round(event.draw * 1e9)) if samples else end
         began = max(start, done - round(event.seconds * 1e9))
-        if began - start > _ROUNDING:
+        if began - start > _ROUNDING_NS:
             record(LOOP, "busy", "hand over", start, began)
         else:
             began = start
-        name = "prepare" if command.hedge else "draft" if samples and tokens <= _CATCHING_UP else "prefill"
+        name = "prepare" if command.hedge else "draft" if samples and tokens <= _MAX_CATCH_UP else "prefill"
         args = {"n": tokens, "start": command.start, "seconds": round(event.seconds, 7)}
         record(LOOP, "busy", name, began, done, args | ({"fed": event.fed} if event.fed else {}))
         if samples:
@@ -221,7 +219,7 @@ class Tracer:
             record(LOOP, "busy", "sample", done, end, drawn)
 
     def runner(self, runner: ModelRunner) -> ModelRunner:
-        """On a GPU, record its time there too; elsewhere the forward's own slice says it all."""
+        """On a GPU, record its time there too; on a CPU the forward's own slice has it."""
         return _TimedOnGpu(runner, self) if runner.device.type == "cuda" else runner
 
     # ---- communication and waiting ----
@@ -237,29 +235,32 @@ class Tracer:
         self.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
 
     def pong(self, pong: Pong) -> None:
-        """A clock answer, which gives the offset between the clocks of two hosts."""
+        """Record a clock answer, which gives the offset between the clocks of two hosts."""
         self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
 
+    def communicated(
+        self, name: str, call: Callable[..., Any], *arguments: Any, describe: Callable[..., Any] | None = None
+    ) -> Any:
+        """The result of `call(*arguments)`, recorded as communication; `describe(*arguments)`: the record's own."""
+        start = self.clock()
+        result = call(*arguments)
+        if self.recorder is not None:
+            self.note("communication", name, start, **(describe(*arguments) if describe else {}))
+        return result
 
-def _machine_of(machine: Coordinator | Drafter, request: int | None) -> Any:
-    """The machine of a request; else the coordinator or drafter, which stands for whichever worked last."""
+
+def _running(machine: Coordinator | Drafter) -> dict[Any, tuple[Submit | Begin, Any]]:
+    """The message that began each running request, and the request's own state machine."""
     if isinstance(machine, Coordinator):
-        return machine.running.get(request, machine)  # type: ignore[arg-type]
-    found = (one for one in machine.machines if one.begun is not None and one.begun.request == request)
-    return next(found, machine)
-
-
-def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
-    if isinstance(machine, Coordinator):
-        return {number: one.request.submit for number, one in machine.running.items()}
-    return {one.begun.request: one.begun for one in machine.machines if one.begun is not None}
+        return {number: (one.request.submit, one) for number, one in machine.running.items()}
+    return {one.begun.request: (one.begun, one) for one in machine.machines if one.begun is not None}
 
 
 def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
-    """How a command is shown, by name and arguments; None: not at all."""
+    """The name and arguments of a command's slice; None: it has no slice."""
     match command, event:
         case list(), _:
-            return _name_of_all(command), _of_all(command)
+            return _joint_work(command)
         case events.Forward(), _:
             args = {"n": len(command.tokens), "start": command.start, "request": command.request}
             tree = {} if command.parents is None else {"parents": list(command.parents)}
@@ -285,19 +286,22 @@ def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _name_of_all(commands: Sequence[events.Forward | events.Draft]) -> str:
-    """A forward of several requests is called a prefill only if it is nothing else."""
-    if any(isinstance(command, events.Draft) for command in commands):
-        return "draft"
+def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str, dict[str, Any]]:
+    """A forward of several requests. It is named prefill only if it holds nothing else."""
     phases = {command.phase for command in commands if isinstance(command, events.Forward)}
     ranked = (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL)
-    return next(phase for phase in ranked if phase in phases).value
-
-
-def _of_all(commands: Sequence[events.Forward | events.Draft]) -> dict[str, Any]:
+    name = next((phase.value for phase in ranked if phase in phases), "draft")
     prompts = [each.request for each in commands if getattr(each, "phase", None) is events.Phase.PREFILL]
     args = {"n": sum(len(each.tokens) for each in commands), "requests": [each.request for each in commands]}
-    return args | ({"prompts": prompts} if prompts else {})
+    return name, args | ({"prompts": prompts} if prompts else {})
+
+
+def _identified(message: Message, peer: Peer | None) -> dict[str, Any]:
+    return {"message": identity(message)}
+
+
+def _counted(rows: int) -> dict[str, Any]:
+    return {"rows": rows}
 
 
 class _TracedMailbox(Mailbox):
@@ -309,20 +313,14 @@ class _TracedMailbox(Mailbox):
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         found = super()._checked(peer, message)
         if self._tracer.recorder is not None and self._tracer.track == LOOP:
-            self._traced.read_by_loop = self._tracer.clock()  # waiting for its rows is recorded as such
+            self._traced.read_by_loop = self._tracer.clock()  # the wait for its rows has a record of its own
         return found
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        start = self._tracer.clock()
-        super().send(message, peer)
-        if self._tracer.recorder is not None:
-            self._tracer.note("communication", "send", start, message=identity(message))
+        self._tracer.communicated("send", super().send, message, peer, describe=_identified)
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        start = self._tracer.clock()
-        super().post(message, peer)
-        if self._tracer.recorder is not None:
-            self._tracer.note("communication", "post", start, message=identity(message))
+        self._tracer.communicated("post", super().post, message, peer, describe=_identified)
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
@@ -331,7 +329,7 @@ class _TracedMailbox(Mailbox):
             return got
         if timeout > 0:
             by = got[0][1] if got and not isinstance(got[0][1], Exception) else None
-            # The loop did not wait for what it has read itself.
+            # Time that the loop spent reading was no wait.
             self._tracer.waited(max(start, self._traced.read_by_loop), self._tracer.clock(), by)
         else:
             self._tracer.note("communication", "receive", start)
@@ -341,13 +339,11 @@ class _TracedMailbox(Mailbox):
 class _TracedEndpoint:
     def __init__(self, endpoint: Endpoint, tracer: Tracer) -> None:
         self._endpoint, self._tracer = endpoint, tracer
-        self.read_by_loop = 0  # when the loop itself last read something
+        self.read_by_loop = 0  # when the loop itself last read a message
         self.wait, self.wake, self.close = endpoint.wait, endpoint.wake, endpoint.close
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        start = self._tracer.clock()
-        self._endpoint.send(message, peer)
-        self._tracer.note("communication", "write", start)
+        self._tracer.communicated("write", self._endpoint.send, message, peer)
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
@@ -366,21 +362,17 @@ class _TracedChannel:
         self.close = channel.close
 
     def send(self, row: torch.Tensor) -> None:
-        start = self._tracer.clock()
-        self._channel.send(row)
-        self._tracer.note("communication", "send row", start)
+        self._tracer.communicated("send row", self._channel.send, row)
 
     def receive(self, count: int) -> torch.Tensor:
-        start = self._tracer.clock()
-        rows = self._channel.receive(count)
-        self._tracer.note("communication", "receive rows", start, rows=count)
+        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count, describe=_counted)
         return rows
 
 
 class _TimedOnGpu(WrappedRunner):
-    """Bracket each forward with two CUDA events, and read them where the loop waits for the device anyway.
+    """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway.
 
-    It does not wait for chained forwards: the track of the thread beside the loop shows those.
+    Chained forwards, for which the loop does not wait, are on the track of the thread beside it.
     """
 
     def __init__(self, runner: ModelRunner, tracer: Tracer, event: Callable[[], Any] | None = None) -> None:
