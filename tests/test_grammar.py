@@ -36,7 +36,7 @@ from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
 from pearl.text import grammar
 from pearl.text.grammar import Guides, grammar_of
-from pearl.text.schema_cost import check_regex
+from pearl.text.grammar_limits import check_regex
 from tests.replace import replace
 from tests.test_look_ahead import TIMINGS
 

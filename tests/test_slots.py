@@ -346,7 +346,7 @@ def test_models_with_a_cache_of_one_sequence_are_refused_by_name() -> None:
 
 
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.loading.available_memory", lambda: 1 << 18)
+    monkeypatch.setattr("pearl.models.memory.available_memory", lambda: 1 << 18)
     load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
     with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
         load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)

@@ -14,7 +14,7 @@ from pearl.config.sampling import Schema
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
 from pearl.extras import installing
-from pearl.text.schema_cost import check_regex, check_schema
+from pearl.text.grammar_limits import check_regex, check_schema
 from pearl.text.stream import Tokenizer, token_bytes
 
 if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner without NumPy
