@@ -204,7 +204,7 @@ class TestCachedTokenizer:
             ("{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}", True),
             ("{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}", True),
             ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", False),
-            ("{% set ns = namespace(_x=0) %}", True),  # refused by both
+            ("{% set ns = namespace(_x=0) %}", False),  # transformers refuses it
             ("{{ ''.__class__.__mro__ }}", True),
             ("{{ dict.__class__ }}{{ dict.mro() }}", True),
         ],

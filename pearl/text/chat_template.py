@@ -1,6 +1,6 @@
 """Rendering chat templates: messages in the form that each template takes, and plain chats without transformers.
 
-Importing transformers takes a process a second.  `render` uses the same settings of jinja2 and the same sandbox, for a
+Importing transformers takes a process a second.  `render` uses the same settings of jinja2, in its sandbox, for a
 template is untrusted code; `tokenizer_cache` compares the two, and uses transformers where they differ.
 """
 
@@ -28,49 +28,17 @@ def render(template: str, messages: list[dict[str, Any]], special: dict[str, Any
 
 @cache
 def _compiled(template: str) -> Template:
-    from jinja2.exceptions import SecurityError, TemplateError
+    from jinja2.exceptions import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    def check_name(name: object) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise SecurityError(f"chat templates cannot store {name!r} on a namespace")
-
-    class SafeNamespace(Namespace):
-        """A namespace that stores no name with which Python's internals could be reached."""
-
-        def __init__(*args: Any, **items: Any) -> None:  # as jinja2's: "self" may be among the items
-            self, *others = args
-            found = dict(*others, **items)
-            for name in found:
-                check_name(name)
-            Namespace.__init__(self, found)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            check_name(name)
-            super().__setitem__(name, value)
-
-    class SafeDict:
-        """Replaces the class `dict`, whose attributes would lead out of the sandbox."""
-
-        def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
-            return dict(*args, **items)
-
-        def fromkeys(self, *args: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*args)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-        "dict": SafeDict(),
-        "namespace": SafeNamespace,
-    }
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
 
 

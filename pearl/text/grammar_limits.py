@@ -21,8 +21,8 @@ MOST_PAIRS = 200  # intersected alternatives, in all; 0.1 s
 MOST_PATTERN_PROPERTIES = 16  # in all; with many properties 0.2 s, and 300 take 10 s
 MOST_PARTS = 500  # groups and repetitions of an expression; 0.1 s, and the time grows with their square
 MOST_BYTES = 20_000  # of an expression with its counts written out; up to 30 ms a token
-_COUNT = re.compile(r"(\d{1,9}),?(\d{0,9})\}", re.ASCII)  # after the opening brace
-_BRACED = re.compile(r"\\[pPxuU]\{[^}]*\}")
+_ATOM = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[(?:\\.|\[(?:\\.|[^]\\])*\]|[^][\\])*\]", re.DOTALL)  # escape or class
+_PARTS = re.compile(r"\{(\d{1,9},?\d{0,9})\}|(.)", re.DOTALL | re.ASCII)  # a count, or any other character
 
 
 def check_regex(expression: str) -> None:
@@ -40,35 +40,18 @@ def check_regex(expression: str) -> None:
 def _written_out(expression: str) -> int:
     """Bytes of the expression with each count (its upper bound) written out. Accepts invalid expressions."""
     groups = [[0, 0]]  # innermost last; for each: bytes so far, bytes of its last part
-    at = 0
-    while at < len(expression):
-        sign, at = expression[at], at + 1
-        if sign == "(":
+    for count, sign in _PARTS.findall(_ATOM.sub(".", expression)):
+        if count:
+            most = max(map(int, re.findall(r"\d+", count)))
+            groups[-1][1] *= min(MOST_BYTES + 1, max(most, 1))
+        elif sign == "(":
             groups.append([0, 0])
         elif sign == ")" and len(groups) > 1:
             inside = sum(groups.pop())
             groups[-1] = [sum(groups[-1]), inside]
-        elif sign == "{" and (count := _COUNT.match(expression, at)):
-            groups[-1][1] *= min(MOST_BYTES + 1, max(int(count[2] or count[1]), 1))
-            at = count.end()
         elif sign not in "*+?|^$":
-            at = _end_of_atom(expression, at - 1)
             groups[-1] = [sum(groups[-1]), len(sign.encode(errors="replace"))]
     return sum(map(sum, groups))
-
-
-def _end_of_atom(expression: str, at: int) -> int:
-    """The index after the character, escape or class at `at`."""
-    if expression[at] == "\\":
-        braced = _BRACED.match(expression, at)
-        return braced.end() if braced else at + 2
-    depth = 0
-    while at < len(expression):
-        depth += {"[": 1, "]": -1}.get(expression[at], 0)
-        at += 1 + (expression[at] == "\\")
-        if depth <= 0:
-            break
-    return at
 
 
 def check_schema(schema: Any) -> None:

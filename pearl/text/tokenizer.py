@@ -28,25 +28,13 @@ OF_GGUF = "of_gguf"  # in a tokenizer_config.json that we made of a GGUF file
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
 _UNSUPPORTED: Mapping[str, object] = {
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": [],
-    "suppress_tokens": [],
-    "begin_suppress_tokens": [],
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beams", "guidance_scale"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **{name: [] for name in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings")},
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("dola_layers", "watermarking_config"), None),
+    **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
     "sequence_bias": {},
-    "exponential_decay_length_penalty": None,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "dola_layers": None,
-    "guidance_scale": 1.0,
-    "watermarking_config": None,
-    "token_healing": False,
-    "stop_strings": [],
 }
 _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "typical_p": 1.0,
