@@ -1,7 +1,7 @@
-"""What is made of a model's files once and kept: whole directories in the cache, within a bound on disk space.
+"""Directories made once from a model's files and cached, within a bound on disk space.
 
-The cache is $PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else ~/.cache/pearl.  A directory stands under its final name
-only when it is complete: it is built beside it, under a file lock, and renamed.  Knows no formats of models.
+The cache is $PEARL_CACHE, else $XDG_CACHE_HOME/pearl, else ~/.cache/pearl.  A directory gets its final name only when
+it is complete: it is built beside it, under a file lock, and renamed.  Must not know formats of models.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,12 +25,13 @@ from pearl.config.section import check_utf8
 from pearl.errors import ConfigError, ModelError
 
 Progress = Callable[[str], None]
+Build = Callable[[Path, Progress], None]  # writes a directory that does not exist yet
 
-CONVERTED = "converted"  # the cache's part that is bounded; the embedded pair stands beside it
+CONVERTED = "converted"  # the bounded part of the cache; the embedded pair is outside it
 DEFAULT_GIGABYTES = 50.0
-FORMAT = 5  # of what is kept; raise it where the same files would be converted otherwise
+FORMAT = 5  # increase it where the same files would be converted differently
 _SIZES = "sizes.json"
-_IN_USE = 24 * 3600.0  # seconds since it was used: what a convenience must not displace
+_IN_USE = 24 * 3600.0  # seconds after its last use in which an optional entry must not displace another
 
 
 def silent(_message: str) -> None:
@@ -36,7 +39,7 @@ def silent(_message: str) -> None:
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept; not created here."""
+    """The cache's directory; not created here."""
     if chosen := os.environ.get("PEARL_CACHE"):
         return Path(check_utf8(chosen, "$PEARL_CACHE")).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -44,9 +47,9 @@ def cache_directory() -> Path:
 
 
 def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] = ()) -> str:
-    """16 hexadecimal digits that change with any of the files, with what converts them, and with `also`, as JSON.
+    """16 hexadecimal digits that change with any of the files, the versions that convert them, and `also` (JSON).
 
-    By path, size and time of a file; or by its name and `contents`, where that does not take long.  Raises `OSError`.
+    A file counts by path, size and time, or by name and `contents`. Raises `OSError`.
     """
     found: list[object] = [FORMAT, version("transformers"), *also]
     for path in files:
@@ -57,11 +60,11 @@ def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] 
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
 
 
-def converted(name: str, build: Callable[[Path, Progress], None], progress: Progress) -> Path:
-    """As `built_once`, in the bounded part of the cache.
+def converted(name: str, build: Build, progress: Progress, checksums: bool = False) -> Path:
+    """Like `built_once`, in the bounded part of the cache; a damaged directory is built anew.
 
-    What is found damaged is built anew.  What was not used for longest is removed where all would take more than
-    $PEARL_CACHE_GB (`DEFAULT_GIGABYTES`).
+    Removes the least recently used directories where all would take more than $PEARL_CACHE_GB (`DEFAULT_GIGABYTES`).
+    With `checksums`, `find` can check the contents of the files too.
     """
     bound = _bound()
     root = cache_directory() / CONVERTED
@@ -70,27 +73,27 @@ def converted(name: str, build: Callable[[Path, Progress], None], progress: Prog
         if (root / name).is_dir():
             progress(f"{name} in {root} is damaged: making it anew")
         build(building, progress)
-        (building / _SIZES).write_text(json.dumps(_sizes(building)))
+        (building / _SIZES).write_text(json.dumps(_contents(building, checksums)))
         _remove_oldest(root, bound - sum(_sizes(building).values()))
 
-    return find(name) or built_once(name, build_and_measure, progress, root, _is_whole)
+    found = find(name, checksums)
+    return found or built_once(name, build_and_measure, progress, root, partial(_is_whole, checksums=checksums))
 
 
-def find(name: str) -> Path | None:
-    """What `converted` has made under this name, if it is there and whole."""
+def find(name: str, checksums: bool = False) -> Path | None:
+    """What `converted` has made under this name with the same `checksums`; None where it is missing or damaged."""
     final = cache_directory() / CONVERTED / name
-    if not _is_whole(final):
+    if not _is_whole(final, checksums):
         return None
-    with suppress(OSError):  # another user's, or a file system that is read only
+    with suppress(OSError):  # another user's, or a read-only file system
         os.utime(final)
     return final
 
 
 def fits(size: int) -> bool:
-    """Whether so many bytes have room beside all that was used within a day, and twice on the disk: for what can do
-    without being kept.
+    """Whether `size` bytes fit beside all that was used within a day, and twice on the disk: for optional entries.
 
-    Else two that are used in turn might displace one another at each start. Raises `ConfigError`, `OSError`.
+    Otherwise two that are used in turn could displace one another at each start. Raises `ConfigError`, `OSError`.
     """
     root, oldest = cache_directory() / CONVERTED, time.time() - _IN_USE
     root.mkdir(parents=True, exist_ok=True)
@@ -100,15 +103,15 @@ def fits(size: int) -> bool:
 
 def built_once(
     name: str,
-    build: Callable[[Path, Progress], None],
+    build: Build,
     progress: Progress,
     root: Path | None = None,
     is_whole: Callable[[Path], bool] = Path.is_dir,
 ) -> Path:
-    """Return <root>/<name>, made by `build` into a sibling directory unless it is there already, and whole.
+    """Return <root>/<name>; `build` makes it, in a sibling directory, unless it exists and is whole.
 
-    `root`: the cache itself where there is none. Safe to call from several processes at once: the first builds, the
-    others wait. Raises `ModelError` where it cannot be written.
+    `root` None: the cache itself. Safe in several processes at once: the first builds, the others wait. Raises
+    `ModelError` where it cannot be written.
     """
     root = root or cache_directory()
     final = root / name
@@ -118,7 +121,8 @@ def built_once(
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{name}.lock", progress):
             if not is_whole(final):
-                _sweep(root, name)
+                for leftover in root.glob(f".{name}.*"):  # of a builder that was killed: we hold the lock
+                    shutil.rmtree(leftover, ignore_errors=True)
                 with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as scratch:
                     building = Path(scratch) / "building"
                     build(building, progress)
@@ -132,14 +136,8 @@ def built_once(
     return final
 
 
-def _sweep(root: Path, name: str) -> None:
-    """Remove the directories of builders that were killed. The caller holds the lock, so no builder is at work."""
-    for leftover in root.glob(f".{name}.*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
 def _flush(directory: Path) -> None:
-    """Forces the files to disk, so that a rename never outlives its contents in a power cut."""
+    """Force the files to disk, so that a rename never outlives its contents in a power cut."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -148,7 +146,7 @@ def _flush(directory: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel drops it when the holder dies."""
+    """Hold an exclusive lock; the kernel releases it when the holder dies."""
     lock = FileLock(path)
     try:
         lock.acquire(blocking=False)
@@ -161,20 +159,33 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
+def _contents(directory: Path, checksums: bool) -> dict[str, int | list[int]]:
+    """The size of each file; with `checksums`, [size, CRC-32]."""
+    sizes = _sizes(directory)
+    return {name: [size, _checksum(directory / name)] for name, size in sizes.items()} if checksums else {**sizes}
+
+
 def _sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.name != _SIZES}
 
 
-def _is_whole(directory: Path) -> bool:
-    """Whether all files are there, as long as they were written."""
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while some := file.read(1 << 20):
+            total = zlib.crc32(some, total)
+    return total
+
+
+def _is_whole(directory: Path, checksums: bool) -> bool:
     try:
-        return bool(json.loads((directory / _SIZES).read_text()) == _sizes(directory))
+        return bool(json.loads((directory / _SIZES).read_text()) == _contents(directory, checksums))
     except (OSError, ValueError):
         return False
 
 
 def _bound() -> float:
-    """Bytes that conversions may take together. Raises `ConfigError`."""
+    """Bytes that all conversions together may take. Raises `ConfigError`."""
     given = os.environ.get("PEARL_CACHE_GB", "")
     try:
         gigabytes = float(given or DEFAULT_GIGABYTES)
@@ -186,9 +197,9 @@ def _bound() -> float:
 
 
 def _remove_oldest(root: Path, room: float) -> None:
-    """Remove the conversions that were not used for longest, until the others take no more than `room` bytes.
+    """Remove the least recently used conversions until the others take at most `room` bytes.
 
-    A process that has mapped the files of what is removed keeps them until it ends.
+    A process that has mapped their files keeps them until it ends.
     """
     total = 0
     for _, size, directory in sorted(_conversions(root), reverse=True):
@@ -198,10 +209,10 @@ def _remove_oldest(root: Path, room: float) -> None:
 
 
 def _conversions(root: Path) -> list[tuple[float, int, Path]]:
-    """When each was used last, and the bytes that it takes."""
+    """(time of last use, bytes, directory) of each."""
     found = []
     for directory in root.iterdir():
-        with suppress(OSError):  # it is being removed by another process
+        with suppress(OSError):  # another process is removing it
             if directory.is_dir() and not directory.name.startswith("."):
                 found.append((directory.stat().st_mtime, sum(_sizes(directory).values()), directory))
     return found

@@ -123,7 +123,7 @@ def judge(plain: Any) -> Any:
 BUGS = {
     "a KV prefix one too long on reuse": wrapped(TokenSequence, "restart", restart),
     "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
-    "a tree's node that sees a sibling, not its parent": wrapped(attention, "_paths", paths),
+    "a tree's node that sees a sibling, not its parent": wrapped(attention, "paths", paths),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
     "positions too far on behind a fork of a tree": wrapped(llama, "lay_out", lay_out),
     "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),

@@ -29,7 +29,8 @@ from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
-from pearl.models.matrices import Rounding, irregular, least_rows, matrix, normalise, probe_rows, swiglu
+from pearl.models.matrices import Rounding, matrix, normalise, swiglu
+from pearl.models.probe import irregular, least_rows, probe_rows
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
 from tests.planted import BUGS, LAW
@@ -288,7 +289,7 @@ def test_exact_refuses_the_general_path(kind: str, forwards: str) -> None:
 
 
 def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.llama.least_rows", lambda product, rows: 0)
+    monkeypatch.setattr("pearl.models.layers.least_rows", lambda product, rows: 0)
     with pytest.raises(ModelError, match="on this machine"):
         load("llama", "float32", exact=True)
 

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig
 
 from pearl.errors import ModelError
+from pearl.models import gguf as reading
 from pearl.models.direct import llama3_frequencies
-from pearl.models.gguf import _ALWAYS, _NEEDED, _check_said, _complete, _complete_window, unfit_weights
+from pearl.models.families import GGUF
+from pearl.models.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert, unfit_weights
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
@@ -35,18 +37,33 @@ AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a file 
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def child_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "converted"
 
 
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
+@pytest.fixture
+def cache(child_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files are converted in this process, which need not import transformers first."""
+
+    def convert_here(file: Path, directory: Path, dtype: str) -> None:
+        try:
+            reading._convert_here(file, directory, dtype)
+        except SystemExit as error:
+            raise ModelError(f"Model {str(file)!r} could not be loaded: {error}") from None
+
+    monkeypatch.setattr(reading, "convert", convert_here)
+    return child_cache
+
+
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is converted, for each dtype once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
     tokens = some_tokens(runner, 9)
     close(feed_chain(runner, tokens, 9), feed_chain(load_runner(str(tiny_model()), device=CPU), tokens, 9))
+    monkeypatch.setattr(reading, "convert", convert)  # in a process of its own
     automatic = load_runner(str(file), device=CPU, max_context=64)
     assert isinstance(automatic, LlamaRunner)
     assert automatic.dtype == AUTOMATIC
@@ -253,33 +270,31 @@ def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
         load_runner(str(file), device=CPU)
 
 
-@pytest.mark.parametrize("architecture", _NEEDED)
-def test_no_number_of_a_gguf_file_is_made_up(architecture: str) -> None:
+def test_no_number_of_a_gguf_file_is_made_up() -> None:
     """What llama.cpp does not start without. It was the class's number, of some other model."""
-    said: dict[str, Any] = dict.fromkeys((*_ALWAYS, *_NEEDED[architecture]), 2)
-    said["expert_gating_func"] = 2
-    _check_said(architecture, said)
-    norms = [name for name in said if "epsilon" in name]
-    assert len(norms) == 1
-    for name in (*norms, "context_length", "block_count", "embedding_length", "attention.head_count"):
-        with pytest.raises(SystemExit, match=f"it does not say '{name}'"):
-            _check_said(architecture, {each: said[each] for each in said if each != name})
-    with pytest.raises(SystemExit, match="for each layer"):
-        _check_said(architecture, said | {"attention.head_count_kv": [2, 1]})
+    for architecture in GGUF:
+        said: dict[str, Any] = dict.fromkeys((*_ALWAYS, *GGUF[architecture].needed), 2)
+        said["expert_gating_func"] = 2
+        _check_stated(architecture, said)
+        norms = [name for name in said if "epsilon" in name]
+        assert len(norms) == 1
+        for name in (*norms, "context_length", "block_count", "embedding_length", "attention.head_count"):
+            with pytest.raises(SystemExit, match=f"it does not say '{name}'"):
+                _check_stated(architecture, {each: said[each] for each in said if each != name})
+        with pytest.raises(SystemExit, match="for each layer"):
+            _check_stated(architecture, said | {"attention.head_count_kv": [2, 1]})
 
 
-@pytest.mark.parametrize("architecture", ["gpt-oss", "lfm2", "t5", "deci", "gemma4"])
-def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(
-    tmp_path: Path, cache: Path, architecture: str
-) -> None:
+def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Path, cache: Path) -> None:
     """The causes were errors of Python's, such as 'int' object is not iterable."""
-    writer = gguf.GGUFWriter(file := tmp_path / "tiny.gguf", architecture)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=f"could not be loaded: files of the architecture '{architecture}' are not"):
-        load_runner(str(file), device=CPU)
+    for architecture in ("gpt-oss", "lfm2", "t5", "deci", "gemma4"):
+        writer = gguf.GGUFWriter(file := tmp_path / f"{architecture}.gguf", architecture)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        with pytest.raises(ModelError, match=f"loaded: files of the architecture '{architecture}' are not"):
+            load_runner(str(file), device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +310,7 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(
 )
 def test_the_sizes_of_a_gguf_file_are_taken(architecture: str, key: str, attribute: str) -> None:
     """They were those of the class, and all files with others were refused."""
-    keys = (*_ALWAYS, *_NEEDED[architecture])
+    keys = (*_ALWAYS, *GGUF[architecture].needed)
     said: dict[str, Any] = {name: 1e-5 if "epsilon" in name else 2 for name in keys} | {key: 24}
     config = AutoConfig.for_model(architecture.replace("moe", "_moe"))
     _complete(config, architecture, said)
@@ -327,13 +342,13 @@ def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[in
         load_runner(str(directory), device=CPU)
 
 
-def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, child_cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     file.write_bytes(file.read_bytes()[:3000])
     with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
         load_runner(str(file), device=CPU)
-    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert not [path for path in child_cache.iterdir() if path.is_dir()]
 
 
 def _check_same(file: Path, directory: Path) -> None:

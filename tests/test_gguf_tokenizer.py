@@ -15,9 +15,9 @@ from pearl.cache import silent
 from pearl.errors import ModelError
 from pearl.models.gguf import directory_of
 from pearl.models.tokenizers import load_tokenizer
-from pearl.text.fast import KeptTokenizer
-from pearl.text.gguf import tokenizer_of
+from pearl.text.gguf_tokenizer import tokenizer_of
 from pearl.text.tokenizer import HFTokenizer, check_same_vocabulary
+from pearl.text.tokenizer_cache import CachedTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -129,7 +129,7 @@ def test_special_tokens_of_other_letters_are_themselves(tmp_path: Path, cache: P
     template = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}"
     write_deepseek(tmp_path / "tiny.gguf", add_bos_token=True, **{"tokenizer.chat_template": template})
     directory = save(tmp_path / "tiny.gguf", tmp_path / "model", family)
-    for kind in (HFTokenizer, KeptTokenizer):
+    for kind in (HFTokenizer, CachedTokenizer):
         tokenizer, defaults = load_tokenizer(str(directory))
         assert isinstance(tokenizer, kind)
         assert tokenizer.encode(f"{BOS}ab{USER}{EOS}") == [257, 257, 256, 259, 258]

@@ -311,12 +311,12 @@ def other_bits_by_size(seed: int) -> LlamaRunner:
     """In the fixed sizes of a GPU, whose kernels give other bits for few rows than for many: here quite other ones."""
     torch.manual_seed(seed)
     runner = LlamaRunner(random_llama(1600), 1600, slots=2, record=lambda work: work)
-    graphs_of, embedding = runner._graphs, runner._embedding
+    graphs_of, embedding = runner._graphs, runner._layers.embedding
     assert graphs_of is not None
     plain = graphs_of._step
 
     def step(piece: graphs.Piece, slot: int, end: int, rows: int) -> torch.Tensor:
-        runner._embedding = embedding if len(piece.ids) == graphs.FED else embedding.roll(1, 0)
+        runner._layers.embedding = embedding if len(piece.ids) == graphs.FED else embedding.roll(1, 0)
         return plain(piece, slot, end, rows)
 
     graphs_of._step = step

@@ -16,7 +16,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 
 from pearl.errors import ForwardError, ModelError, RequestError
-from pearl.models import loading
+from pearl.models import loading, memory
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
@@ -285,10 +285,10 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(monkeypat
     runner = load_runner(str(tiny_model()), device=CPU, max_context=64)
     assert isinstance(runner, LlamaRunner)
     needed = runner._slots.keys.nbytes + runner._slots.values.nbytes
-    monkeypatch.setattr(loading, "_fits_in_float32", lambda checkpoint: True)  # not what this is about
-    monkeypatch.setattr(loading, "available_memory", lambda: needed)
+    monkeypatch.setattr(loading, "fits_in_float32", lambda checkpoint: True)  # not what this is about
+    monkeypatch.setattr(memory, "available_memory", lambda: needed)
     load_runner(str(tiny_model()), device=CPU, max_context=64)
-    monkeypatch.setattr(loading, "available_memory", lambda: needed - 1)
+    monkeypatch.setattr(memory, "available_memory", lambda: needed - 1)
     with pytest.raises(ModelError, match=r"KV cache .* 64 tokens .* Lower max_context"):
         load_runner(str(tiny_model()), device=CPU, max_context=64)
 
@@ -297,13 +297,13 @@ def test_available_memory_is_the_least_of_machine_and_control_group(tmp_path: Pa
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\n")
     (tmp_path / "memory.current").write_text("300000\n")
-    assert loading.available_memory(meminfo, tmp_path) == 1_024_000
+    assert memory.available_memory(meminfo, tmp_path) == 1_024_000
     (tmp_path / "memory.max").write_text("500000\n")
-    assert loading.available_memory(meminfo, tmp_path) == 200_000
+    assert memory.available_memory(meminfo, tmp_path) == 200_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert loading.available_memory(meminfo, tmp_path) == 1_024_000
-    assert loading.available_memory(tmp_path / "none", tmp_path) is None
-    assert loading.available_memory() is not None
+    assert memory.available_memory(meminfo, tmp_path) == 1_024_000
+    assert memory.available_memory(tmp_path / "none", tmp_path) is None
+    assert memory.available_memory() is not None
 
 
 def test_vocabulary_counts_padding_ids() -> None:

@@ -16,7 +16,7 @@ from pearl.errors import ModelError
 from pearl.models import memory
 from pearl.models.graphs import PREFILL
 from pearl.models.hub import in_cache
-from pearl.models.llama import FAMILY, LlamaRunner
+from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.memory import Need, check_room, needed, of_shape
 from tests.tiny import tiny_model
@@ -53,12 +53,12 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_of_our_own_forward_is_of_float32_on_a_cpu(dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    need = needed(tiny_model(), str(dtype).removeprefix("torch."), 200, 8192, wide=FAMILY)
+    need = needed(tiny_model(), str(dtype).removeprefix("torch."), 200, 8192, is_wide=True)
     assert need is not None
     slots = LlamaRunner(model.to(dtype), 200)._slots
     positions = 200 + PREFILL  # the padding of a GPU's pieces is in the estimate
     assert need.cache / positions == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
-    other = needed(tiny_model(), "bfloat16", 200, 8192, wide=["AnotherForCausalLM"])
+    other = needed(tiny_model(), "bfloat16", 200, 8192, is_wide=False)
     assert other is not None
     assert 2 * other.cache == need.cache
 

@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -71,24 +74,6 @@ class Threads:
         self._parts: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=WAIT)
 
-    def run(self, load: Callable[[ThreadGroup], Callable[[], LlamaRunner]]) -> list[torch.Tensor]:
-        """The logits of each rank; models are loaded one after the other, for transformers is not for threads.
-
-        What `load` returns makes the runner, all ranks at once: they record their exchanges then.
-        """
-        makers = [load(ThreadGroup(rank, self)) for rank in range(self.size)]
-        found: list[Any] = [None] * self.size
-
-        def compute(rank: int) -> None:
-            found[rank] = logits(makers[rank]())
-
-        threads = [threading.Thread(target=compute, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
     def exchange(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
         self._parts[rank] = part.clone()
         self._barrier.wait()
@@ -108,22 +93,23 @@ class ThreadGroup:
         return torch.cat(self._threads.exchange(self.rank, part), -1)
 
 
-def shared(path: Path, size: int, dtype: str = "float32") -> list[torch.Tensor]:
+def shared(path: Path, size: int, dtype: str = "float32", is_recorded: bool = False) -> list[torch.Tensor]:
+    """The logits of each rank. Models are loaded one after the other, for transformers is not for threads."""
+    threads = Threads(size)
+
     def load(group: ThreadGroup) -> Callable[[], LlamaRunner]:
+        """What makes the runner, on all ranks at once: they record their exchanges then."""
+        if is_recorded:
+            model = AutoModelForCausalLM.from_pretrained(path)
+            cut(model, group, CPU)
+            return lambda: LlamaRunner(model, 64, group, record=into_one_buffer)
         runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64, group=group)
         assert isinstance(runner, LlamaRunner)
         return lambda: runner
 
-    return Threads(size).run(load)
-
-
-def shared_and_recorded(path: Path, size: int) -> list[torch.Tensor]:
-    def load(group: ThreadGroup) -> Callable[[], LlamaRunner]:
-        model = AutoModelForCausalLM.from_pretrained(path)
-        cut(model, group, CPU)
-        return lambda: LlamaRunner(model, 64, group, record=into_one_buffer)
-
-    return Threads(size).run(load)
+    makers = [load(ThreadGroup(rank, threads)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda make: logits(make()), makers))
 
 
 def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
@@ -132,18 +118,16 @@ def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
     return logits(runner)
 
 
-@pytest.mark.parametrize("shared", [shared, shared_and_recorded])
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_compute_what_one_does(
-    kind: str, size: int, shared: Callable[[Path, int], list[torch.Tensor]], tmp_path: Path
-) -> None:
+def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
     """Four have more ranks than the two key-value heads; no number of them divides the vocabulary."""
     path = biased(kind, tmp_path)
-    found, expected = shared(path, size), whole(path)
-    assert all(torch.equal(found[0], other) for other in found)
-    assert (found[0] - expected).abs().max() <= BOUND
-    assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
+    expected = whole(path)
+    for size, is_recorded in product((2, 4), (False, True)):
+        found = shared(path, size, is_recorded=is_recorded)
+        assert all(torch.equal(found[0], other) for other in found)
+        assert (found[0] - expected).abs().max() <= BOUND
+        assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
 
 
 def test_biases_of_the_families_that_have_them_matter(tmp_path: Path) -> None:
@@ -165,13 +149,11 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     cut(model, ThreadGroup(1, Threads(2)), CPU)
     shapes = {name.split(".")[-2]: tuple(weight.shape) for name, weight in model.named_parameters()}
-    assert shapes["q_proj"] == (16, 32)
-    assert shapes["k_proj"] == shapes["v_proj"] == (8, 32)
-    assert shapes["o_proj"] == (32, 16)
-    assert shapes["gate_proj"] == shapes["up_proj"] == (32, 32)
-    assert shapes["down_proj"] == (32, 32)
-    assert shapes["lm_head"] == (134, 32)
-    assert shapes["embed_tokens"] == (267, 32)
+    assert {name: shapes[name] for name in shapes if "norm" not in name} == {
+        "q_proj": (16, 32), "k_proj": (8, 32), "v_proj": (8, 32), "o_proj": (32, 16),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (32, 32)),
+        "lm_head": (134, 32), "embed_tokens": (267, 32),
+    }
     for name, weight in model.named_parameters():
         assert weight.untyped_storage().nbytes() <= weight.nbytes + 64 or "proj" not in name, "a view keeps the whole"
 
@@ -201,41 +183,35 @@ def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: l
     assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(4, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 1])])
-def test_auto_gives_each_worker_a_gpu(gpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none is left the draft shares the target's last."""
+@pytest.mark.parametrize(
+    ("gpus", "settings", "role", "expected"),
+    [
+        (4, {"target_tp": 2}, "target", [0, 1]),
+        (4, {"target_tp": 2}, "draft", [2]),
+        (3, {"target_tp": 2}, "draft", [2]),
+        (2, {"target_tp": 2}, "draft", [1]),  # where none is left the draft shares the target's last
+        (4, {"target_tp": 2, "draft_tp": 2}, "draft", [2, 3]),
+        (4, {"target_device": "cpu", "draft_tp": 2}, "draft", [0, 1]),
+        (4, {"target_device": "cuda:1", "draft_tp": 3}, "draft", [0, 2, 3]),
+        (4, {"target_tp": 3, "draft_tp": 2, "control": "tcp://host:1", "keys": "k"}, "draft", [0, 1]),  # another host
+        (4, {"control": "tcp://host:1", "keys": "k"}, "draft", [1]),
+        (1, {"target_tp": 2}, "target", "target_tp 2 takes a GPU a rank, and torch sees 1 for it"),
+        (1, {"target_tp": 2}, "draft", [0]),  # it may be on another host, which has fewer
+        (1, {"draft_tp": 2}, "draft", "draft_tp 2 takes a GPU a rank, and torch sees 0 for it"),
+    ],
+)
+def test_auto_gives_each_rank_a_gpu(
+    gpus: int, settings: dict[str, Any], role: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    config = EngineConfig(target_tp=2)
-    places = [place(config, "target", 0), place(config, "target", 1), place(config, "draft")]
-    assert [place.index for place in places] == expected
-
-
-def test_auto_gives_a_shared_draft_what_the_target_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its own host that is all there is."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    far = {"control": "tcp://host:1", "keys": "k"}
-    for settings, expected in (
-        ({"target_tp": 2, "draft_tp": 2}, [2, 3]),
-        ({"target_device": "cpu", "draft_tp": 2}, [0, 1]),
-        ({"target_device": "cuda:1", "draft_tp": 3}, [0, 2, 3]),
-        ({"target_tp": 3, "draft_tp": 2} | far, [0, 1]),
-        (far, [1]),
-    ):
-        config = EngineConfig(**settings)
-        assert [place(config, "draft", rank).index for rank in range(config.draft_tp)] == expected
-
-
-def test_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft may be on another host, which has fewer."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    with pytest.raises(ModelError, match="target_tp 2 takes a GPU a rank, and torch sees 1 for it"):
-        place(EngineConfig(target_tp=2), "target", 0)
-    assert place(EngineConfig(target_tp=2), "draft").index == 0
-    with pytest.raises(ModelError, match="draft_tp 2 takes a GPU a rank, and torch sees 0 for it"):
-        place(EngineConfig(draft_tp=2), "draft", 0)
+    config = EngineConfig(**settings)
+    ranks = range(config.model(role).tp)
+    if isinstance(expected, str):
+        with pytest.raises(ModelError, match=expected):
+            place(config, role, 0)
+    else:
+        assert [place(config, role, rank).index for rank in ranks] == expected
 
 
 # ---- in step ----
@@ -295,30 +271,24 @@ def test_a_follower_keeps_trees_and_forks_as_its_leader_does() -> None:
     assert mine._tokens[3] == [1, 2, 7, 8, 11, 12]
 
 
-class Failing(ToyRunner):
-    def __init__(self, error: Exception) -> None:
-        super().__init__(32, alpha_pair(32, 0.5)[0], 64)
-        self._error = error
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        raise self._error
-
-
-@pytest.mark.parametrize("lost", [TargetLost, DraftLost])
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no memory"), MemoryError("no memory"), ValueError("no memory")]
+    ("error", "lost", "told"),
+    [
+        (torch.OutOfMemoryError("no memory"), TargetLost, "OutOfMemoryError: no memory"),
+        (MemoryError("no memory"), DraftLost, "MemoryError: no memory"),
+        (ValueError("bad"), TargetLost, "ValueError: bad"),
+        (TransportError("rank 1 is gone"), TransportError, "^rank 1 is gone"),  # another rank's end
+    ],
 )
 def test_a_forward_that_fails_on_one_rank_ends_them_all(
-    error: Exception, lost: type[TargetLost] | type[DraftLost]
+    error: Exception, lost: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are in the midst of it: out of memory, which a target of one survives, is here the end."""
-    with pytest.raises(lost, match=f"{type(error).__name__}: no memory"):
-        feed_chain(LeadingRunner(Failing(error), Wire(), lost), [1], 1)
-
-
-def test_another_ranks_end_is_told_as_it_is() -> None:
-    with pytest.raises(TransportError, match="rank 1"):
-        feed_chain(LeadingRunner(Failing(TransportError("rank 1 is gone")), Wire()), [1], 1)
+    runner = toy()
+    monkeypatch.setattr(runner, "forward", MagicMock(side_effect=error))
+    ends: Any = TargetLost if lost is TransportError else lost
+    with pytest.raises(lost, match=told):
+        feed_chain(LeadingRunner(runner, Wire(), ends), [1], 1)
 
 
 # ---- two processes ----
@@ -572,21 +542,26 @@ def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stop
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "ranks", "cause"),
+    [
+        ("model", 3, r"^target (rank \d )?worker: 3 ranks cannot share 4 attention heads"),
+        ("toy", 2, "ranks cannot share a toy model"),
+    ],
+)
 def test_ranks_that_all_fail_say_so_once_and_end_quietly(
-    pair: tuple[str, str], temporary: Path, capfd: pytest.CaptureFixture[str]
+    pair: tuple[str, str],
+    temporary: Path,
+    capfd: pytest.CaptureFixture[str],
+    target: str,
+    ranks: int,
+    cause: str,
 ) -> None:
     before = children()
-    with pytest.raises(ModelError, match=r"^target (rank \d )?worker: 3 ranks cannot share 4 attention heads"):
-        Engine(pair[0], "none", target_tp=3)
+    with pytest.raises(ModelError, match=cause):
+        Engine(pair[0] if target == "model" else target, "none", target_tp=ranks)
     assert children() <= before
     assert "terminate" not in capfd.readouterr().err
-
-
-def test_a_start_that_fails_is_told_with_its_cause(temporary: Path) -> None:
-    before = children()
-    with pytest.raises(ModelError, match="ranks cannot share a toy model"):
-        Engine("toy", "none", target_tp=2)
-    assert children() <= before
 
 
 def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_directory(

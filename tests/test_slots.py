@@ -27,20 +27,8 @@ from pearl.models.runner import Feed, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import (
-    Deliver,
-    Draft,
-    DraftJoined,
-    End,
-    Forward,
-    Forwarded,
-    Open,
-    Sample,
-    Sampled,
-    Send,
-    Wait,
-)
-from pearl.protocol.messages import Begin, Committed, Submit
+from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, Sample, Sampled
+from pearl.protocol.messages import Begin, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
@@ -93,89 +81,30 @@ def test_texts_side_by_side_are_those_of_each_alone(several: Engine, alone: Engi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str, tmp_path: Path) -> None:
-    """Both runners, proposals from everywhere, in float32 and by the product's own executors."""
-    path = str(tiny_model(kind))
-    texts = {}
+def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) -> None:
+    """Both runners, proposals from everywhere, in float32: all forwards that are ready are computed as one."""
+    asked = []
+    for number in range(3):
+        options = RequestOptions("pearl", "fixed", 3, "ratio" if number == 1 else "coupled", (), 8, 4, 4)
+        prompt = tuple(range(3 + number, 40 + 40 * number))
+        options = replace(options, sampling=Sampling(0.9, seed=number))
+        asked.append(Submit(number, prompt, len(prompt) + 20, options))
+    texts, most = {}, []
     for slots in (1, 3):
-        runners = [
-            load_runner(path, device=CPU, dtype="float32", slots=slots, spare=spare, max_context=192)
+        target, draft = (
+            load_runner(str(tiny_model(kind)), device=CPU, dtype="float32", slots=slots, spare=spare, max_context=192)
             for spare in (0, 8)
-        ]
-        assert runners[0].capabilities.slots == slots
-        texts[slots] = run_together(slots, *runners)
-    assert texts[1] == texts[3]
-    assert all(len(text) == 20 for text in texts[3].values())
-
-
-def run_together(slots: int, target: object, draft: object) -> dict[int, list[int]]:
-    """Three requests, with all forwards that are ready computed as one; commands of a worker in the loops' order."""
-    coordinator, drafter = Coordinator(slots=slots), Drafter(192, slots)
-    executor = TargetExecutor(target)  # type: ignore[arg-type]
-    drafts = DraftExecutor(ModelProposer(draft, target.vocab_size, texts=slots))  # type: ignore[arg-type, attr-defined]
-    found: dict[int, list[int]] = {}
-    ended = 0
-    asked = [
-        Submit(
-            number,
-            tuple(range(3 + number, 40 + 40 * number)),
-            57 + 39 * number,
-            RequestOptions(
-                "pearl",
-                "fixed",
-                3,
-                "ratio" if number == 1 else "coupled",
-                (),
-                8,
-                4,
-                4,
-                sampling=Sampling(0.9, seed=number),
-            ),
         )
-        for number in range(3)
-    ]
-    here, there = [*coordinator.handle(DraftJoined(192, 0.01))], list[object]()
-    for one in asked:
-        here += coordinator.handle(one)
-    most = 0
-    while ended < len(asked):
-        ready: list[Forward] = []
-        while here:
-            match here.pop(0):
-                case Send(message):
-                    there += drafter.handle(message)
-                case Deliver(Committed(request, _, new)):
-                    found.setdefault(request, []).extend(new)
-                case End():
-                    ended += 1
-                case Deliver() | Wait():
-                    pass
-                case Forward() as forward:
-                    ready.append(forward)
-                case command:
-                    event = executor.execute(command)
-                    here += coordinator.handle(event) if event is not None else []
-        for answer in executor.forward(ready) if ready else ():
-            here += coordinator.handle(answer)
-        most = max(most, len(ready))
-        waiting: list[Draft] = []
-        while there:
-            match there.pop(0):
-                case Send(message):
-                    here += coordinator.handle(message)
-                case Wait():
-                    pass
-                case Draft() as draft_:
-                    waiting.append(draft_)
-                case Open() as opens if waiting:  # perhaps another request takes their slot
-                    there.insert(0, opens)
-                    break
-                case command:
-                    drafts.execute(command)
-        for drafted in drafts.draft(waiting) if waiting else ():
-            there += drafter.handle(drafted)
-    assert most == slots
-    return found
+        assert target.capabilities.slots == slots
+        forward, fed = target.forward, list[int]()
+        target.forward = lambda feeds, forward=forward, fed=fed: fed.append(len(feeds)) or forward(feeds)  # type: ignore[method-assign, misc]
+        proposer = VirtualProposer(draft, target.vocab_size, lambda fed: 0.2, texts=slots)
+        loops = Loops(TargetExecutor(target), DraftExecutor(proposer), Timing(0.2, lambda fed: 1.0), slots, 192)
+        texts[slots] = loops.run(asked).tokens
+        most.append(max(fed))
+    assert texts[1] == texts[3]
+    assert most == [1, 3]
+    assert all(len(text) == 20 for text in texts[3].values())
 
 
 def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(alone: Engine) -> None:
@@ -294,15 +223,13 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     """Of two that change over at will neither would know what made it faster."""
     coordinator = Coordinator(slots=3)
     coordinator.handle(DraftJoined(100, 0.01))
+    auto = RequestOptions("auto", "stream", None, "coupled", (), 8, sampling=Sampling())
     for number in (1, 2):
-        decoding = RequestOptions("auto", "stream", None, "coupled", (), 8)
-        coordinator.handle(Submit(number, (1, 2), 90, replace(decoding, sampling=Sampling())))
+        coordinator.handle(Submit(number, (1, 2), 90, auto))
     one, other = coordinator.running.values()
     assert (one.auto.is_timed, other.auto.is_timed) == (True, False)
     assert (one.request.method.name, other.request.method.name) == ("pearl", "ngram"), "one trial, of a way unknown"
-    coordinator.handle(
-        Submit(3, (1, 2), 90, RequestOptions("auto", "stream", None, "coupled", (), 8, sampling=Sampling()))
-    )
+    coordinator.handle(Submit(3, (1, 2), 90, auto))
     third = coordinator.running[3]
     assert third.request.method.name == "ngram"
     assert not coordinator.speeds.is_spread, "the draft still drafts for others, on its own cores"
@@ -326,12 +253,9 @@ class _Choking(WrappedRunner):
 def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int) -> None:
     _, draft = alpha_pair(32, 0.5)
     executor = DraftExecutor(ModelProposer(_Choking(ToyRunner(32, draft)), 32, texts=2))
+    options = RequestOptions(rule="coupled", branches=branches, sampling=Sampling(1.0))
     for slot, text in enumerate(((1, 2), (3, 9))):
-        executor.execute(
-            Open(
-                text, RequestOptions(rule="coupled", branches=branches, sampling=Sampling(1.0)), slot=slot, request=slot
-            )
-        )
+        executor.execute(Open(text, options, slot=slot, request=slot))
     asked = [Draft(0, text, 4, request=slot) for slot, text in enumerate(((1, 2), (3, 9)))]
     good, bad = executor.draft(asked)
     assert (len(good.tokens), good.failure) == (1, "")
@@ -344,7 +268,7 @@ def test_models_with_a_cache_of_one_sequence_are_refused_by_name() -> None:
 
 
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.loading.available_memory", lambda: 1 << 18)
+    monkeypatch.setattr("pearl.models.memory.available_memory", lambda: 1 << 18)
     load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
     with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
         load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)

@@ -21,9 +21,9 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
 from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
-from pearl.text.fast import KeptTokenizer
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import GenerationDefaults, HFTokenizer, check_same_vocabulary, vocabulary_digest
+from pearl.text.tokenizer_cache import CachedTokenizer
 from tests.replace import replace
 from tests.test_text import byte_fallback, byte_level
 from tests.tiny import CHAT_TEMPLATE
@@ -105,7 +105,7 @@ def test_who_serves_others_meanwhile_can_go_on(keeps: bool, tmp_path: Path, cach
     backend_of(byte_level()).save_pretrained(tmp_path)
     LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
     tokenizer = [load_tokenizer(str(tmp_path))[0] for _ in range(1 + keeps)][-1]
-    assert isinstance(tokenizer, KeptTokenizer) == keeps
+    assert isinstance(tokenizer, CachedTokenizer) == keeps
     with ThreadPoolExecutor() as pool:
         began = last = time.monotonic()
         encoded, longest = pool.submit(tokenizer.encode, "7 a!" * 400_000), 0.0
@@ -131,7 +131,7 @@ def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**one, "function": function} if "function" in one else {**one, "tool_calls": [{"function": function}]}]
 
 
-class TestKeptTokenizer:
+class TestCachedTokenizer:
     """The first process keeps what transformers makes of the files; those that follow do not import it."""
 
     @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
@@ -141,7 +141,7 @@ class TestKeptTokenizer:
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
         (made, first), (kept, second) = load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path))
         assert isinstance(made, HFTokenizer)
-        assert isinstance(kept, KeptTokenizer)
+        assert isinstance(kept, CachedTokenizer)
         assert first == second
         check_same_vocabulary(made, kept, "made", "kept")
         assert made.vocab_size == kept.vocab_size
@@ -170,7 +170,7 @@ class TestKeptTokenizer:
         }
         (checkpoint / file).write_text(changed[file])
         assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+        assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
 
     @pytest.mark.parametrize("damage", ["{}", "", "{"])
     def test_damaged_files_are_made_anew(self, cache: Path, checkpoint: Path, damage: str) -> None:
@@ -180,10 +180,10 @@ class TestKeptTokenizer:
             size = file.stat().st_size
             file.write_text(damage)
             assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-            assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+            assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
             file.write_text(damage.ljust(size))  # as long as it was
             assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-            assert isinstance(load_tokenizer(str(checkpoint))[0], KeptTokenizer)
+            assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
 
     def test_vocabularies_are_compared_without_reading_tokens(
         self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,7 +191,7 @@ class TestKeptTokenizer:
         """What a draft needs at a start, and what a target needs of its draft."""
         made, _ = load_tokenizer(str(checkpoint))
         kept, other = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        monkeypatch.setattr(KeptTokenizer, "_tokenizer", property(lambda self: pytest.fail("read")))
+        monkeypatch.setattr(CachedTokenizer, "_tokenizer", property(lambda self: pytest.fail("read")))
         check_same_vocabulary(kept, other, "kept", "other")
         assert vocabulary_digest(kept, kept.vocab_size) == vocabulary_digest(made, made.vocab_size)
 
@@ -204,7 +204,7 @@ class TestKeptTokenizer:
             ("{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}", True),
             ("{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}", True),
             ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", False),
-            ("{% set ns = namespace(_x=0) %}", True),  # refused by both
+            ("{% set ns = namespace(_x=0) %}", False),  # transformers refuses it
             ("{{ ''.__class__.__mro__ }}", True),
             ("{{ dict.__class__ }}{{ dict.mro() }}", True),
         ],
@@ -215,7 +215,7 @@ class TestKeptTokenizer:
         """Without it, where it is a plain one; a way out of the sandbox is none in either."""
         (checkpoint / "chat_template.jinja").write_text(template)
         made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, KeptTokenizer)
+        assert isinstance(kept, CachedTokenizer)
         assert kept._is_plain_chat == is_plain
         for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
             chat = [{"role": role, "content": f" <b> {role} & é\n"} for role in roles]
@@ -236,7 +236,7 @@ class TestKeptTokenizer:
         chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
         (checkpoint / "chat_template.jinja").write_text(template)
         made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, KeptTokenizer)
+        assert isinstance(kept, CachedTokenizer)
         told = kept.chat_text(chat, tools)
         assert told == made.chat_text(chat, tools)
         assert told is not None
@@ -299,7 +299,7 @@ class TestKeptTokenizer:
         tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
         tokenizer.save_pretrained(checkpoint)
         made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, KeptTokenizer)
+        assert isinstance(kept, CachedTokenizer)
         for each in (made, kept):
             assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
             assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"

@@ -1,14 +1,14 @@
-"""Attention of few queries to many cached keys, the same bits for a query however many stand beside it.
+"""Attention of few queries to many cached keys: the same bits for a query however many are computed beside it.
 
-A query's result is a sum over the keys up to its position.  Three things keep the order of that sum fixed:
+A query's result is a sum over the keys up to its position.  Three things fix the order of that sum:
 
-* keys are taken in blocks of `BLOCK` positions, counted from position 0, and the blocks are added one after the other.
+* keys are taken in blocks of `BLOCK` positions, counted from position 0, and the blocks are added one by one.
   A block beyond the query adds exactly zero;
-* each product has at least `ROWS` rows, and of a tree's nodes `COLUMNS` columns and terms: with fewer, libraries turn
-  to kernels that sum in another order;
+* each product has at least `ROWS` rows, and for a tree's nodes `COLUMNS` columns and terms: with fewer, libraries use
+  kernels that sum in another order;
 * a query's softmax runs over whole blocks, whose tail is exactly zero.
 
-Tests and `LlamaRunner`'s probe at load time show that this suffices on the CPU at hand.
+`probe` checks at load time that this suffices on the CPU at hand.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 BLOCK = 128  # positions
 ROWS = 4
 COLUMNS = 16
-TOGETHER = 64  # nodes: with more beside a block of keys, some kernels add a sum in two parts
+TOGETHER = 64  # most nodes of a tree at once: with more beside a block of keys, some kernels split a sum in two
 
 
 def plan_no_shapes(device: torch.device) -> None:
     """Turn cuDNN's attention off in this process, where `device` is a GPU.
 
-    torch 2.13 asks it first on Hopper, masks and single queries included, and it plans anew for every length: 42 to 440
-    ms are reported for a plan, and every prompt, and every step of a forward that is not recorded, has another length.
+    torch 2.13 prefers it on Hopper, and it plans anew for every length, in 42 to 440 ms: every prompt, and every step
+    of a forward that is not recorded, has another length.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -41,10 +41,10 @@ def whole_blocks(end: int) -> int:
 
 
 def masks(start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mask that is added to the scores of `count` queries at positions from `start` on: [count, positions].
+    """Return the mask [count, positions] to add to the scores of `count` queries at positions from `start` on.
 
     The first column is `start` rounded down to a block (every query sees all earlier positions); the last column ends a
-    block. Entries are 0 at positions that the query sees, minus infinity at later positions.
+    block. Entries are 0 at positions that the query sees, minus infinity at later ones.
     """
     base = start - start % BLOCK
     positions = torch.arange(base, whole_blocks(start + count))
@@ -54,16 +54,15 @@ def masks(start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class TreePlace(NamedTuple):
-    """Where the nodes of a tree stand, and what each sees.
+    """The positions of a tree's nodes, and what each sees.
 
     Attributes:
-        start, end: nodes stand from position `start` on; `end` is the last of a block, and behind all of them.
-        order: [nodes], by depth: so that along each path the numbers rise.
-        path: [nodes, depth], the nodes that each sees, itself the last, as places in `order`; behind them: the number
-            of nodes.
+        start, end: nodes are at positions from `start` on; `end` is the end of a block, after all of them.
+        order: [nodes], by depth, so that numbers rise along each path.
+        path: [nodes, depth], the nodes that each sees, itself last, as indices in `order`; padded with the number of
+            nodes.
         mask: [nodes, depth], added to scores: 0 where `path` names a node, else minus infinity.
-        within: of each block from the one of `start` on, how many nodes stand there; they are next to each other in
-            `order`.
+        within: number of nodes in each block from that of `start` on; they are adjacent in `order`.
     """
 
     start: int
@@ -75,25 +74,25 @@ class TreePlace(NamedTuple):
 
 
 def tree_place(start: int, parents: Sequence[int], dtype: torch.dtype) -> TreePlace:
-    """Of a tree behind a slot of `start` tokens. `parents`: of each node, by index; -1: it follows the slot's last."""
-    paths = _paths(parents)
-    n, longest = len(paths), max(map(len, paths))
-    order = sorted(range(n), key=lambda node: len(paths[node]))
+    """For a tree after a slot's `start` tokens. `parents`: each node's, by index; -1: it follows the slot's last."""
+    all_paths = paths(parents)
+    n, longest = len(all_paths), max(map(len, all_paths))
+    order = sorted(range(n), key=lambda node: len(all_paths[node]))
     place = {node: at for at, node in enumerate(order)}
-    path = torch.tensor([[*(place[node] for node in each), *[n] * (longest - len(each))] for each in paths])
+    path = torch.tensor([[*(place[node] for node in each), *[n] * (longest - len(each))] for each in all_paths])
     mask = torch.zeros(path.shape, dtype=dtype).masked_fill_(path == n, -torch.inf)
-    blocks = Counter((start + len(each) - 1) // BLOCK for each in paths)
+    blocks = Counter((start + len(each) - 1) // BLOCK for each in all_paths)
     end = whole_blocks(start + longest)
     within = tuple(blocks[at] for at in range(start // BLOCK, end // BLOCK))
     return TreePlace(start, end, torch.tensor(order), path, mask, within)
 
 
-def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """Of each node of a tree its ancestors, from the first on, and itself."""
-    paths: list[list[int]] = []
+def paths(parents: Sequence[int]) -> list[list[int]]:
+    """Each node's ancestors, from the first on, and itself."""
+    found: list[list[int]] = []
     for node, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), node])
-    return paths
+        found.append([*(found[parent] if parent >= 0 else []), node])
+    return found
 
 
 def attend_tree(
@@ -103,11 +102,11 @@ def attend_tree(
     own: tuple[torch.Tensor, torch.Tensor],
     place: TreePlace,
 ) -> torch.Tensor:
-    """As `attend`, of all nodes of a tree at once: the bits that each node's path gives when it is fed as a chain.
+    """Like `attend`, for all nodes of a tree at once: the bits that each node's path gives when it is fed as a chain.
 
-    A node's scores stand at the places that they have in its chain, so its softmax is the same. In the sum of values
-    all nodes of a block follow the tokens before them, by depth: with those on a node's path in the order of its chain,
-    and zeros, which change no sum, for the others.
+    A node's scores have the positions that they have in its chain, so its softmax is the same. In the sum of values,
+    a block's nodes follow the tokens before them, by depth: those on a node's path in the order of its chain, the
+    others with weight zero, which changes no sum.
 
     Args:
         queries: [nodes, heads, head_dim], scaled.
@@ -145,9 +144,9 @@ def attend_tree(
 
 
 def _stacked(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Queries [n, heads, head_dim] that share keys one below the other, so that no key is copied.
+    """Queries [n, heads, head_dim] that share keys, stacked so that no key is copied: [kv_heads, group * n, head_dim].
 
-    [kv_heads, group * n, head_dim], with rows of padding, uninitialised, where there are fewer than `ROWS`.
+    With uninitialised padding where there are fewer than `ROWS` rows.
     """
     n, heads, head_dim = queries.shape
     group = heads // kv_heads
@@ -160,38 +159,11 @@ def _stacked(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _unstacked(mixed: torch.Tensor, n: int, heads: int) -> torch.Tensor:
-    """Results [kv_heads, rows, head_dim] of what `_stacked` returned: [n, heads * head_dim], without padding."""
+    """The inverse for results [kv_heads, rows, head_dim]: [n, heads * head_dim], without padding."""
     kv_heads, _, head_dim = mixed.shape
     group = heads // kv_heads
     mixed = mixed[:, : group * n].view(kv_heads, group, n, head_dim)
     return mixed.permute(2, 0, 1, 3).reshape(n, heads * head_dim)
-
-
-def tree_is_chains(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor],
-    start: int,
-    parents: Sequence[int],
-) -> bool:
-    """Whether each node of a tree gets the same bits by `attend_tree` as its path does by `attend`.
-
-    Args:
-        queries, keys, values, own: as of `attend_tree`; the slot holds `start` tokens, and has room for the tree.
-        parents: see `tree_place`.
-    """
-    place = tree_place(start, parents, queries.dtype)
-    found = attend_tree(queries, keys[:, : place.end], values[:, : place.end], own, place)
-    for node, path in enumerate(_paths(parents)):
-        end = start + len(path)
-        chain = [shared[:, : whole_blocks(end)].clone() for shared in (keys, values)]
-        for shared, nodes in zip(chain, own, strict=True):
-            shared[:, start:end] = nodes[path].transpose(0, 1)
-        alone = attend(queries[path], chain[0], chain[1], masks(start, len(path), queries.dtype))
-        if not torch.equal(alone[-1], found[node]):
-            return False
-    return True
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """GGUF files: converted once to ordinary Hugging Face directories, which are read in a fraction of the time.
 
 Reading such a file takes Python tens of seconds (its vocabulary is a list of a hundred thousand fields, and weights are
-dequantised block by block), and every process of a run would do it.
+dequantised block by block), and every process of a run would do it.  What a file states is what runs, or it is refused:
+`families.GGUF` declares what its architecture must state.
 """
 
 from __future__ import annotations
@@ -18,64 +19,29 @@ from typing import Any
 
 from pearl.cache import CONVERTED, Progress, cache_directory, converted, stamp
 from pearl.errors import ModelError
+from pearl.models.families import GGUF
 
 _GENERATION = "generation_config.json"
 _LOOK_SECONDS = 0.5
 _HEADER = 32 << 20  # bytes, more than a vocabulary takes
-_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_NORM = "attention.layer_norm_epsilon"
-_EXPERTS = {"expert_used_count": "num_experts_per_tok"}
-# The architectures whose files are read. Of each: what its files must say, as llama.cpp has it, and what that is called
-# in a configuration. Where a file does not say it, the number would be that of some other model.
-_NEEDED: dict[str, dict[str, str]] = {
-    "bloom": {_NORM: "layer_norm_epsilon"},
-    "falcon": {_NORM: "layer_norm_epsilon"},
-    "gemma2": _RMS,
-    "gemma3": _RMS,
-    "gpt2": {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"},
-    "llama": {**_RMS, "attention.head_count_kv": "num_key_value_heads"},  # else its queries are not put in order
-    "minimax-m2": {
-        **_RMS,
-        **_EXPERTS,
-        "expert_count": "num_local_experts",
-        "expert_feed_forward_length": "intermediate_size",
-    },
-    "nemotron": {_NORM: "norm_eps"},
-    "phi3": _RMS,
-    "qwen2": _RMS,
-    "qwen2moe": {**_RMS, **_EXPERTS, "expert_count": "num_experts"},
-    "qwen3": _RMS,
-    "qwen3moe": {**_RMS, **_EXPERTS, "expert_count": "num_experts"},
-    "stablelm": {_NORM: "layer_norm_eps"},
-    "starcoder2": {_NORM: "norm_epsilon"},
-}
 _ALWAYS = ("block_count", "context_length", "embedding_length", "attention.head_count", "feed_forward_length")
-# What files of some architectures say besides. A shape tells where one does not.
-_WIDTHS = {
-    "qwen2moe": {
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
-    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
-}
-# As llama.cpp where a file does not say: of so many layers the last has no window, and the window of the others.
-_WINDOWS = {"gemma2": (2, 4096), "gemma3": (6, 0)}
-_SIGMOID = 2  # among the `expert_gating_func`
-# The rope of Llama 3.1 and all since, but for its factor. A file has the frequencies that follow from it, not these.
+_SIGMOID = 2  # a value of `expert_gating_func`
+# The rope of Llama 3.1 and later, except its factor. A file has the resulting frequencies instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What llama.cpp takes where a file does not say: of these nothing else can be said in a config.json.
-_USUAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "alpha": 0.0}
+# llama.cpp's defaults for what a config.json cannot state otherwise.
+_FIXED = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0, "alpha": 0.0}
 
 
 def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
-    """The directory that `file` is converted to: weights, tokenizer and generation settings.
+    """The directory that `file` is converted to, once: weights, tokenizer and generation settings.
 
-    `dtype` of the weights: float32 and float16 are themselves, everything else is bfloat16; "any" where only the
-    tokenizer is wanted.  Raises `ModelError` for a file that cannot be converted.
+    `dtype` of the weights: float32, float16, else bfloat16; "any" where only the tokenizer is needed.  Raises
+    `ModelError`.
     """
     _check_magic(file)
     beside = file.parent / _GENERATION
-    name = f"{_plain(file.stem)}-{stamp([file, *([beside] if beside.is_file() else [])])}"
+    stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
+    name = f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
     if dtype == "any":
         made = (cache_directory() / CONVERTED).glob(f"{name}-*")
         dtype = next((path.name.rpartition("-")[2] for path in sorted(made) if path.is_dir()), "bfloat16")
@@ -91,7 +57,7 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
 
 
 def _check_magic(file: Path) -> None:
-    """A file of something else is refused at once, not by a process that imports torch first."""
+    """Refuse other files at once, before a process imports torch."""
     try:
         with file.open("rb") as opened:
             is_gguf = opened.read(4) == b"GGUF"
@@ -102,7 +68,7 @@ def _check_magic(file: Path) -> None:
 
 
 def _check_whole(file: Path) -> None:
-    """One of several parts is refused before anything reads its vocabulary."""
+    """Refuse one of several parts before anything reads its vocabulary."""
     with file.open("rb") as opened:
         count = re.search(rb"split\.count\x02\0\0\0(..)", opened.read(_HEADER), re.DOTALL)  # a number of 16 bits
     if count and (parts := int.from_bytes(count[1], "little")) > 1:
@@ -113,10 +79,9 @@ def _check_whole(file: Path) -> None:
 
 
 def convert(file: Path, directory: Path, dtype: str) -> None:
-    """In a child process: the GGUF reader prints, and its gigabytes of memory are freed when the process ends. It ends
-    with its parent.
+    """Convert in a child process, which ends with this one. Raises `ModelError`.
 
-    Raises `ModelError`.
+    The GGUF reader prints, and its gigabytes of memory are freed when the process ends.
     """
     command = [sys.executable, "-m", "pearl.models.gguf", str(file), str(directory), dtype, str(os.getpid())]
     ours = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -132,20 +97,15 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
         )
 
 
-def _plain(name: str) -> str:
-    """As the name of a directory."""
-    return re.sub(r"[^\w.-]", "_", name)[:80]
-
-
 def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
     from gguf import GGUFReader
 
-    from pearl.text.gguf import tokenizer_of
+    from pearl.text.gguf_tokenizer import tokenizer_of
 
     reader = GGUFReader(file)
-    architecture, said = _said(reader)
-    _check_said(architecture, said)
+    architecture, stated = _stated(reader)
+    _check_stated(architecture, stated)
 
     import torch  # which takes seconds
     import transformers
@@ -154,19 +114,20 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     place, name = str(file.parent), file.name
     config = transformers.AutoConfig.from_pretrained(place, gguf_file=name)
     if architecture == "llama" and config.model_type == "mistral":
-        # Which transformers makes of a file whose name is just that. It finds no place for the tensors of one then.
+        # transformers makes one of a file with that name, and then finds no place for its tensors.
         settings = {name: value for name, value in config.to_dict().items() if name != "sliding_window"}
         config = transformers.LlamaConfig.from_dict(settings | {"model_type": architecture})
-    _complete(config, architecture, said)
-    _scale_rope(config, said, reader)
+    _complete(config, architecture, stated)
+    _scale_rope(config, stated, reader)
+    quantised: Any = getattr(transformers, "GgufConfig", None)  # older releases always dequantise
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         place,
         gguf_file=name,
         config=config,
         dtype=getattr(torch, dtype),
-        ignore_mismatched_sizes=True,  # which are told of below
+        ignore_mismatched_sizes=True,  # reported below
         output_loading_info=True,
-        **_dequantised(),
+        **({"quantization_config": quantised(dequantize=True)} if quantised else {}),
     )
     model, found = loaded
     if unfit := unfit_weights(model, found):
@@ -189,13 +150,13 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
 
 
 def unfit_weights(model: Any, found: dict[str, Any]) -> str:
-    """What is to be said where weights are in no file, or of another shape there. Else nothing.
+    """A sentence on weights that are in no file, or have another shape there; empty where there are none.
 
-    transformers fills weights that are missing with random numbers, and learned buffers with zeros or ones. What it
-    computes of the configuration, frequencies and masks, are buffers of other numbers.
+    transformers fills missing weights with random numbers, and missing learned buffers with zeros or ones. Buffers that
+    it computes from the configuration, frequencies and masks, have other values.
 
     Args:
-        found: what `from_pretrained`, told to ignore sizes, tells of its loading.
+        found: the loading info of `from_pretrained` with `ignore_mismatched_sizes`.
     """
     absent = found["missing_keys"]
     learned = {name for name, _ in model.named_parameters()}
@@ -213,7 +174,7 @@ def _is_flat(buffer: Any) -> bool:
 
 
 def _check_all_read(model: Any, reader: Any) -> None:
-    """Exits where transformers has left out weights of the file: biases that a family does not have there, for one."""
+    """Exit where transformers has left out weights of the file, such as biases that a family lacks there."""
     read = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
     again = {"output.weight"} if model.config.tie_word_embeddings else set()  # Falcon's and Bloom's, a second time
     held = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_f")}
@@ -222,8 +183,8 @@ def _check_all_read(model: Any, reader: Any) -> None:
         sys.exit(f"{left} of its weights have no place in a {type(model).__name__} as it is read from such files")
 
 
-def _said(reader: Any) -> tuple[str, dict[str, Any]]:
-    """The architecture of a file, and what the file says of it."""
+def _stated(reader: Any) -> tuple[str, dict[str, Any]]:
+    """A file's architecture, and what the file states of it."""
     field = reader.fields.get("general.architecture")
     architecture = str(field.contents()) if field else ""
     start = f"{architecture}."
@@ -231,103 +192,102 @@ def _said(reader: Any) -> tuple[str, dict[str, Any]]:
     return architecture, {name.removeprefix(start): field.contents() for name, field in names.items()}
 
 
-def _check_said(architecture: str, said: dict[str, Any]) -> None:
-    """Exits where the file leaves something open, or says what cannot be said in a configuration."""
-    if architecture not in _NEEDED:
+def _check_stated(architecture: str, stated: dict[str, Any]) -> None:
+    """Exit where the file leaves something open, or states what a configuration cannot."""
+    if architecture not in GGUF:
         sys.exit(f"files of the architecture {architecture!r} are not read")
-    needed = dict.fromkeys((*_ALWAYS, *_NEEDED[architecture]))
-    if "expert_feed_forward_length" in said:
+    needed = dict.fromkeys((*_ALWAYS, *GGUF[architecture].needed))
+    if "expert_feed_forward_length" in stated:
         needed.pop("feed_forward_length")  # every layer has experts
     for name in needed:
-        if name not in said:
+        if name not in stated:
             sys.exit(f"it does not say {name!r}, without which {architecture!r} files are not read")
     for name in (*needed, "attention.head_count_kv"):
-        if isinstance(said.get(name), list):
+        if isinstance(stated.get(name), list):
             sys.exit(f"it says {name!r} for each layer, and {architecture!r} files are read with one for all")
-    experts, used = said.get("expert_count", 0), said.get("expert_used_count", 0)
+    experts, used = stated.get("expert_count", 0), stated.get("expert_used_count", 0)
     if experts and "expert_count" not in needed:
         sys.exit(f"it has {experts} experts, which {architecture!r} files are not read with")
     if "expert_count" in needed and not 0 < used <= experts:
         sys.exit(f"it uses {used} experts of {experts}")
-    if said.get("expert_weights_scale", 0) not in (0, 1):
-        sys.exit(f"it scales what its experts say by {said['expert_weights_scale']}, which transformers does not")
-    if architecture == "minimax-m2" and said.get("expert_gating_func") != _SIGMOID:
-        sys.exit(f"its experts are not chosen by a sigmoid: expert_gating_func is {said.get('expert_gating_func')}")
+    if stated.get("expert_weights_scale", 0) not in (0, 1):
+        sys.exit(f"it scales what its experts say by {stated['expert_weights_scale']}, which transformers does not")
+    if architecture == "minimax-m2" and stated.get("expert_gating_func") != _SIGMOID:
+        sys.exit(f"its experts are not chosen by a sigmoid: expert_gating_func is {stated.get('expert_gating_func')}")
 
 
-def _complete(config: Any, architecture: str, said: dict[str, Any]) -> None:
-    """Gives the configuration what else the file says of the model and transformers does not read, of some families.
-
-    Exits where it cannot be said in a configuration.
-    """
-    for name, attribute in (_NEEDED[architecture] | _WIDTHS.get(architecture, {})).items():
-        if name in said:
-            setattr(config, attribute, said[name])
-    width = said.get("attention.key_length") or config.hidden_size // config.num_attention_heads
+def _complete(config: Any, architecture: str, stated: dict[str, Any]) -> None:
+    """Set what the file states and transformers does not read. Exits where a configuration cannot state it."""
+    gguf = GGUF[architecture]
+    for name, attribute in {**gguf.needed, **gguf.optional}.items():
+        if name in stated:
+            setattr(config, attribute, stated[name])
+    width = stated.get("attention.key_length") or config.hidden_size // config.num_attention_heads
     if "head_dim" in vars(config):
         config.head_dim = width
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if name in said and hasattr(config, name):
-            setattr(config, name, float(said[name]))
-    if (layers := {"gemma2": 46, "gemma3": 62}.get(architecture)) is not None:
-        # As llama.cpp, for no file says it: the models of 27 billion weights have another than all the others.
-        is_27b = config.num_hidden_layers == layers
+        if name in stated and hasattr(config, name):
+            setattr(config, name, float(stated[name]))
+    if gguf.layers_of_27b:  # as llama.cpp, for no file states it
+        is_27b = config.num_hidden_layers == gguf.layers_of_27b
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else width
-    _complete_window(config, architecture, said)
-    _complete_rope(config, architecture, said, width)
+    _complete_window(config, architecture, stated)
+    _complete_rope(config, architecture, stated, width)
 
 
-def _complete_window(config: Any, architecture: str, said: dict[str, Any]) -> None:
-    """How far attention looks back, and in which layers."""
-    period, window = _WINDOWS.get(architecture, (0, 0))
-    window = said.get("attention.sliding_window", window)  # 0 where there is none
+def _complete_window(config: Any, architecture: str, stated: dict[str, Any]) -> None:
+    """Set how far attention looks back, and in which layers."""
+    period, window = GGUF[architecture].window
+    window = stated.get("attention.sliding_window", window)  # 0 where there is none
     if period:
-        period, count = said.get("attention.sliding_window_pattern", period), config.num_hidden_layers
+        period, count = stated.get("attention.sliding_window_pattern", period), config.num_hidden_layers
         slide = period if isinstance(period, list) else [not period or n % period < period - 1 for n in range(count)]
         if len(slide) != count:
             sys.exit(f"it says of {len(slide)} layers whether they have a window, and has {count}")
         config.layer_types = [f"{'sliding' if each and window else 'full'}_attention" for each in slide]
         config.sliding_window = window or config.max_position_embeddings
-    elif hasattr(config, "sliding_window") and "attention.sliding_window" in said:
+    elif hasattr(config, "sliding_window") and "attention.sliding_window" in stated:
         config.sliding_window = window or None
-    elif 0 < window < said["context_length"]:
+    elif 0 < window < stated["context_length"]:
         sys.exit(f"its attention has a window of {window} tokens, which {architecture!r} files are not read with")
 
 
-def _complete_rope(config: Any, architecture: str, said: dict[str, Any], width: int) -> None:
-    """Its base, and how many of the `width` dimensions of a head it turns. Where a file has none, llama.cpp's."""
+def _complete_rope(config: Any, architecture: str, stated: dict[str, Any], width: int) -> None:
+    """Set the rope's base, and how many of a head's `width` dimensions it turns; llama.cpp's where a file has none."""
     ropes = getattr(config, "rope_parameters", None)
     if not ropes:
         return
     rope = ropes.get("full_attention", ropes)
     for each, name in ((rope, "rope.freq_base"), (ropes.get("sliding_attention"), "rope.freq_base_swa")):
         if each:
-            each["rope_theta"] = float(said.get(name, 1e4))
-    turned = said.get("rope.dimension_count", width)
+            each["rope_theta"] = float(stated.get(name, 1e4))
+    turned = stated.get("rope.dimension_count", width)
     if "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = turned / width
     elif turned != width:
         sys.exit(f"its rope turns {turned} of {width} dimensions, which {architecture!r} files are not read with")
 
 
-def _scale_rope(config: Any, said: dict[str, Any], reader: Any) -> None:
-    """Gives the configuration the file's scaling of the rope, which transformers does not read.
+def _scale_rope(config: Any, stated: dict[str, Any], reader: Any) -> None:
+    """Set the file's scaling of the rope, which transformers does not read. Exits where a configuration has none such.
 
-    Without it a text is another from its first token on.  Exits where it cannot be said in a configuration.
+    Without it a text differs from its first token on.
     """
-    said = {name.removeprefix("rope.scaling."): said[name] for name in said if name.startswith("rope.scal")}
-    factor = float(said.get("factor") or said.get("rope.scale_linear") or 1.0)
-    kind = said.get("type", "linear")  # as llama.cpp
+    stated = {name.removeprefix("rope.scaling."): stated[name] for name in stated if name.startswith("rope.scal")}
+    factor = float(stated.get("factor") or stated.get("rope.scale_linear") or 1.0)
+    kind = stated.get("type", "linear")  # as llama.cpp
     divisors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_f")}
-    if any(said.get(name, usual) != usual for name, usual in _USUAL.items()):
-        sys.exit(f"its rope is scaled in a way that transformers has not: {said}")
+    if any(stated.get(name, usual) != usual for name, usual in _FIXED.items()):
+        sys.exit(f"its rope is scaled in a way that transformers has not: {stated}")
     scaling: dict[str, Any] = {}
     if kind == "linear" and factor != 1:
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        length = said.get("original_context_length") or config.max_position_embeddings
+        length = stated.get("original_context_length") or config.max_position_embeddings
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(length)}
-        scaling |= {name: float(said[f"yarn_{name}"]) for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in said}
+        scaling |= {
+            name: float(stated[f"yarn_{name}"]) for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in stated
+        }
     elif kind not in ("linear", "none"):
         sys.exit(f"its rope is scaled by {kind!r}, which is not read from such files")
     if not scaling and not divisors:
@@ -342,7 +302,7 @@ def _scale_rope(config: Any, said: dict[str, Any], reader: Any) -> None:
 
 
 def _llama3(rope: dict[str, Any], divisors: Any) -> dict[str, Any]:
-    """The rope whose frequencies are the plain ones over `divisors` [head_dim / 2]."""
+    """The rope whose frequencies are the plain ones divided by `divisors` [head_dim / 2]."""
     import torch
 
     from pearl.models.direct import llama3_frequencies
@@ -357,16 +317,8 @@ def _llama3(rope: dict[str, Any], divisors: Any) -> dict[str, Any]:
     return found
 
 
-def _dequantised() -> dict[str, object]:
-    """Arguments of `from_pretrained` that dequantise. Older releases always do, and take no option."""
-    import transformers
-
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
 def _end_with(parent: int) -> None:
-    """Ends this process once `parent`, which has begun it, is gone."""
+    """End this process once `parent`, which started it, is gone."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     os._exit(1)

@@ -1,6 +1,6 @@
 """From the name of a model to a runner: its dtype, context and device, and errors with their cause.
 
-It must not know toy or paced runners, nor roles.
+Must not know toy or paced runners, nor roles.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
 from pearl.models.gguf import unfit_weights
 from pearl.models.hub import in_cache
-from pearl.models.kept_matrices import findings_of
 from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
-from pearl.models.memory import available_memory, cache_bytes, check_room, gigabytes, needed
+from pearl.models.matrix_cache import matrix_cache
+from pearl.models.memory import check_cache_fits, check_room, fits_in_float32, needed
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import ALONE, Group, cut
 from pearl.printable import cause_of
@@ -32,114 +33,157 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CHANGING = ("longrope", "su")  # and all that are "dynamic"; "su" is what longrope was called at first
-DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so the longest context is taken only when asked for
+_CHANGING_ROPES = ("longrope", "su")  # and all that are "dynamic"; "su" was longrope's first name
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")  # of various families
+DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How `load_runner` loads a model.
+
+    Attributes:
+        dtype: "float32", "bfloat16" or "float16"; "int8" (each row in 255 steps) or "int4" (each 32 weights in 16
+            steps), which are bfloat16 with rounded matrices, in our own forward on a CPU; "auto": the checkpoint's own,
+            and bfloat16 for a GGUF file.  On a CPU, auto keeps weights that are in 4 bits so in our own forward, and is
+            float32 where there are no instructions for bfloat16.
+        may_round: "auto" may also be "int8" or "int4" where that is faster; see `rounding_for`.
+        max_context: in tokens; None: the model's own, at most `DEFAULT_CONTEXT`.
+        device_map: spread over GPUs, as in transformers.
+        forwards: "transformers": never our own forward; "eager": our own without recordings; "auto".
+        trust_remote_code: load code that the checkpoint brings.
+        exact: refuse a runner that is not row-invariant.
+        slots: sequences to hold side by side.
+        spare: further slots, on a CPU and as far as memory allows.
+    """
+
+    dtype: str = "auto"
+    may_round: bool = False
+    max_context: int | None = None
+    device_map: str | dict[str, Any] | None = None
+    forwards: str = "auto"
+    trust_remote_code: bool = False
+    exact: bool = False
+    slots: int = 1
+    spare: int = 0
+
+    @property
+    def rounding(self) -> Rounding:
+        return self.dtype if self.dtype in ("int8", "int4") else ""  # type: ignore[return-value]
+
+    @property
+    def weights(self) -> str:
+        """The dtype in which weights are read."""
+        return "bfloat16" if self.rounding else self.dtype
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether a checkpoint may be read without transformers."""
+        return self.forwards != "transformers" and self.device_map is None and not self.trust_remote_code
 
 
 def load_runner(
-    spec: str,
-    *,
-    device: torch.device,
-    dtype: str = "auto",
-    max_context: int | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    forwards: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-    group: Group = ALONE,
-    exact: bool = False,
-    slots: int = 1,
-    spare: int = 0,
-    may_round: bool = False,
+    spec: str, *, device: torch.device, progress: Progress = silent, group: Group = ALONE, **options: Any
 ) -> ModelRunner:
-    """Load the model named `spec` (see `resolve_checkpoint`) on `device`, or over GPUs by `device_map`. In a `group` of
-    several ranks, load this rank's part.
+    """Load the model named `spec` (see `resolve_checkpoint`) on `device`, or in a `group` of ranks this rank's part.
 
-    `dtype` is "auto" (the checkpoint's own; bfloat16 for a GGUF file; in its place, on a CPU without the instructions,
-    float32; and on a CPU, where the forward is ours, 4 bits for weights that are so already), "float32", "bfloat16",
-    "float16", or, on a CPU and where the forward is ours, bfloat16 with rounded matrices: "int8" (each row in 255
-    steps) or "int4" (each 32 weights in 16 steps).  `exact` refuses a runner that is not row-invariant.  `may_round`:
-    whether "auto" may be one of these where that is faster (see `rounding_for`).  `slots`: sequences that it must hold
-    side by side; `spare`: how many more there may be room for, on a CPU.  `max_context` in tokens; None takes the
-    model's own, up to 8192.  `forwards` "transformers" keeps their forward where "auto" has a faster one; "eager" has
-    that one too, but records nothing.
-    Raises `ModelError`.
+    `options`: see `LoadOptions`. Raises `ModelError`.
     """
-    from pearl.models.llama import FAMILY, LlamaRunner, is_llama
+    from pearl.models.llama import is_llama
 
+    wanted = LoadOptions(**options)
     plan_no_shapes(device)
-    # A shared one is loaded whole on the CPU and then cut: safetensors are mapped, so a rank reads only its part.
-    # (Where the dtype is to change, and of other files, the whole passes through host memory.)
-    place = torch.device("cpu") if group.size > 1 else device
-    rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
-    dtype = "bfloat16" if rounding else dtype
-    path = resolve_checkpoint(spec, progress, dtype)
-    files = Path(path) if Path(path).is_dir() else in_cache(path)
-    wide = FAMILY if device.type == "cpu" and forwards != "transformers" else ()
-    need = needed(files, dtype, max_context, DEFAULT_CONTEXT, group.size, slots, wide) if files else None
-    if told := check_room(spec, need, device, torch.cuda.device_count() if device_map is not None else 1):
-        progress(told)
+    path = resolve_checkpoint(spec, progress, wanted.weights)
+    if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
+        is_wide = device.type == "cpu" and wanted.forwards != "transformers"
+        need = needed(
+            files, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, group.size, wanted.slots, is_wide=is_wide
+        )
+        if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.device_map is not None else 1):
+            progress(told)
     progress(f"loading {spec}")
-    arguments = _arguments(path, place, dtype, device_map)
-    wanted = None if arguments["dtype"] == "auto" else arguments["dtype"]
-    rounds = dtype == "auto" and device.type == "cpu" and device_map is None and group.size == 1
+    # Ranks load the whole on the CPU and cut it: safetensors are mapped, so a rank reads only its part.
+    # (Where the dtype changes, and for other files, the whole passes through host memory.)
+    place = torch.device("cpu") if group.size > 1 else device
+    dtype = _dtype(path, place, wanted.weights, wanted)
+    may_be_4_bits = wanted.dtype == "auto" and device.type == "cpu" and wanted.device_map is None and group.size == 1
     model: PreTrainedModel | Decoder | None = None
-    if forwards != "transformers" and device_map is None and not trust_remote_code:
-        with _explained(spec):  # in its own dtype where it may be rounded: it need not be in float32 meanwhile
-            model = read_decoder(Path(path), None if rounds else wanted, place, progress)
-    ours = model is not None
+    if wanted.reads_directly:
+        with _explained(spec):  # in its own dtype where it may be in 4 bits: that need not pass through float32
+            model = read_decoder(Path(path), None if may_be_4_bits else dtype, place, progress)
+    is_ours = model is not None
     if model is None:
-        model = _load(spec, path, arguments | {"trust_remote_code": trust_remote_code}, device)
-        ours = forwards != "transformers" and is_llama(model)
-    _check_takes(spec, model, ours, rounding, slots, device, group)
+        model = _load(spec, path, place, dtype, wanted)
+        is_ours = wanted.forwards != "transformers" and is_llama(model)
+    _check_takes(spec, model, is_ours, wanted, device, group)
     with _explained(spec):
         if group.size > 1:
             cut(model, group, device)
-        context = _context(spec, model, max_context)
-        if rounds and ours:
-            rounding = rounding_for(model, may_round)
-            chosen = torch.bfloat16 if rounding else wanted
+        rounding = wanted.rounding
+        if may_be_4_bits and is_ours:
+            rounding = rounding_for(model, wanted.may_round)
+            chosen = torch.bfloat16 if rounding else dtype
             model = model if chosen is None else model.to(chosen)  # type: ignore[arg-type]
-        left = _check_cache_fits(spec, model, context, ours, slots)
-        slots += min(spare, left // 2) if device.type == "cpu" else 0
-        runner: ModelRunner
-        if ours:
-            known = None
-            if isinstance(model, Decoder) and device.type == "cpu" and group.size == 1:
-                known = findings_of(Path(path), rounding, str(model.dtype))
-            records = forwards == "auto"
-            runner = LlamaRunner(model, context, group, slots=slots, records=records, rounding=rounding, findings=known)
-        else:
-            from pearl.models.hf import HFRunner
-
-            assert not isinstance(model, Decoder)
-            runner = HFRunner(model, context)
-        if exact:
-            _check_exact(spec, model, runner, dtype)
+        runner = _make_runner(spec, Path(path), model, is_ours, rounding, wanted, group)
+        if wanted.exact:
+            _check_exact(spec, model, runner, wanted.weights)
         return runner
 
 
+def _make_runner(
+    spec: str,
+    path: Path,
+    model: PreTrainedModel | Decoder,
+    is_ours: bool,
+    rounding: Rounding,
+    wanted: LoadOptions,
+    group: Group,
+) -> ModelRunner:
+    context = _context(spec, model, wanted.max_context)
+    item, positions = model.dtype.itemsize, context
+    if is_ours:  # see LlamaRunner
+        item, positions = item if multiplies_bf16() else 4, whole_blocks(context)
+    left = check_cache_fits(spec, model, context, positions, item, wanted.slots)
+    if not is_ours:
+        from pearl.models.hf import HFRunner
+
+        assert not isinstance(model, Decoder)
+        return HFRunner(model, context)
+    from pearl.models.llama import LlamaRunner
+
+    is_cached = isinstance(model, Decoder) and model.device.type == "cpu" and group.size == 1
+    return LlamaRunner(
+        model,
+        context,
+        group,
+        slots=wanted.slots + (min(wanted.spare, left // 2) if model.device.type == "cpu" else 0),
+        records=wanted.forwards == "auto",
+        rounding=rounding,
+        cached=matrix_cache(path, rounding, str(model.dtype)) if is_cached else None,
+    )
+
+
 def _check_takes(
-    spec: str, model: object, ours: bool, rounding: Rounding, slots: int, device: torch.device, group: Group
+    spec: str, model: object, is_ours: bool, wanted: LoadOptions, device: torch.device, group: Group
 ) -> None:
-    """Raises `ModelError` for what only our own forward does, where the model has another."""
-    if rounding and (device.type != "cpu" or not ours or group.size > 1):
+    """Raise `ModelError` for what only our own forward does, where the model has another."""
+    if wanted.rounding and (device.type != "cpu" or not is_ours or group.size > 1):
         raise ModelError(
-            f"Model {spec!r} cannot have its weights in {rounding}: that is for one CPU worker, and for models of the "
-            "Llama family with --forwards auto or eager. Choose another dtype."
+            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for one CPU worker, and for models "
+            "of the Llama family with --forwards auto or eager. Choose another dtype."
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
-    if group.size > 1 and not ours:
+    if group.size > 1 and not is_ours:
         raise ModelError(
             f"{theirs}, and ranks can share only what our own forward pass computes. Leave target_tp and draft_tp at "
             "1; a target can be spread: --target-device cuda:0-1."
         )
-    if slots > 1 and not ours:
+    if wanted.slots > 1 and not is_ours:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
 
 
 def _check_exact(spec: str, model: object, runner: ModelRunner, dtype: str) -> None:
-    """Raises `ModelError` where a row's bits depend on its company."""
+    """Raise `ModelError` where a row's bits depend on its company."""
     if runner.capabilities.row_invariant:
         return
     from pearl.models.llama import LlamaRunner
@@ -156,61 +200,56 @@ def _check_exact(spec: str, model: object, runner: ModelRunner, dtype: str) -> N
     )
 
 
-def load_model(
-    spec: str,
-    *,
-    device: torch.device,
-    dtype: str = "auto",
-    device_map: str | dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-) -> PreTrainedModel:
+def load_model(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> PreTrainedModel:
     """The `transformers` model itself, for what needs more than a runner. Arguments and errors as `load_runner`'s."""
+    wanted = LoadOptions(**options)
     plan_no_shapes(device)
-    path = resolve_checkpoint(spec, progress, dtype)
+    path = resolve_checkpoint(spec, progress, wanted.dtype)
     progress(f"loading {spec}")
-    arguments = _arguments(path, device, dtype, device_map) | {"trust_remote_code": trust_remote_code}
-    return _load(spec, path, arguments, device)
+    return _load(spec, path, device, _dtype(path, device, wanted.dtype, wanted), wanted)
 
 
-def _arguments(path: str, device: torch.device, dtype: str, device_map: str | dict[str, Any] | None) -> dict[str, Any]:
+def _dtype(path: str, device: torch.device, dtype: str, wanted: LoadOptions) -> torch.dtype | None:
+    """In which weights are loaded; None: the checkpoint's own."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16, int8 or int4.")
-    wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
-    if dtype == "auto" and device.type == "cpu" and not device_map and not multiplies_bf16():
-        wanted = torch.float32 if _fits_in_float32(path) else "auto"
-    return {"dtype": wanted, "device_map": device_map or {"": device}}
+    if dtype != "auto":
+        found: torch.dtype = getattr(torch, dtype)
+        return found
+    is_slow = device.type == "cpu" and not wanted.device_map and not multiplies_bf16()
+    return torch.float32 if is_slow and fits_in_float32(Path(path)) else None
 
 
-def _fits_in_float32(path: str) -> bool:
-    """Whether half the free memory holds the weights in float32, as far as the sizes of local files tell.
-
-    Four bytes a weight: twice a file of bfloat16.
-    """
-    size = 2 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    free = available_memory()
-    return free is None or 2 * size < free
-
-
-def _load(spec: str, path: str, arguments: dict[str, Any], device: torch.device) -> PreTrainedModel:
+def _load(
+    spec: str, path: str, device: torch.device, dtype: torch.dtype | None, wanted: LoadOptions
+) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
     from transformers import AutoModelForCausalLM
 
     with _explained(spec), _no_progress_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            dtype=dtype or "auto",
+            device_map=wanted.device_map or {"": device},
+            trust_remote_code=wanted.trust_remote_code,
         )
         model: PreTrainedModel
         model, found = loaded
         if unfit := unfit_weights(model, found):
             raise ValueError(unfit)
-    _refuse_offloaded(spec, model, device)
+    places = getattr(model, "hf_device_map", {}).values()
+    if device.type == "cuda" and any(str(place) in ("cpu", "disk") for place in places):  # seconds for each token
+        raise ModelError(
+            f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
+        )
     return model
 
 
 @contextmanager
 def _explained(spec: str) -> Iterator[None]:
-    """Turns whatever transformers raises while it loads into a `ModelError` with cause and advice.
+    """Turn whatever transformers raises while it loads into a `ModelError` with cause and advice.
 
     They have no common base: OSError, ValueError, KeyError, ImportError, the hub's own, safetensors' own.
     """
@@ -250,43 +289,6 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _refuse_offloaded(spec: str, model: PreTrainedModel, device: torch.device) -> None:
-    """Raise `ModelError` where a device map has put layers on the CPU or disk: each token would take seconds."""
-    places = getattr(model, "hf_device_map", {}).values()
-    if device.type == "cuda" and any(str(place) in ("cpu", "disk") for place in places):
-        raise ModelError(
-            f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
-        )
-
-
-def _check_cache_fits(spec: str, model: PreTrainedModel | Decoder, context: int, ours: bool, slots: int) -> int:
-    """How many more such caches than `slots` fit into memory. Raises `ModelError` where these do not: pages are taken
-    only as they fill.
-    """
-    named = model.config.get_text_config(decoder=True)  # which finds what other families call otherwise
-    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
-    if getattr(named, "is_heterogeneous", False):
-        return 0  # layers have heads of several sizes, and the buffers are made as they fill
-    config = {name: getattr(named, name, None) for name in names}
-    if not config["num_attention_heads"]:
-        return 0  # no such attention: the runner refuses it by name
-    item, positions = model.dtype.itemsize, context
-    if ours:  # see LlamaRunner
-        item, positions = item if multiplies_bf16() else 4, whole_blocks(context)
-    each = cache_bytes(config, positions, item)
-    takes, free = slots * each, available_memory()
-    if model.device.type == "cpu" and free is not None and takes > free:
-        raise ModelError(
-            f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes {gigabytes(takes)}, "
-            f"and {gigabytes(free)} are free. Lower max_context{' or slots' * (slots > 1)}, or end what else runs."
-        )
-    return 0 if free is None else free // each - slots
-
-
-# What families call the number of positions that they were made for.
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-
-
 def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:
     """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
     config = model.config.get_text_config(decoder=True)
@@ -312,24 +314,24 @@ def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) ->
 
 
 def _steady_positions(config: Any) -> int | None:
-    """Positions within which the rope's angles do not depend on how long the text is; None: they never do.
+    """Positions within which the rope's angles do not depend on the text's length; None: they never do.
 
     transformers chooses the angles of each forward by its largest position ("longrope": long or short factors;
-    "dynamic": a base that grows). A key that went into the cache before keeps the others, and which those are
-    depends on how the text was cut into forwards: so on method, window and chunks of the prompt.
+    "dynamic": a growing base).  Keys that are in the cache keep their angles, so the logits would depend on how the
+    text was cut into forwards: on method, window and chunks of the prompt.
     """
     names = ("original_max_position_embeddings", "max_position_embeddings")
     own = [getattr(config, name, None) for name in names]
-    # Some write it as 4096.0. A context is a number of tokens.
-    limits = [int(limit) for rope in _ropes(config) for limit in (rope.get(names[0]), *own) if limit]
+    # Some configurations write 4096.0.
+    limits = [int(limit) for rope in _changing_ropes(config) for limit in (rope.get(names[0]), *own) if limit]
     return min(limits, default=None)
 
 
-def _ropes(config: Any) -> list[dict[str, Any]]:
+def _changing_ropes(config: Any) -> list[dict[str, Any]]:
     """The ropes whose angles depend on the length; some models have one for each kind of layer."""
     named = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(named, dict):
         return []
-    nested = [rope for rope in named.values() if isinstance(rope, dict)]
-    kinds = [(rope, str(rope.get("rope_type", rope.get("type", "")))) for rope in (named, *nested)]
-    return [rope for rope, kind in kinds if kind in _CHANGING or "dynamic" in kind]
+    ropes = [named, *(rope for rope in named.values() if isinstance(rope, dict))]
+    kinds = [(rope, str(rope.get("rope_type", rope.get("type", "")))) for rope in ropes]
+    return [rope for rope, kind in kinds if kind in _CHANGING_ROPES or "dynamic" in kind]

@@ -1,8 +1,7 @@
 """Products of a forward pass whose bits do not depend on how many rows are computed together.
 
 A `Matrix` multiplies rows by weights in the layout that is fastest for them.  Most kernels choose their order of
-summation by the number of rows; the ones used here do not, or do not from some number of rows on.  `least_rows` finds
-that number for the CPU at hand: which kernel serves a shape differs between instruction sets.
+summation by the number of rows; those used here do not, or do not from some number of rows on, which `probe` finds.
 """
 
 from __future__ import annotations
@@ -16,60 +15,24 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from pearl.errors import ModelError
-from pearl.models.packed import multiply, pack
 
 Rounding = Literal["", "int8", "int4", "stored"]
 Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
 
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
-_TOGETHER = 48
-_CANDIDATES = (1, 2, 4, 8, 16)
 _INT8_COLUMNS = 32  # the int8 kernel reads beyond rows of weights that are no multiple of this
-_INT4_GROUP = 32  # weights that share a scale: of a Q4_0 or Q4_1 file too
+_INT4_GROUP = 32  # weights that share a scale, as in Q4_0 and Q4_1 files
 _INT4_ROWS = 64  # rows in a panel of the int4 kernel's layout, which depends on the instruction set: 32 or 64
-_CACHED = 1 << 17  # weights; in float32 and a few times over
-_LARGE = 100_000_000  # weights in layers: of a model whose forward of one token takes as long as reading them does
-_SERIAL = 32768  # elements: torch splits an elementwise operation of at least so many between threads
-
-
-def least_rows(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> int:
-    """Return the smallest number of rows from which on the bits of a row do not depend on the other rows of `product`.
-
-    Args:
-        product: [n, in] -> [n, ...].
-        rows: at least `_TOGETHER` rows [_, in] of irregular numbers.
-
-    Returns 0 where no number of up to 16 rows suffices.
-    """
-    together = product(rows[:_TOGETHER])
-
-    def agrees(count: int) -> bool:
-        return all(
-            torch.equal(product(rows[start : start + count].contiguous()), together[start : start + count])
-            for start in (0, 5)
-        )
-
-    differing = [size for size in _SIZES if not agrees(size)]
-    return next((least for least in _CANDIDATES if all(size < least for size in differing)), 0)
-
-
-def irregular(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[count, width] of normal random numbers, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, width, generator=generator).to(dtype)
-
-
-def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows for `least_rows`."""
-    return irregular(_TOGETHER, width, dtype)
+_CACHED = 1 << 17  # weights that fit a processor's cache, in float32 and a few times over
+_LARGE = 100_000_000  # weights in layers: a model whose forward of one token takes as long as reading them
+_SERIAL = 32768  # elements: torch splits elementwise operations of at least this size between threads
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Rounded weights in the layout of their kernel, of int8 or of int4: multiplies rows by them.
+    """Rounded weights in the layout of the int8 or int4 kernel: multiplies rows by them.
 
     Attributes:
-        rows: of the matrix; the int4 kernel has whole panels of them.
+        rows: of the matrix; the int4 kernel pads them to whole panels.
     """
 
     steps: torch.Tensor
@@ -85,10 +48,10 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights as oneDNN lays them out: multiplies rows of their dtype by them.
+    """Weights in oneDNN's layout: multiplies rows of their dtype by them.
 
     Attributes:
-        memory: what the matrix stands in, where it is not its own.
+        memory: what holds the matrix's memory, where it does not own it.
     """
 
     matrix: torch.Tensor
@@ -97,23 +60,39 @@ class Packed:
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return multiply(x, self.matrix, bias, y)
+        product = torch.ops.mkldnn._linear_pointwise
+        result: torch.Tensor = (
+            product(x, self.matrix, bias, "none", [], "")
+            if y is None
+            else product.binary(x, y, self.matrix, bias, "add")
+        )
+        return result
 
 
-Laid = Rounded | Packed  # how weights are laid out for a kernel of this processor
+Laid = Rounded | Packed  # weights in the layout of a kernel of this processor
 Make = Callable[[], Laid]
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """The matrix [out, in] in oneDNN's layout, for `Packed`."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
 
 
 def matrix(
     *linears: Any, rounding: Rounding = "", wide: bool = False, laid: Callable[[Make], Laid] = lambda make: make()
 ) -> Matrix:
-    """Return several linear layers of one input as one matrix, their outputs side by side.
+    """Return several linear layers with one input as one matrix, their outputs side by side.
 
-    Takes the weights away from the layers, so that a large model is never in memory twice.  `rounding` "int8": each
-    row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": as "int4" where the weights are so
-    already, else as they are; on a CPU without instructions for bfloat16 in float32, whose results stay so where they
-    are to be `wide`.  `laid` may give what was made of these
-    weights before, which are then not read.  Raises `ModelError` for widths that "int8" and "int4" cannot have.
+    Takes the weights away from the layers, so that a large model is never in memory twice.
+
+    Args:
+        rounding: "int8": each row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": like "int4"
+            where the weights are in 4 bits already, else unchanged (float32 on a CPU without bf16 instructions).
+        wide: keep float32 results in float32.
+        laid: makes the matrix, or returns a cached one; the weights are then not read.
+
+    Raises `ModelError` for widths that "int8" and "int4" cannot have.
     """
     weights = [each.weight.detach() for each in linears]
     bias = torch.cat([each.bias for each in linears]) if linears[0].bias is not None else None
@@ -131,7 +110,6 @@ def matrix(
     as_is = isinstance(product, Rounded) or (rounding == "stored" and multiplies_bf16())
 
     def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        # Of weights in float32: for rows of a narrower dtype, which results have too.
         result = product(x if as_is else x.float())
         result = result if wide else result.to(x.dtype)
         for more in (bias, y):
@@ -156,8 +134,8 @@ def _lay_out(weight: torch.Tensor, rounding: Rounding) -> Laid:
 def _widens(weight: torch.Tensor) -> bool:
     """Whether a matrix of this dtype is multiplied in float32, and results are rounded to its dtype.
 
-    float16 on a CPU: one row goes to another kernel than several, and their sums differ so rarely after rounding that
-    `least_rows` does not see it.
+    float16 on a CPU: one row uses another kernel than several, and their sums differ so rarely after rounding that
+    the probe does not see it.
     """
     return weight.dtype == torch.float16 and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
@@ -180,10 +158,10 @@ def _in_8_bits(weight: torch.Tensor) -> Rounded:
 
 
 def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Rounded | None:
-    """Groups of 32 weights, each from its least to its largest in 16 steps: exactly the weights of a Q4_1 file, and of
-    a Q4_0 file, up to the rounding of scales to the dtype of `weight`.
+    """Groups of 32 weights in 16 steps from their least to their largest.
 
-    None where weights that are `stored` so were asked for, and these are not.
+    Exactly the weights of a Q4_1 or Q4_0 file, up to the rounding of scales to the dtype of `weight`. None where
+    `stored` asks for such weights, and these are others.
     """
     if stored and weight.shape[1] % _INT4_GROUP:
         return None
@@ -205,17 +183,14 @@ def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Rounded | None:
 
 
 def _steps(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Of groups [..., 32] the width of a step and the lowest of 16: as in a Q4_1 file, or in a Q4_0 file.
-
-    And whether all weights are one of these steps.
-    """
+    """For groups [..., 32]: the width of a step and the lowest of 16, as in Q4_1 or Q4_0; whether all weights fit."""
     low, high = groups.aminmax(dim=-1)
     tiny = torch.finfo(torch.bfloat16).tiny
     step = ((high - low) / 15).clamp_min(tiny)
     fits = _fit(groups, step, low)
-    if fits.all():  # the usual case where they are stored so, and most of the time that it takes to load them
+    if fits.all():  # the usual case where they are stored so, and most of the time that loading them takes
         return step, low, True
-    # Q4_0: eight steps below zero and seven above, or the other way about; the outermost of the eight is always taken.
+    # Q4_0: eight steps below zero and seven above, or vice versa; the outermost of the eight is always taken.
     signed = torch.where(-low >= high, -low, -high) / 8
     size = signed.abs().clamp_min(tiny)
     lowest = torch.where(signed >= 0, -8 * size, -7 * size)
@@ -235,9 +210,9 @@ def _fit(groups: torch.Tensor, step: torch.Tensor, low: torch.Tensor) -> torch.T
 def rounding_for(model: Any, may_round: bool) -> Rounding:
     """How a CPU computes this model fastest without changing it by more than the rounding of a bfloat16.
 
-    "stored" where weights are in 4 bits: a quarter of the bytes, so that one token and four are faster everywhere.
-    Where it `may_round`, and weights are bfloat16: "int4" for a large model, whose single tokens take half the time
-    then; "int8" for others, where the CPU has no instructions for bfloat16.  Else "".
+    "stored" where weights are in 4 bits: a quarter of the bytes, so one token and four are faster everywhere.
+    Where it `may_round` and weights are bfloat16: "int4" for a large model, whose single tokens then take half the
+    time; "int8" for others, on a CPU without instructions for bfloat16.  Else "".
     """
     layers = model.model.layers
     attention, mlp = layers[0].self_attn, layers[0].mlp
@@ -256,12 +231,12 @@ def rounding_for(model: Any, may_round: bool) -> Rounding:
 
 
 def _rows_at_once(weight: torch.Tensor) -> int:
-    """Whole panels whose steps are found within the processor's cache: in half the time."""
+    """Whole panels of rows that fit the processor's cache: this halves the time to find their steps."""
     return _INT4_ROWS * max(1, _CACHED // (_INT4_ROWS * weight.shape[1]))
 
 
 def is_in_4_bits(weight: torch.Tensor) -> bool:
-    """Whether the weights of a matrix are 16 steps in each group of 32, up to the rounding of a bfloat16."""
+    """Whether a matrix's weights are 16 steps in each group of 32, up to the rounding of a bfloat16."""
     if weight.shape[1] % _INT4_GROUP:
         return False
     parts = weight.split(_rows_at_once(weight))
@@ -271,7 +246,7 @@ def is_in_4_bits(weight: torch.Tensor) -> bool:
 def packs(weight: torch.Tensor) -> bool:
     """Whether oneDNN can lay this matrix out for the CPU once, instead of in every multiplication.
 
-    Its packed products of float32 are also the ones whose rows do not depend on one another; plain ones do.
+    Rows of its packed float32 products do not depend on one another; rows of plain ones do.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -285,15 +260,15 @@ def multiplies_bf16() -> bool:
 
 
 def multiplies_4_bits() -> bool:
-    """Whether the kernel for weights in 4 bits is made for this CPU; elsewhere it is a loop over numbers."""
+    """Whether the kernel for weights in 4 bits is vectorised for this CPU."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
 
-    On a CPU in pieces that torch does not split between threads: where it cuts a row, the elements next to the cut go
-    through the scalar exponential, whose bits are not the vector one's.
+    On a CPU in pieces that torch does not split between threads: elements next to a cut within a row use the scalar
+    exponential, whose bits are not the vector one's.
     """
     n, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.device.type != "cpu" or n * inner < _SERIAL:
@@ -310,9 +285,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm over the last dimension, in the dtype of `weight`.
 
-    As transformers computes it: in float32, rounded before the weights; where `x` is wider than these, after them.
+    As in transformers: in float32, rounded before the weights are applied; where `x` is wider than these, after.
 
-    On a CPU in operations of which each rounds once, so that vectorised and scalar code agree; the built-in one is
+    On a CPU in operations that each round once, so that vectorised and scalar code agree; the built-in one is
     composed of more of them, and takes three times as long for a row.
     """
     if x.device.type != "cpu":

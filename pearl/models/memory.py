@@ -1,10 +1,10 @@
-"""How much memory a model will take, told from its files before any of it is loaded, and how much there is."""
+"""How much memory a model will take, from its files before any of it is loaded, and how much there is."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,19 @@ from typing import Any
 import torch
 
 from pearl.errors import ModelError
+from pearl.models.families import OWN_FORWARD
 from pearl.models.graphs import FED, PREFILL
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TOLD_FROM = 1e9  # bytes; nobody wants to know of less
+_REPORTED_FROM = 1e9  # bytes
 _MEMORY_WORDS = re.compile(
     r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
     r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
 )
-_DEFAULT_HEAD = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+_CACHE_SHAPE = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def needed(
     most: int,
     ranks: int = 1,
     slots: int = 1,
-    wide: Collection[str] = (),
+    is_wide: bool = False,
 ) -> Need | None:
     """What the checkpoint in `directory` will take; None where its files do not tell.
 
@@ -73,11 +76,12 @@ def needed(
         context: tokens; None: the model's own, at most `most`.
         ranks: how many share the model; the need is that of one.
         slots: sequences that its cache holds.
-        wide: classes of models whose cache is of float32, whatever their weights are.
+        is_wide: our own forward's cache is float32, whatever the weights are.
     """
     try:
         config = json.loads((directory / "config.json").read_text())
-        size = sum(file.stat().st_size for file in _weight_files(directory))
+        found = (sorted(directory.glob(name)) for name in _WEIGHTS)
+        size = sum(file.stat().st_size for file in next((files for files in found if files), []))
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict) or not size:
@@ -85,7 +89,7 @@ def needed(
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
-    item = 4 if set(config.get("architectures") or ()) & set(wide) else item
+    item = 4 if is_wide and OWN_FORWARD.keys() & (config.get("architectures") or ()) else item
     config = config.get("text_config", config)
     context = context or min(most, config.get("max_position_embeddings") or most)
     return of_shape(config, weights, item, context, ranks, slots)
@@ -98,20 +102,20 @@ def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, r
         config: as in config.json.
         item: bytes of a number of the cache.
     """
-    if not all(isinstance(config.get(name), int) for name in _DEFAULT_HEAD):
+    if not all(isinstance(config.get(name), int) for name in _SHAPE):
         return Need(weights // ranks)
     hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
     whole = min(weights, vocab * hidden * item) if ranks > 1 else 0  # every rank has the embedding
-    positions = context + PREFILL  # rows of padding are written behind the text
-    shared = slots * cache_bytes(config, positions, item) // min(ranks, config.get("num_key_value_heads") or heads)
+    positions = context + PREFILL  # rows of padding are written after the text
+    shared = slots * _cache_bytes(config, positions, item) // min(ranks, config.get("num_key_value_heads") or heads)
     inner, heads = config["intermediate_size"] // ranks, heads // ranks
     piece = PREFILL * (4 * hidden + 3 * inner + max(heads // FED, 1) * positions) * item  # its mask, a group's heads
     recorded = FED * (2 * heads * positions * item + 2 * vocab * item + 4 * vocab)  # scores twice, logits
     return Need((weights - whole) // ranks + whole, shared, piece + recorded, context, slots)
 
 
-def cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
-    """Keys and values of so many positions in all layers."""
+def _cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
+    """Keys and values of `positions` in all layers."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     key_value_heads = config.get("num_key_value_heads") or heads
@@ -119,15 +123,15 @@ def cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """A sentence on the memory that a model needs, and that there is; empty where it needs little, or nobody knows.
+    """A sentence on the memory that a model needs and that there is; empty where it needs little or nobody knows.
 
     Args:
         gpus: over how many, from the first on, it is spread.
 
     Raises `ModelError` where it cannot fit: on a GPU into what is free, on a CPU into the memory that there is at all
-    (what is free there depends on what is kept of files that were read, these among them).
+    (what is free depends on cached files, these among them).
     """
-    if need is None or need.total < _TOLD_FROM or (room := _room(device, gpus)) is None:
+    if need is None or need.total < _REPORTED_FROM or (room := _room(device, gpus)) is None:
         return ""
     where = f"on {device}" if gpus == 1 else f"on {gpus} GPUs"
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
@@ -149,39 +153,65 @@ def _room(device: torch.device, gpus: int) -> int | None:
     return sum(int(torch.cuda.mem_get_info(place)[0]) for place in places)
 
 
-def available_memory(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process could still take, by the kernel's estimate and its control group; None: unknown."""
+def check_cache_fits(spec: str, model: Any, context: int, positions: int, item: int, slots: int) -> int:
+    """How many more caches than `slots` fit into memory. Raises `ModelError` where these do not.
+
+    Beforehand, because a cache takes its pages only as it fills.
+
+    Args:
+        positions, item: that a cache of `context` tokens holds, and bytes of its numbers.
+    """
+    named = model.config.get_text_config(decoder=True)  # which finds other families' names for these
+    if getattr(named, "is_heterogeneous", False):
+        return 0  # heads of several sizes
+    config = {name: getattr(named, name, None) for name in _CACHE_SHAPE}
+    if not config["num_attention_heads"]:
+        return 0  # no such attention: the runner refuses it by name
+    each, free = _cache_bytes(config, positions, item), available_memory()
+    if model.device.type == "cpu" and free is not None and slots * each > free:
+        raise ModelError(
+            f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes "
+            f"{gigabytes(slots * each)}, and {gigabytes(free)} are free. "
+            f"Lower max_context{' or slots' * (slots > 1)}, or end what else runs."
+        )
+    return 0 if free is None else free // each - slots
+
+
+def fits_in_float32(directory: Path) -> bool:
+    """Whether half the free memory holds bfloat16 safetensors in float32, by the sizes of local files."""
+    size = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    free = available_memory()
+    return free is None or 2 * size < free
+
+
+def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
+    """Bytes that this process can still take, by the kernel's estimate and its control group; None: unknown."""
+
+    def left() -> int:
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+
+    return _least(proc, "MemAvailable", left)
+
+
+def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
+    """Bytes that this process could take alone on the machine, with no cached files; None: unknown."""
+    return _least(proc, "MemTotal", lambda: int((group / "memory.max").read_text()))
+
+
+def _least(proc: Path, name: str, of_group: Callable[[], int]) -> int | None:
     found = []
     with suppress(OSError, ValueError, KeyError):
-        found.append(_kernels(proc)["MemAvailable"])
+        lines = (line.split() for line in proc.read_text().splitlines())
+        found.append({words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3}[f"{name}:"])
     with suppress(OSError, ValueError):  # "max" is no number: no limit
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        found.append(of_group())
     return min(found, default=None)
-
-
-def total_memory(proc: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process could take if there were no other and nothing were kept of files; None: unknown."""
-    found = []
-    with suppress(OSError, ValueError, KeyError):
-        found.append(_kernels(proc)["MemTotal"])
-    with suppress(OSError, ValueError):
-        found.append(int((group / "memory.max").read_text()))
-    return min(found, default=None)
-
-
-def _kernels(proc: Path) -> dict[str, int]:
-    lines = (line.split() for line in proc.read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    return next((files for files in (sorted(directory.glob(name)) for name in _WEIGHTS) if files), [])
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is too little memory.
+    """Whether an error means that there is too little memory.
 
-    torch has a class for what its own allocator of GPU memory lacks. All else comes as a `RuntimeError`: the host's
-    memory, pinned memory, workspaces of cuBLAS and cuDNN, and what the driver needs to launch a recorded forward.
+    torch has a class for its own allocator of GPU memory only. All else is a `RuntimeError`: the host's memory, pinned
+    memory, workspaces of cuBLAS and cuDNN, and what the driver needs to launch a recorded forward.
     """
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_MEMORY_WORDS.search(str(error)))

@@ -1,8 +1,8 @@
-"""One model shared by several ranks: which weights of a Llama each rank keeps, and what ranks exchange in a forward.
+"""One model shared by several ranks: which weights each rank keeps, and what ranks exchange in a forward.
 
-Tensor parallelism as in "Megatron-LM" (Shoeybi et al., 2019, section 3): of attention a rank has some of the heads, of
-the MLP some of the inner columns, so that each block ends with one sum over the ranks; of the head it has some rows.
-Every rank has the embedding and the norms.  Knows no processes: a `Group` communicates.
+Tensor parallelism as in "Megatron-LM" (Shoeybi et al., 2019, section 3): a rank has some of the attention heads and
+some of the MLP's inner columns, so that each block ends with one sum over the ranks; it has some rows of the head.
+Every rank has the embedding and the norms.  Must not know processes: a `Group` communicates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn import Linear, Parameter
 from torch.nn.functional import pad
 
 from pearl.errors import ModelError
+from pearl.models.families import MATRICES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Group(Protocol):
-    """The ranks that share a model, as one of them sees it. All of them make the same calls in the same order."""
+    """The ranks that share a model, seen from one of them. All make the same calls in the same order."""
 
     rank: int
     size: int
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors added up, the same bits on every rank; may be `part` itself, overwritten."""
+        """The sum of the ranks' tensors, the same bits on every rank; may be `part` itself, overwritten."""
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ ALONE: Group = Alone()
 
 
 def cut(model: PreTrainedModel | Decoder, group: Group, device: torch.device) -> None:
-    """Reduce a whole `model`, for which `is_llama` holds, to this rank's part, and move that to `device`.
+    """Reduce a whole `model` of our own forward to this rank's part, and move that to `device`.
 
     Its config then has the head counts of the part.  Where there are more ranks than key-value heads, each such head is
     kept by all ranks whose queries use it.  Raises `ModelError` where the ranks would have unequal parts.
@@ -61,21 +62,18 @@ def cut(model: PreTrainedModel | Decoder, group: Group, device: torch.device) ->
     heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     _check(size, heads, kv_heads, inner)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    queries = _share(heads * width, rank, size)
-    keys = _share(kv_heads * width, *((rank, size) if size <= kv_heads else (rank * kv_heads // size, kv_heads)))
-    columns = _share(inner, rank, size)
+    parts = {
+        "queries": _share(heads * width, rank, size),
+        "keys": _share(kv_heads * width, *((rank, size) if size <= kv_heads else (rank * kv_heads // size, kv_heads))),
+        "inner": _share(inner, rank, size),
+    }
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear, rows in (
-            (attention.q_proj, queries),
-            (attention.k_proj, keys),
-            (attention.v_proj, keys),
-            (mlp.gate_proj, columns),
-            (mlp.up_proj, columns),
-        ):
-            _keep_rows(linear, rows, device)
-        _keep_columns(attention.o_proj, queries, rank, device)
-        _keep_columns(mlp.down_proj, columns, rank, device)
+        for name, (outputs, inputs) in MATRICES.items():
+            linear = layer.get_submodule(name)
+            if outputs in parts:
+                _keep_rows(linear, parts[outputs], device)
+            else:
+                _keep_columns(linear, parts[inputs], rank, device)
     _keep_rows(model.lm_head, _share(-(-config.vocab_size // size) * size, rank, size), device)
     config.num_attention_heads, config.num_key_value_heads = heads // size, max(1, kv_heads // size)
     config.head_dim = width  # it is no longer hidden_size / heads
@@ -107,12 +105,12 @@ def _keep_rows(linear: Linear, rows: slice, device: torch.device) -> None:
 
 
 def _keep_columns(linear: Linear, columns: slice, rank: int, device: torch.device) -> None:
-    """Keep these input columns. The first rank keeps the bias: the sum over ranks must hold it once."""
+    """Keep these input columns. The first rank keeps the bias: the sum over ranks must contain it once."""
     _replace(linear, linear.weight[:, columns], device)
     if rank:
         linear.bias = None  # type: ignore[assignment]
 
 
 def _replace(linear: Linear, part: torch.Tensor, device: torch.device) -> None:
-    """Set the weight to a copy of `part`, so that the whole weight is freed, or never read where its file is mapped."""
+    """Set the weight to a copy of `part`, so that the whole is freed, or never read where its file is mapped."""
     linear.weight = Parameter(part.detach().to(device, copy=True).contiguous(), requires_grad=False)

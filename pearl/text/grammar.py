@@ -1,7 +1,7 @@
-"""Texts held to a grammar: a JSON schema, or a regular expression. By llguidance (extra `structured`).
+"""Texts held to a grammar, a JSON schema or a regular expression, by llguidance (extra `structured`).
 
-Which tokens may follow is a function of the text alone, so both models are held alike, and what holds without a grammar
-holds with one: every rule keeps its promise, and one seed gives one text whatever was proposed.
+Which tokens may follow is a function of the text alone, so it applies to target and draft alike: every rule keeps its
+guarantee, and one seed gives one text whatever was proposed.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from pearl.config.sampling import Schema
 from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
 from pearl.extras import installing
-from pearl.text.schema_cost import check_regex, check_schema
+from pearl.text.grammar_limits import check_regex, check_schema
 from pearl.text.stream import Tokenizer, token_bytes
 
-if TYPE_CHECKING:  # a front checks what it is asked for, and starts sooner without NumPy
+if TYPE_CHECKING:  # a front only checks a request's grammar, and starts sooner without NumPy
     import numpy as np
     import numpy.typing as npt
     from llguidance import LLMatcher, LLTokenizer
 
 _T = TypeVar("_T")
 _MISSING = "needs the package llguidance: "
-_NO_TOKEN = "NoExtensionBias"  # begins what llguidance says where the vocabulary cannot write how a grammar goes on
-_BESIDE = 2  # ids beyond the model's own: see `_Vocabulary`
-_MOST_REVIVED = 8  # times that one text's parser is begun anew: it reads the whole text again
+_NO_TOKEN = "NoExtensionBias"  # begins llguidance's message where the vocabulary cannot write what must follow
+_EXTRA_IDS = 2  # beyond the model's own: see `_Vocabulary`
+_MOST_RESTARTS = 8  # of one text's parser: each reads the whole text again
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
 def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
-    """What workers are told of what a user asks for: "json_schema" or "regex", a line feed, and the text of it.
+    """A request's grammar as workers get it: "json_schema" or "regex", a line feed, and its text; empty for none.
 
-    Empty where nothing is asked for. Raises `RequestError` where it is no schema or expression that can be kept to, or
-    llguidance is not installed.
+    Raises `RequestError` for a schema or expression that cannot be used, or where llguidance is not installed.
     """
     if json_schema is None and regex is None:
         return ""
@@ -51,7 +50,7 @@ def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
 
 @lru_cache(maxsize=64)
 def _checked(grammar: str) -> str:
-    """In the notation of llguidance. Raises `ImportError` and `ValueError`."""
+    """The grammar in llguidance's notation. Raises `ImportError` and `ValueError`."""
     from llguidance import LLMatcher
 
     kind, _, text = grammar.partition("\n")
@@ -63,16 +62,16 @@ def _checked(grammar: str) -> str:
         written = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
     else:
         raise ValueError(f"unknown kind {kind[:20]!r}")
-    failed, said = LLMatcher.validate_grammar_with_warnings(written, limits=_limits())
-    if failed:
-        raise ValueError(said[0])
+    has_failed, messages = LLMatcher.validate_grammar_with_warnings(written, limits=_limits())
+    if has_failed:
+        raise ValueError(messages[0])
     return written
 
 
 def _limits() -> Any:
+    """A half to a tenth of llguidance's defaults: a hostile schema must not delay the other texts."""
     from llguidance import LLParserLimits
 
-    # A hostile schema is not to hold up the other texts. Its own bounds are two to ten times as high.
     return LLParserLimits(
         max_items_in_row=1000,
         initial_lexer_fuel=300_000,
@@ -89,82 +88,86 @@ def _short(problem: str) -> str:
 
 
 class Guide:
-    """Says which tokens may follow a text that is held to a grammar.
+    """Which tokens may follow one text.
 
-    A text may break it, for it may be made of guesses: nothing may follow such a text, and nothing has to, for what
-    breaks the grammar has no probability.  For the same reason the parser may give up behind some text that is never
-    written (where the grammar goes on with no token that there is, or asks for too much): what was before is not lost.
+    The text may violate the grammar where it consists of guesses: such guesses have no probability, so nothing follows
+    them.  For the same reason the parser may fail on a text that is never committed (no token of the model fits, or it
+    exceeds a limit); the tokens before remain valid.
+
+    Args:
+        make: a parser at the beginning of the text.
+        ends: tokens that end the text.
     """
 
     def __init__(self, make: Callable[[], LLMatcher], ends: Sequence[int]) -> None:
         self._make, self._ends = make, list(ends)
         self._matcher = make()
-        self._kept: list[int] = []  # tokens within the grammar
-        self._beyond = 0  # tokens after these
-        self._gave_up = ""  # why the parser took the first of them neither for right nor for wrong
-        self._revived = 0
+        self._valid: list[int] = []  # the text's tokens within the grammar
+        self._beyond = 0  # number of tokens after these
+        self._failure = ""  # why the parser could not judge the first of those
+        self._restarts = 0
 
     def check(self) -> None:
-        """Raises `GrammarError` where the parser has given up, but for want of a token."""
+        """Raise `GrammarError` where the parser has failed, except for want of a token."""
         if self._matcher.is_error() and not self._matcher.get_error().startswith(_NO_TOKEN):
-            raise GrammarError(self._why())
+            raise GrammarError(self._error())
 
     def extend(self, token: int) -> None:
-        """The next token of the text."""
+        """Append a token to the text."""
         if self._beyond:
             self._beyond += 1
-        elif self._tried(partial(_takes, token)):
-            self._kept.append(token)
+        elif self._try(partial(_takes, token)):
+            self._valid.append(token)
         else:
             self._beyond = 1
             if self._matcher.is_error():
-                self._gave_up = self._why()
+                self._failure = self._error()
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        self._beyond = max(0, min(self._beyond, length - len(self._kept)))
+        self._beyond = max(0, min(self._beyond, length - len(self._valid)))
         if not self._beyond:
-            self._gave_up = ""
-        if length < len(self._kept):
-            self._matcher.rollback(len(self._kept) - length)
-            del self._kept[length:]
+            self._failure = ""
+        if length < len(self._valid):
+            self._matcher.rollback(len(self._valid) - length)
+            del self._valid[length:]
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """[vocab], of the tokens that may follow; None where the text has left the grammar, or ended.
+        """[vocab], whether each token may follow; None where the text has left the grammar, or ended.
 
-        Raises `GrammarError` where the parser has given up, but for want of a token: then none may follow.
+        Raises `GrammarError` where the parser has failed; for want of a token, no token may follow.
         """
         import numpy as np
 
-        if self._gave_up:
-            raise GrammarError(self._gave_up)
+        if self._failure:
+            raise GrammarError(self._failure)
         if self._beyond:
             return None
-        mask = np.frombuffer(self._tried(lambda matcher: matcher.compute_logit_bias()), np.uint8) > 0
+        mask = np.frombuffer(self._try(lambda matcher: matcher.compute_logit_bias()), np.uint8) > 0
         self.check()
         if self._matcher.is_error():
             mask = np.zeros_like(mask)
-        mask[self._ends] = mask[-_BESIDE]
-        return mask[:-_BESIDE]
+        mask[self._ends] = mask[-_EXTRA_IDS]
+        return mask[:-_EXTRA_IDS]
 
-    def _tried(self, ask: Callable[[LLMatcher], _T]) -> _T:
-        """What the parser says. One that has given up, perhaps behind a text that is forgotten, has no way back, and
-        its copies share what its limits count: then another one reads the text anew, and is asked once more.
+    def _try(self, step: Callable[[LLMatcher], _T]) -> _T:
+        """The parser's result. One that has failed, perhaps on a text since forgotten, cannot recover, and its copies
+        share what its limits count: a new one then reads the text, and tries once more.
         """
-        said = ask(self._matcher)
-        if self._matcher.is_error() and self._revived < _MOST_REVIVED:
-            self._revived += 1
+        result = step(self._matcher)
+        if self._matcher.is_error() and self._restarts < _MOST_RESTARTS:
+            self._restarts += 1
             self._matcher = self._make()
-            self._matcher.consume_tokens(self._kept)
-            said = ask(self._matcher)
-        return said
+            self._matcher.consume_tokens(self._valid)
+            result = step(self._matcher)
+        return result
 
-    def _why(self) -> str:
+    def _error(self) -> str:
         return f"the text's grammar: {_short(self._matcher.get_error())}"
 
 
 def _takes(token: int, matcher: LLMatcher) -> bool:
-    """Whether the text may go on with it. A lexer that has given up takes nothing, and tells only who asks for more."""
+    """Whether the text may continue with `token`. A lexer that has failed takes nothing, and reports it only later."""
     takes = bool(matcher.try_consume_tokens([token]))
     if not takes and not matcher.is_error():
         matcher.compute_logit_bias()
@@ -175,8 +178,8 @@ class Guides:
     """Makes the guides of one model's texts.
 
     Args:
-        load: its tokenizer. What follows from it is made when a grammar first comes: it takes half a second.
-        size: ids of the model.
+        load: its tokenizer; called with the first grammar, for its vocabulary takes half a second.
+        size: number of the model's token ids.
     """
 
     def __init__(self, load: Callable[[], Tokenizer], size: int) -> None:
@@ -184,7 +187,7 @@ class Guides:
         self._size = size
 
     def __call__(self, grammar: str, ends: Sequence[int]) -> Guide:
-        """Of a text that the tokens `ends` end, which are no part of it. Raises `GrammarError`."""
+        """A guide for a text that the tokens `ends` end, which are not part of it. Raises `GrammarError`."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -204,21 +207,21 @@ class Guides:
 def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + _BESIDE, eos_token=size)
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + _EXTRA_IDS, eos_token=size)
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for it, with two ids more.
+    """A tokenizer as llguidance reads it, with two extra ids.
 
-    The first stands for all tokens that end a text: each text has its own of these. The second is what no token of the
-    model writes. Tokens without a text are no part of any.
+    The first stands for all tokens that end a text, which differ between texts; the second for text that no token of
+    the model writes. Tokens without text are never part of a text.
     """
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         known = range(min(size, tokenizer.vocab_size))
-        beyond = range(len(known), size + _BESIDE)
+        beyond = range(len(known), size + _EXTRA_IDS)
         self._tokenizer = tokenizer
         self.eos_token_id, self._unwritten = size, size + 1
         self.tokens = [token_bytes(tokenizer, id) for id in known] + [b"<%d>" % id for id in beyond]
@@ -235,10 +238,10 @@ class _Vocabulary:
         return max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that write `text`, or its beginning and that what follows has none.
+        """Tokens that write exactly `text`; `_unwritten` ends them where no token continues it.
 
-        It is what a grammar leaves no choice about, and its first token is the only one that may follow then. So tokens
-        that write something else will not do: an unknown token, or one with the space that many tokenizers put first.
+        llguidance calls this for text that a grammar forces, and then allows only its first token: tokens that write
+        something else, such as an unknown token or the space that many tokenizers put first, would be wrong.
         """
         tokens = self._tokenizer.encode(text.decode("utf-8", "replace"), special=False)
         if b"".join(self.tokens[each] for each in tokens) == text:
@@ -250,6 +253,6 @@ class _Vocabulary:
         return tokens
 
     def _fitting(self, text: bytes, start: int) -> int:
-        """The longest token with which `text` goes on at `start`."""
+        """The longest token with which `text` continues at `start`."""
         ends = range(min(len(text), start + self._longest), start, -1)
         return next((self._ids[text[start:end]] for end in ends if text[start:end] in self._ids), self._unwritten)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pearl.config import SamplingParams
 from pearl.errors import ConfigError, ModelError
-from pearl.text import fast
-from pearl.text.fast import KeptTokenizer, rendered
+from pearl.text import tokenizer_cache
+from pearl.text.chat_template import chat_prompt
 from pearl.text.stream import Tokenizer, Tools, check_characters
+from pearl.text.tokenizer_cache import CachedTokenizer
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -27,25 +28,13 @@ OF_GGUF = "of_gguf"  # in a tokenizer_config.json that we made of a GGUF file
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
 _UNSUPPORTED: Mapping[str, object] = {
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": [],
-    "suppress_tokens": [],
-    "begin_suppress_tokens": [],
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
+    **dict.fromkeys(("encoder_repetition_penalty", "num_beams", "guidance_scale"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **{name: [] for name in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings")},
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("dola_layers", "watermarking_config"), None),
+    **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
     "sequence_bias": {},
-    "exponential_decay_length_penalty": None,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "dola_layers": None,
-    "guidance_scale": 1.0,
-    "watermarking_config": None,
-    "token_healing": False,
-    "stop_strings": [],
 }
 _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "typical_p": 1.0,
@@ -118,7 +107,7 @@ class HFTokenizer:
             of = self._tokenizer
             return str(of.apply_chat_template(given, tools=told, add_generation_prompt=True, tokenize=False))
 
-        return rendered(render, messages)
+        return chat_prompt(render, messages)
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
@@ -127,7 +116,7 @@ class HFTokenizer:
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
     """Raises `ModelError` unless every id that both have is the same token. Ids of one alone are padding."""
     size = min(target.vocab_size, draft.vocab_size)
-    if isinstance(target, KeptTokenizer) and isinstance(draft, KeptTokenizer) and target.digest == draft.digest:
+    if isinstance(target, CachedTokenizer) and isinstance(draft, CachedTokenizer) and target.digest == draft.digest:
         return  # what is kept of them says so: neither need be read
     if (wanted := _pieces(target, size)) == (found := _pieces(draft, size)):
         return
@@ -140,7 +129,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str,
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` from afar."""
-    if isinstance(tokenizer, KeptTokenizer) and size == tokenizer.vocab_size:
+    if isinstance(tokenizer, CachedTokenizer) and size == tokenizer.vocab_size:
         return tokenizer.digest
     return hashlib.blake2b(json.dumps(_pieces(tokenizer, size)).encode(), digest_size=16).digest()
 
@@ -152,14 +141,14 @@ def _pieces(tokenizer: Tokenizer, size: int) -> list[str | None]:
 def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer in a directory (or a hub id), and how the checkpoint wants to be sampled."""
     directory = None if trust_remote_code or not Path(path).is_dir() else Path(path)
-    if directory is not None and (kept := fast.read(directory)) is not None:
-        return kept, GenerationDefaults(**{name: _hashable(value) for name, value in kept.settings.items()})
+    if directory is not None and (cached := tokenizer_cache.read(directory)) is not None:
+        return cached, GenerationDefaults(**{name: _hashable(value) for name, value in cached.settings.items()})
     of_transformers = read_tokenizer(path, trust_remote_code)
     tokenizer = HFTokenizer(of_transformers)
     defaults = _defaults(_generation_config(path, trust_remote_code), tokenizer.eos)
     if directory is not None:
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-        fast.keep(directory, of_transformers, tokenizer, asdict(defaults), digest)
+        tokenizer_cache.save(directory, of_transformers, tokenizer, asdict(defaults), digest)
     return tokenizer, defaults
 
 

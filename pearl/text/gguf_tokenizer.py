@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file describes, as one of the `tokenizers` library.
 
-What follows from each name of `tokenizer.ggml.pre`, and from what a file leaves open, is as in llama.cpp.  Where an
-expression of its only approximates the one that the model was published with, the published one stands here.
+The meaning of each name of `tokenizer.ggml.pre`, and of what a file leaves open, is llama.cpp's.  Where one of its
+expressions only approximates the one that the model was published with, we use the published one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _LLAMA3 = "|".join((_ENGLISH, _WORD, _THREE, _SIGNS, _SPACES))
 _QWEN2 = "|".join((_ENGLISH, _WORD, _DIGIT, _SIGNS, _SPACES))
 
-# Pre-tokenizers: names, expressions (each splits the pieces that those before it leave), and what else a name implies:
-# "whole" (a word that is a token is not made by merges), "bos" (added where the file does not say), "nfc".
+# Pre-tokenizers: names, expressions (each splits the pieces of those before it), and what else a name implies:
+# "whole" (a word that is a token is not made by merges), "bos" (added unless the file states otherwise), "nfc".
 _SPLITS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 jais trillion granite-docling", (_GPT2,), ""),
     ("mpt olmo", (_GPT2,), "nfc"),
@@ -84,52 +84,52 @@ _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind its
 
 
 def tokenizer_of(reader: Any) -> tuple[Any, list[int]]:
-    """The tokenizer of transformers that the file of a `GGUFReader` describes, and the tokens that end a text.
+    """The tokenizer that the file of a `GGUFReader` describes, for transformers, and the tokens that end a text.
 
-    Exits where it cannot be had exactly.
+    Exits where it cannot be reproduced exactly.
     """
     from transformers import PreTrainedTokenizerFast
 
-    said = _said(reader)
-    ends = _ends(said)
-    tokenizer, has_bos = _of_merges(said) if said["model"] == "gpt2" else (_of_scores(said), True)
-    _add_special(tokenizer, said)
-    _frame(tokenizer, said, has_bos)
-    _check(tokenizer, said)
+    stated = _stated(reader)
+    ends = _ends(stated)
+    tokenizer, has_bos = _of_merges(stated) if stated["model"] == "gpt2" else (_of_scores(stated), True)
+    _add_special(tokenizer, stated)
+    _frame(tokenizer, stated, has_bos)
+    _check(tokenizer, stated)
     added = tokenizer.get_added_tokens_decoder()
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: said.get(f"{key}_token_id") for name, key in named.items()}
+    ids = {name: stated.get(f"{key}_token_id") for name, key in named.items()}
     about: dict[str, Any] = {f"{name}_token": added[id] for name, id in ids.items() if id in added}  # no ordinary word
-    about |= {"chat_template": said.get("chat_template"), OF_GGUF: True}
+    about |= {"chat_template": stated.get("chat_template"), OF_GGUF: True}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
 
 
-def _said(reader: Any) -> dict[str, Any]:
-    """What the file says of its tokenizer. An id that no token has is as if it were not there."""
-    said = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
-    said = {name.removeprefix("tokenizer.").removeprefix("ggml."): value for name, value in said.items()}
-    model = said.get("model")
+def _stated(reader: Any) -> dict[str, Any]:
+    """What the file states of its tokenizer, without ids that no token has."""
+    stated = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    stated = {name.removeprefix("tokenizer.").removeprefix("ggml."): value for name, value in stated.items()}
+    model = stated.get("model")
     if model not in _NEEDED:
         sys.exit(f"its tokenizer is of the kind {model!r}, which is not read. Take the model as safetensors")
     for name in _NEEDED[model]:
-        if name not in said:
+        if name not in stated:
             sys.exit(f"it does not say 'tokenizer.ggml.{name}', without which it has no tokenizer")
-    tokens = said["tokens"] = [token or f"[EMPTY_{id}]" for id, token in enumerate(said["tokens"])]
+    tokens = stated["tokens"] = [token or f"[EMPTY_{id}]" for id, token in enumerate(stated["tokens"])]
     if len(set(tokens)) < len(tokens):
         sys.exit(f"{len(tokens) - len(set(tokens))} of its tokens are there twice")
     size = len(tokens)
-    ids = {name: id for name, id in said.items() if name.endswith("_token_id")}
-    kept = {name: value for name, value in said.items() if name not in ids or 0 <= value < size}
+    ids = {name: id for name, id in stated.items() if name.endswith("_token_id")}
+    kept = {name: value for name, value in stated.items() if name not in ids or 0 <= value < size}
     usual = _USUAL_IDS if model == "llama" else {}
     general = reader.fields.get("general.name")
     return usual | kept | {"name": str(general.contents()) if general else ""}
 
 
-def _ends(said: dict[str, Any]) -> list[int]:
-    """The ids that end a text, that of `eos_token_id` first. These are control tokens, whatever the file says."""
-    tokens, names = said["tokens"], {*_ENDS.split()}
-    kinds = said["token_type"] = [*said.get("token_type", [_NORMAL] * len(tokens))]
-    found = [said[f"{key}_token_id"] for key in _END_KEYS if f"{key}_token_id" in said]
+def _ends(stated: dict[str, Any]) -> list[int]:
+    """The ids that end a text, that of `eos_token_id` first; made control tokens, whatever the file states."""
+    tokens, names = stated["tokens"], {*_ENDS.split()}
+    kinds = stated["token_type"] = [*stated.get("token_type", [_NORMAL] * len(tokens))]
+    found = [stated[f"{key}_token_id"] for key in _END_KEYS if f"{key}_token_id" in stated]
     for id, token in enumerate(tokens):
         if token in names or (token == "</s>" and kinds[id] == _CONTROL):  # in some vocabularies a word of HTML
             found.append(id)
@@ -138,15 +138,15 @@ def _ends(said: dict[str, Any]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _of_merges(said: dict[str, Any]) -> tuple[Tokenizer, bool]:
-    """A byte-level BPE, and whether texts begin with BOS where the file does not say."""
-    name = said.get("pre") or "default"
+def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
+    """A byte-level BPE, and whether texts begin with BOS unless the file states otherwise."""
+    name = stated.get("pre") or "default"
     found = next(((splits, implied) for names, splits, implied in _SPLITS if name in names.split()), None)
     if found is None:
         sys.exit(f"its pre-tokenizer is {name!r}, which is not read. Take the model as safetensors")
     expressions, implied = found
-    ids = {token: id for id, token in enumerate(said["tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in said["merges"]]
+    ids = {token: id for id, token in enumerate(stated["tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
     try:
         tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges="whole" in implied))
     except Exception as error:  # of no other class
@@ -159,11 +159,11 @@ def _of_merges(said: dict[str, Any]) -> tuple[Tokenizer, bool]:
     return tokenizer, "bos" in implied
 
 
-def _of_scores(said: dict[str, Any]) -> Tokenizer:
-    """Sentencepiece's BPE: of two neighbours that are a token, those with the highest score are merged first."""
-    tokens, kinds, scores = said["tokens"], said["token_type"], said["scores"]
-    if not (has_prefix := _has_prefix(said)):
-        # Tokens of spaces are then found in what the normalizer leaves, and have the names that they have elsewhere.
+def _of_scores(stated: dict[str, Any]) -> Tokenizer:
+    """Sentencepiece's BPE: merges the neighbours first whose token has the highest score."""
+    tokens, kinds, scores = stated["tokens"], stated["token_type"], stated["scores"]
+    if not (has_prefix := _has_prefix(stated)):
+        # Tokens of spaces are then found in normalised text, and have the names of other files.
         known = {*tokens}
         for id, token in enumerate(tokens):
             if kinds[id] == _USER_DEFINED and (name := token.replace(" ", _SPACE)) not in known:
@@ -177,7 +177,7 @@ def _of_scores(said: dict[str, Any]) -> Tokenizer:
         for cut in range(1, len(token))
         if token[:cut] in found and token[cut:] in found
     ]
-    unknown = tokens[said["unknown_token_id"]] if "unknown_token_id" in said else None
+    unknown = tokens[stated["unknown_token_id"]] if "unknown_token_id" in stated else None
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = [normalizers.Prepend(_SPACE)] * has_prefix
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
@@ -188,15 +188,15 @@ def _of_scores(said: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _has_prefix(said: dict[str, Any]) -> bool:
+def _has_prefix(stated: dict[str, Any]) -> bool:
     """Whether a space is put before each text, and before what follows a special token."""
-    return bool(said["model"] == "llama" and said.get("add_space_prefix", True))
+    return bool(stated["model"] == "llama" and stated.get("add_space_prefix", True))
 
 
-def _add_special(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
-    """Makes each control and user-defined token one that is found in texts before they are split."""
-    strips = "phi-3" in (name := said["name"].lower()) or "phi3" in name
-    is_normalized = said["model"] == "llama" and not _has_prefix(said)
+def _add_special(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
+    """Add each control and user-defined token as one that is found in texts before they are split."""
+    strips = "phi-3" in (name := stated["name"].lower()) or "phi3" in name
+    is_normalized = stated["model"] == "llama" and not _has_prefix(stated)
     added = [
         AddedToken(
             token,
@@ -204,26 +204,26 @@ def _add_special(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
             normalized=is_normalized and kind == _USER_DEFINED,
             special=kind != _USER_DEFINED,
         )
-        for token, kind in zip(said["tokens"], said["token_type"], strict=True)
+        for token, kind in zip(stated["tokens"], stated["token_type"], strict=True)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
 
 
-def _frame(tokenizer: Tokenizer, said: dict[str, Any], has_bos: bool) -> None:
-    """What stands before and behind each text."""
-    adds = {"bos": said.get("add_bos_token", has_bos), "eos": said.get("add_eos_token", False)}
-    ends = {name: said.get(f"{name}_token_id") for name in adds if adds[name]}
+def _frame(tokenizer: Tokenizer, stated: dict[str, Any], has_bos: bool) -> None:
+    """Set what is put before and after each text."""
+    adds = {"bos": stated.get("add_bos_token", has_bos), "eos": stated.get("add_eos_token", False)}
+    ends = {name: stated.get(f"{name}_token_id") for name in adds if adds[name]}
     if missing := [name for name, id in ends.items() if id is None]:
         sys.exit(f"it adds a token to each text and does not say which: 'tokenizer.ggml.{missing[0]}_token_id'")
-    around = [{"id": name, "ids": [id], "tokens": [said["tokens"][id]]} for name, id in ends.items()]
+    around = [{"id": name, "ids": [id], "tokens": [stated["tokens"][id]]} for name, id in ends.items()]
     first, last = "bos " * ("bos" in ends), " eos" * ("eos" in ends)
     tokenizer.post_processor = processors.TemplateProcessing(f"{first}$A{last}", f"{first}$A $B{last}", around)
 
 
-def _check(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
-    """Exits unless special tokens are their own ids, no id is made up, and tokens read back give their text."""
-    tokens, kinds = said["tokens"], said["token_type"]
+def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
+    """Exit unless special tokens encode to their own ids, no id is invented, and a token's text encodes to itself."""
+    tokens, kinds = stated["tokens"], stated["token_type"]
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
     if tokenizer.get_vocab_size() != len(tokens):
         sys.exit(f"its tokenizer would have {tokenizer.get_vocab_size()} tokens, and the file has {len(tokens)}")
@@ -233,7 +233,7 @@ def _check(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
     for id in range(0, len(tokens), max(1, len(tokens) // 500)):
         text = tokenizer.decode([id])
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        is_read = said["model"] == "llama" or alphabet.issuperset(tokens[id])  # else no text has it
+        is_read = stated["model"] == "llama" or alphabet.issuperset(tokens[id])  # else no text has it
         if not is_read or REPLACEMENT in text or any(kinds[each] == _USER_DEFINED for each in ids):
             continue
         if normalize("NFC", again := tokenizer.decode(ids)) != normalize("NFC", text):

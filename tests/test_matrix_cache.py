@@ -1,8 +1,7 @@
-"""What a start finds out about a model's weights is kept: the next one takes it, and its logits are the same bits."""
+"""Cached matrices: a second start makes none of them, and its logits are the same bits."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from pearl import cache as kept
-from pearl.models import kept_matrices, matrices
+import pearl.cache
+from pearl.models import matrices, matrix_cache
+from pearl.models.layers import DecoderLayers
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
-from pearl.models.matrices import multiplies_bf16
-from pearl.models.packed import contents, pack, restored
+from pearl.models.matrices import Packed, multiplies_bf16, pack
+from pearl.models.probe import irregular
 from pearl.models.runner import feed_chain
 from tests.tiny import tiny_model
 
@@ -30,7 +30,7 @@ DTYPES = ["float32", "int8", "int4", *(["bfloat16"] if multiplies_bf16() else []
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_matrices, "_LEAST", 1)
+    monkeypatch.setattr(matrix_cache, "_LEAST", 1)
     return tmp_path / "cache" / "converted"
 
 
@@ -43,7 +43,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done that a second start need not do."""
     done: list[str] = []
-    for module, name in ((matrices, "_lay_out"), (LlamaRunner, "_probe")):
+    for module, name in ((matrices, "_lay_out"), (DecoderLayers, "probe")):
         before = getattr(module, name)
 
         def noted(*args: Any, before: Any = before, name: str = name) -> Any:
@@ -55,7 +55,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def logits(checkpoint: Path, dtype: str) -> torch.Tensor:
-    """Of a prompt, and of a token fed alone behind it, from a runner of its own."""
+    """Of a prompt, and of a token fed alone behind it, from a runner of its own; and the probe's result."""
     runner = load_runner(str(checkpoint), device=CPU, dtype=dtype, max_context=64)
     assert isinstance(runner, LlamaRunner)
     found = [feed_chain(runner, range(5, 18), 13), feed_chain(runner, [3], 1)]
@@ -66,19 +66,20 @@ def entries(cache: Path) -> list[Path]:
     return sorted(cache.glob("matrices-*[!k]")) if cache.is_dir() else []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_second_start_lays_nothing_out_and_gives_the_same_bits(
-    cache: Path, checkpoint: Path, work: list[str], dtype: str
+    cache: Path, checkpoint: Path, work: list[str]
 ) -> None:
-    first = logits(checkpoint, dtype)
-    assert set(work) == {"_probe", "_lay_out"}
-    assert len(entries(cache)) == 1
-    work.clear()
-    assert torch.equal(logits(checkpoint, dtype), first)
-    assert work == []
+    """And another dtype takes none of it."""
+    for number, dtype in enumerate(DTYPES, start=1):
+        first = logits(checkpoint, dtype)
+        assert set(work) == {"probe", "_lay_out"}
+        assert len(entries(cache)) == number
+        work.clear()
+        assert torch.equal(logits(checkpoint, dtype), first)
+        assert work == []
 
 
-def test_weights_stored_in_4_bits_are_kept_beside_those_that_are_not(
+def test_weights_stored_in_4_bits_are_cached_beside_those_that_are_not(
     cache: Path, checkpoint: Path, work: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `auto` takes for such files on a CPU without instructions for bfloat16: some in int4, others in float32."""
@@ -94,34 +95,19 @@ def test_weights_stored_in_4_bits_are_kept_beside_those_that_are_not(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
-@pytest.mark.parametrize("file", ["matrices", "about.json"])
-@pytest.mark.parametrize("how", ["a bit", "zeros", "shorter", "gone"])
-def test_what_is_damaged_is_made_anew(
-    cache: Path, checkpoint: Path, work: list[str], dtype: str, file: str, how: str
-) -> None:
-    """Also where all sizes are right: a bit in the middle of a matrix would be another text."""
+def test_what_is_damaged_is_made_anew(cache: Path, checkpoint: Path, work: list[str], dtype: str) -> None:
+    """Also where all sizes are right: a bit in the middle of a matrix would change the text."""
     first = logits(checkpoint, dtype)
-    (entry,) = entries(cache)
-    data = bytearray((entry / file).read_bytes())
-    data[100 if file == "matrices" else len(data) // 2] ^= 4  # there is air between matrices
-    if how == "gone":
-        (entry / file).unlink()
-    else:
-        (entry / file).write_bytes({"a bit": data, "zeros": bytes(len(data)), "shorter": data[:-7]}[how])
-    work.clear()
-    assert torch.equal(logits(checkpoint, dtype), first)
-    assert work, "taken though it was damaged"
-    work.clear()
-    assert torch.equal(logits(checkpoint, dtype), first)
-    assert work == [], "and is whole again"
-
-
-def test_another_dtype_takes_none_of_it(cache: Path, checkpoint: Path, work: list[str]) -> None:
-    for number, dtype in enumerate(DTYPES, start=1):
-        work.clear()
-        logits(checkpoint, dtype)
-        assert work
-        assert len(entries(cache)) == number
+    (file,) = cache.glob("matrices-*/matrices.pt")
+    whole = file.read_bytes()
+    a_bit = bytearray(whole)
+    a_bit[len(whole) // 2] ^= 4
+    for damaged in (a_bit, bytes(len(whole)), whole[:-7], None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        for is_made in (True, False):
+            work.clear()
+            assert torch.equal(logits(checkpoint, dtype), first)
+            assert bool(work) == is_made
 
 
 @pytest.mark.parametrize("other", ["processor", "capability", "environment", "threads", "torch", "code", "file"])
@@ -130,26 +116,27 @@ def test_what_it_depends_on_is_its_name(
 ) -> None:
     logits(checkpoint, "int8")
     work.clear()
-    if other == "processor":
-        read = Path.read_text
+    read = Path.read_text
 
-        def elsewhere(path: Path, *args: Any, **options: Any) -> str:
-            said = read(path, *args, **options)
-            return said.replace("flags", "flags\t\t: amx", 1) if str(path) == "/proc/cpuinfo" else said
+    def elsewhere(path: Path, *args: Any, **options: Any) -> str:
+        found = read(path, *args, **options)
+        return found.replace("flags", "flags\t\t: amx", 1) if str(path) == "/proc/cpuinfo" else found
 
-        monkeypatch.setattr(Path, "read_text", elsewhere)
-    elif other == "capability":
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
-    elif other == "environment":
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-    elif other == "threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    elif other == "torch":
-        monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.1")
-    elif other == "code":
-        monkeypatch.setattr(kept_matrices, "_CODE", (*kept_matrices._CODE, "slots"))
-    else:
-        os.utime(checkpoint / "model.safetensors", (1, 1))
+    match other:
+        case "processor":
+            monkeypatch.setattr(Path, "read_text", elsewhere)
+        case "capability":
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+        case "environment":
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        case "threads":
+            monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        case "torch":
+            monkeypatch.setattr(torch, "__version__", f"{torch.__version__}.1")
+        case "code":
+            monkeypatch.setattr(matrix_cache, "_CODE", (*matrix_cache._CODE, "slots"))
+        case _:
+            os.utime(checkpoint / "model.safetensors", (1, 1))
     logits(checkpoint, "int8")
     assert work
     assert len(entries(cache)) == 2
@@ -157,9 +144,8 @@ def test_what_it_depends_on_is_its_name(
 
 STARTS = """
 import sys, torch
-from pathlib import Path
-from pearl.models import kept_matrices
-kept_matrices._LEAST = 1
+from pearl.models import matrix_cache
+matrix_cache._LEAST = 1
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
 runner = load_runner(sys.argv[1], device=torch.device("cpu"), dtype="int4", max_context=64)
@@ -172,36 +158,37 @@ def test_several_that_start_at_once_do_one_another_no_harm(cache: Path, checkpoi
     together = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) for _ in range(3)
     ]
-    said = {process.communicate(timeout=240)[0] for process in together}
+    printed = {process.communicate(timeout=240)[0] for process in together}
     assert [process.returncode for process in together] == [0, 0, 0]
-    assert len(said) == 1
-    assert said != {""}
+    assert len(printed) == 1
+    assert printed != {""}
     assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == [entries(cache)[0].name]
-    assert kept_matrices._read(entries(cache)[0].name) is not None
+    assert matrix_cache._read(entries(cache)[0].name) is not None
 
 
 @pytest.mark.parametrize("why", ["cache", "bound", "disk", "small", "torch", "differs"])
-def test_where_it_cannot_be_kept_the_model_works(
+def test_where_it_cannot_be_cached_the_model_works(
     cache: Path, checkpoint: Path, work: list[str], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    kept_before = logits(checkpoint, "float32")
+    cached_before = logits(checkpoint, "float32")
     shutil.rmtree(cache)
-    if why == "cache":
-        cache.parent.rmdir()
-        cache.parent.touch()
-    elif why == "bound":
-        monkeypatch.setenv("PEARL_CACHE_GB", "1e-6")
-    elif why == "disk":
-        monkeypatch.setattr(kept.shutil, "disk_usage", lambda root: SimpleNamespace(free=10))
-    elif why == "small":
-        monkeypatch.setattr(kept_matrices, "_LEAST", 1 << 30)
-    elif why == "torch":
-        monkeypatch.setattr("pearl.models.packed._library", lambda: object())
-    else:
-        monkeypatch.setattr(kept_matrices, "restored", lambda *args: pack(torch.zeros(args[2])))
+    match why:
+        case "cache":
+            cache.parent.rmdir()
+            cache.parent.touch()
+        case "bound":
+            monkeypatch.setenv("PEARL_CACHE_GB", "1e-6")
+        case "disk":
+            monkeypatch.setattr(pearl.cache.shutil, "disk_usage", lambda root: SimpleNamespace(free=10))
+        case "small":
+            monkeypatch.setattr(matrix_cache, "_LEAST", 1 << 30)
+        case "torch":
+            monkeypatch.setattr(matrix_cache, "_library", lambda: object())
+        case _:
+            monkeypatch.setattr(matrix_cache, "_unpacked", lambda shape, **_: pack(torch.zeros(shape)))
     for _ in range(2):
         work.clear()
-        assert torch.equal(logits(checkpoint, "float32"), kept_before)
+        assert torch.equal(logits(checkpoint, "float32"), cached_before)
         assert work
     assert entries(cache) == []
 
@@ -209,7 +196,7 @@ def test_where_it_cannot_be_kept_the_model_works(
 def test_it_takes_no_room_from_what_is_in_use(cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that made room for it would displace it in turn, at every start; one of long ago goes."""
     logits(checkpoint, "float32")
-    size = sum(json.loads((entries(cache)[0] / "sizes.json").read_text()).values())
+    size = sum(path.stat().st_size for path in entries(cache)[0].iterdir())
     shutil.rmtree(entries(cache)[0])
 
     def conversion(building: Path, progress: object) -> None:
@@ -217,7 +204,7 @@ def test_it_takes_no_room_from_what_is_in_use(cache: Path, checkpoint: Path, mon
         (building / "weights").write_bytes(bytes(size))
 
     monkeypatch.setenv("PEARL_CACHE_GB", str(1.5 * size / 1e9))
-    model = kept.converted("model", conversion, kept.silent)
+    model = pearl.cache.converted("model", conversion, pearl.cache.silent)
     logits(checkpoint, "float32")
     assert model.is_dir()
     assert entries(cache) == []
@@ -229,15 +216,17 @@ def test_it_takes_no_room_from_what_is_in_use(cache: Path, checkpoint: Path, mon
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 33), (64, 96), (4200, 72)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_matrices_come_back(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_packed_matrices_come_back(tmp_path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and not multiplies_bf16():
         pytest.skip("are not packed here")
-    weight = matrices.irregular(*shape, dtype)
-    x = matrices.irregular(9, shape[1], dtype)
-    packed = pack(weight)
-    data, order = (part.clone() for part in contents(packed))
-    again = restored(data, order, shape, dtype)
+    weight, x = irregular(*shape, dtype), irregular(9, shape[1], dtype)
+    packed = Packed(pack(weight))
+    torch.save(matrix_cache._contents(packed), tmp_path / "saved")
+    again = matrix_cache._restore(torch.load(tmp_path / "saved", mmap=True, weights_only=True))
+    assert isinstance(again, Packed)
+    assert again.memory is not None
+    assert again.memory.data_ptr() % 64 == 0, "as kernels load whole vectors"
     with torch.inference_mode():
-        assert torch.equal(matrices.Packed(again)(x), matrices.Packed(packed)(x))
+        assert torch.equal(again(x), packed(x))
         wanted = x.float() @ weight.float().T
-        assert (matrices.Packed(again)(x).float() - wanted).abs().max() < 0.01 * wanted.abs().max()
+        assert (again(x).float() - wanted).abs().max() < 0.01 * wanted.abs().max()

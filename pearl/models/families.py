@@ -1,0 +1,175 @@
+"""The model families, one record each: what our own forward pass computes, and which GGUF files are read. No torch.
+
+`llama`, `direct`, `shard` and `memory` read a family's `Forward`; `gguf` reads its `Gguf`.  To add a family whose
+layers have the shape of `MATRICES`, add its record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The matrices of a decoder layer: name -> (outputs, inputs); see `dimensions`.
+MATRICES = {
+    "self_attn.q_proj": ("queries", "hidden"),
+    "self_attn.k_proj": ("keys", "hidden"),
+    "self_attn.v_proj": ("keys", "hidden"),
+    "self_attn.o_proj": ("hidden", "queries"),
+    "mlp.gate_proj": ("inner", "hidden"),
+    "mlp.up_proj": ("inner", "hidden"),
+    "mlp.down_proj": ("hidden", "inner"),
+}
+STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on the length of the text
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a family differs from Llama in our own forward pass.
+
+    Attributes:
+        biases: setting of the configuration -> matrices that have a bias where it is true; "": always.
+        has_head_norms: whether an RMS norm is applied to each head's queries and keys.
+        default_window: the sliding window of a configuration that names none; 0: no window.
+    """
+
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_head_norms: bool = False
+    default_window: int = 0
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What a family's GGUF files state, with llama.cpp's names and defaults.
+
+    Attributes:
+        needed: keys that a file must have -> names in a configuration, whose default is another model's number.
+        optional: likewise, of keys that some files have; a shape shows where one is missing.
+        window: (period, tokens): the last of each `period` layers has no sliding window, the others have this one.
+        layers_of_27b: layers of the family's one model whose attention scores have another scale.
+    """
+
+    needed: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
+    window: tuple[int, int] = (0, 0)
+    layers_of_27b: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        model_type: as in config.json.
+        architecture: its class in transformers.
+        forward: None: transformers computes it.
+        gguf: by name of the architecture in such files.
+    """
+
+    model_type: str
+    architecture: str = ""
+    forward: Forward | None = None
+    gguf: Mapping[str, Gguf] = field(default_factory=dict)
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_ATTENTION, _MLP = (*_QKV, "self_attn.o_proj"), ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_NORM = "attention.layer_norm_epsilon"
+_EXPERTS = {"expert_used_count": "num_experts_per_tok"}
+_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_MINIMAX = {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
+_GPT2 = {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"}
+
+FAMILIES = (
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}),
+        {
+            "llama": Gguf({**_RMS, "attention.head_count_kv": "num_key_value_heads"})
+        },  # else queries are not put in order
+    ),
+    Family("mistral", "MistralForCausalLM", Forward(default_window=4096)),
+    Family("qwen2", "Qwen2ForCausalLM", Forward({"": _QKV}), {"qwen2": Gguf(_RMS)}),
+    Family(
+        "qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, has_head_norms=True), {"qwen3": Gguf(_RMS)}
+    ),
+    Family("bloom", gguf={"bloom": Gguf({_NORM: "layer_norm_epsilon"})}),
+    Family("falcon", gguf={"falcon": Gguf({_NORM: "layer_norm_epsilon"})}),
+    Family("gemma2", gguf={"gemma2": Gguf(_RMS, window=(2, 4096), layers_of_27b=46)}),
+    Family("gemma3_text", gguf={"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)}),
+    Family("gpt2", gguf={"gpt2": Gguf(_GPT2)}),
+    Family("minimax_m2", gguf={"minimax-m2": Gguf({**_RMS, **_EXPERTS, **_MINIMAX})}),
+    Family("nemotron", gguf={"nemotron": Gguf({_NORM: "norm_eps"})}),
+    Family("phi3", gguf={"phi3": Gguf(_RMS)}),
+    Family(
+        "qwen2_moe",
+        gguf={"qwen2moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, {**_WIDTH, **_SHARED_WIDTH})},
+    ),
+    Family("qwen3_moe", gguf={"qwen3moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, _WIDTH)}),
+    Family("stablelm", gguf={"stablelm": Gguf({_NORM: "layer_norm_eps"})}),
+    Family("starcoder2", gguf={"starcoder2": Gguf({_NORM: "norm_epsilon"})}),
+)
+OWN_FORWARD = {family.architecture: family for family in FAMILIES if family.forward is not None}
+GGUF = {name: gguf for family in FAMILIES for name, gguf in family.gguf.items()}
+
+
+def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
+    """What our own forward needs to compute this model; None where it does not compute it.
+
+    Args:
+        architecture: class in transformers.
+        config: as in config.json, with `rope_parameters`.
+    """
+    forward = OWN_FORWARD[architecture].forward if architecture in OWN_FORWARD else None
+    rope = config.get("rope_parameters")
+    if forward is None or not isinstance(rope, Mapping):
+        return None
+    window = config.get("sliding_window", forward.default_window) if forward.default_window else None
+    is_computed = (
+        window is None
+        and not config.get("use_sliding_window")
+        and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        and config.get("is_causal", True) is True
+        and config.get("hidden_act") in ("silu", "swish")
+        and config.get("quantization_config") is None
+        and rope.get("rope_type") in STEADY_ROPES
+        and all(where.get("partial_rotary_factor", 1.0) == 1.0 for where in (rope, config))
+    )
+    return forward if is_computed else None
+
+
+def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that `MATRICES` names. `config`: with `head_dim`."""
+    width = config["head_dim"]
+    return {
+        "hidden": config["hidden_size"],
+        "inner": config["intermediate_size"],
+        "queries": config["num_attention_heads"] * width,
+        "keys": config["num_key_value_heads"] * width,
+    }
+
+
+def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint, by its name there."""
+    size = dimensions(config)
+    biased = {name for setting, names in forward.biases.items() if not setting or config.get(setting) for name in names}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], size["hidden"]),
+        "model.norm.weight": (size["hidden"],),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], size["hidden"])
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        for name, (outputs, inputs) in MATRICES.items():
+            shapes[f"{layer}{name}.weight"] = size[outputs], size[inputs]
+            if name in biased:
+                shapes[f"{layer}{name}.bias"] = (size[outputs],)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{name}.weight"] = (size["hidden"],)
+        for name in ("q_norm", "k_norm") if forward.has_head_norms else ():
+            shapes[f"{layer}self_attn.{name}.weight"] = (config["head_dim"],)
+    return shapes

@@ -1,0 +1,100 @@
+"""Checks at load time that the bits of a row do not depend on the rows computed beside it, on the CPU at hand.
+
+Which kernel serves a shape differs between instruction sets.  Must not know models: it gets products and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pearl.models import attention
+
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
+_TOGETHER = 48
+_CANDIDATES = (1, 2, 4, 8, 16)
+
+
+class Heads(NamedTuple):
+    """The shape of attention: query heads, key-value heads, dimensions of a head."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+def least_rows(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> int:
+    """Return the least number of rows (1 to 16) from which on a row's bits are independent of the others; 0: none.
+
+    Args:
+        product: [n, in] -> [n, ...].
+        rows: `probe_rows`.
+    """
+    together = product(rows[:_TOGETHER])
+
+    def agrees(count: int) -> bool:
+        return all(
+            torch.equal(product(rows[start : start + count].contiguous()), together[start : start + count])
+            for start in (0, 5)
+        )
+
+    differing = [size for size in _SIZES if not agrees(size)]
+    return next((least for least in _CANDIDATES if all(size < least for size in differing)), 0)
+
+
+def irregular(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count, width] of normal random numbers, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, width, generator=generator).to(dtype)
+
+
+def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows for `least_rows`."""
+    return irregular(_TOGETHER, width, dtype)
+
+
+def attention_is_invariant(heads: Heads) -> bool:
+    """Whether attention to four blocks of keys, in float32, gives a query the same bits beside any others."""
+    keys, values = irregular(2 * heads.kv, 4 * attention.BLOCK * heads.dim, torch.float32).view(
+        2, heads.kv, -1, heads.dim
+    )
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(len(x), attention.BLOCK)
+        return attention.attend(x.view(len(x), -1, heads.dim), keys, values, mask)
+
+    return least_rows(product, probe_rows(heads.query * heads.dim, torch.float32)) == 1
+
+
+def trees_are_chains(heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether tree nodes that are attended to at once get the bits that their paths get as chains."""
+    most, positions = attention.TOGETHER, 3 * attention.BLOCK
+    shared = irregular(2 * heads.kv, positions * heads.dim, dtype).view(2, heads.kv, positions, heads.dim)
+    own = irregular(2 * most, heads.kv * heads.dim, dtype).view(2, most, heads.kv, -1)
+    queries = irregular(most, heads.query * heads.dim, dtype).view(most, -1, heads.dim)
+    few = (-1, 0, 0, 1, 1, 2, 3, 5)
+    many = [-1, *(max(0, node - 1 - node % 3) for node in range(1, most))]
+    near = attention.BLOCK - 2  # the tree crosses the end of a block
+    trees = [(1, few), (near, few), (2 * attention.BLOCK + 5, few), (near, few[:1]), (near, few[:3]), (near, many)]
+    return all(
+        _tree_is_chains(queries[: len(nodes)], shared, own[:, : len(nodes)], start, nodes) for start, nodes in trees
+    )
+
+
+def _tree_is_chains(
+    queries: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, start: int, parents: Sequence[int]
+) -> bool:
+    """One tree behind `start` tokens. shared, own: keys and values of the slot and of the nodes; see `attend_tree`."""
+    place = attention.tree_place(start, parents, queries.dtype)
+    keys, values = shared[:, :, : place.end]
+    found = attention.attend_tree(queries, keys, values, (own[0], own[1]), place)
+    for node, path in enumerate(attention.paths(parents)):
+        end = start + len(path)
+        chain = shared[:, :, : attention.whole_blocks(end)].clone()
+        chain[:, :, start:end] = own[:, path].transpose(1, 2)
+        alone = attention.attend(queries[path], chain[0], chain[1], attention.masks(start, len(path), queries.dtype))
+        if not torch.equal(alone[-1], found[node]):
+            return False
+    return True

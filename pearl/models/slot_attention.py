@@ -1,0 +1,97 @@
+"""Attention of a forward's rows to their slots: in spans of any size on a CPU, in fixed sizes on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pearl.models import attention
+from pearl.models.feeds import Layout, Span
+from pearl.models.graphs import FED
+from pearl.models.slots import Slots
+
+
+class SpanAttention:
+    """The rows of a `layout`, span by span. Trees of several chains are attended to at once where `trees_at_once`.
+
+    Otherwise a tree's chains are attended to one after the other, each at the positions after its ancestors.
+
+    Attributes:
+        states: collects (keys, values) of every layer where there are trees.
+    """
+
+    def __init__(self, layout: Layout, slots: Slots, trees_at_once: bool) -> None:
+        self._slots = slots
+        self._parts: list[tuple[Span, torch.Tensor | attention.TreePlace]] = []  # with its mask, or a whole tree
+        self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
+        for tree, group in groupby(layout.spans, attrgetter("tree")):
+            spans = list(group)
+            if tree >= 0 and len(spans) > 1 and trees_at_once and len(layout.trees[tree][1]) <= attention.TOGETHER:
+                self._parts.append(_whole_tree(layout, tree, slots.lengths, slots.dtype))
+            else:
+                self._parts += [(span, attention.masks(span.start, span.size, slots.dtype)) for span in spans]
+
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """See `layers.Attends`."""
+        if self.states is not None:
+            self.states.append((keys, values))
+        mixed, dtype, queries = [], self._slots.dtype, queries * queries.shape[-1] ** -0.5
+        for span, sees in self._parts:
+            all_keys, all_values = self._slots.keys[span.slot, layer], self._slots.values[span.slot, layer]
+            if isinstance(sees, attention.TreePlace):
+                own = keys[span.rows].to(dtype), values[span.rows].to(dtype)
+                mixed.append(attention.attend_tree(queries[span.rows], all_keys, all_values, own, sees))
+                continue
+            seen = attention.whole_blocks(span.at.stop)
+            all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
+            all_values[:, span.at] = values[span.rows].transpose(0, 1)
+            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], sees))
+        end = self._parts[-1][0].rows.stop
+        if end < len(queries):  # rows of padding
+            mixed.append(queries.new_zeros(len(queries) - end, mixed[0].shape[1]))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def _whole_tree(
+    layout: Layout, tree: int, lengths: Sequence[int], dtype: torch.dtype
+) -> tuple[Span, attention.TreePlace]:
+    """A tree's rows as one span, with their place."""
+    feed, rows = layout.trees[tree]
+    assert feed.parents is not None
+    slot, first = feed.slot, min(rows)
+    nodes = sorted(range(len(rows)), key=rows.__getitem__)  # in the order of their rows
+    parents = [feed.parents[node] for node in nodes]
+    above = [rows[parent] - first if parent >= 0 else -1 for parent in parents]
+    return Span(slot, lengths[slot], first, len(rows), tree), attention.tree_place(lengths[slot], above, dtype)
+
+
+class FixedAttention:
+    """The rows of a `graphs.Piece`. Like `attention.attend`, with one product for the scores and one for the output.
+
+    Args:
+        at: [n], positions at which keys and values are written.
+        mask: [n, positions looked at].
+    """
+
+    def __init__(self, slots: Slots, slot: int, at: torch.Tensor, mask: torch.Tensor) -> None:
+        self._slots, self._slot, self._at, self._mask = slots, slot, at, mask
+
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """See `layers.Attends`."""
+        (n, heads, dim), kv_heads, end = queries.shape, keys.shape[1], self._mask.shape[1]
+        all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
+        all_keys[:, self._at] = keys.transpose(0, 1)
+        all_values[:, self._at] = values.transpose(0, 1)
+        all_keys, all_values = all_keys[:, :end], all_values[:, :end]
+        stacked = queries.view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        mask = self._mask.repeat(heads // kv_heads, 1)
+        if n <= FED:  # fused attention has few blocks to work with where there are few rows
+            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=dim**-0.5)
+            mixed = torch.bmm(scores.softmax(-1), all_values)
+        else:
+            mixed = scaled_dot_product_attention(stacked[None], all_keys[None], all_values[None], mask)[0]
+        return mixed.view(kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, -1)

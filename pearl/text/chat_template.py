@@ -1,0 +1,102 @@
+"""Rendering chat templates: messages in the form that each template takes, and plain chats without transformers.
+
+Importing transformers takes a process a second.  `render` uses the same settings of jinja2, in its sandbox, for a
+template is untrusted code; `tokenizer_cache` compares the two, and uses transformers where they differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pearl.errors import RequestError
+
+if TYPE_CHECKING:  # which takes a front 50 ms to import
+    from jinja2 import Template
+
+
+def render(template: str, messages: list[dict[str, Any]], special: dict[str, Any]) -> str:
+    """The prompt for the next reply. `special`: the special tokens by name. Raises `TemplateError`."""
+    return _compiled(template).render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
+    )
+
+
+@cache
+def _compiled(template: str) -> Template:
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _to_json(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Unlike jinja2's own filter, without escapes for HTML."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def chat_prompt(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """`render` applied to `messages` in a form that the template takes.
+
+    The arguments of tool calls are an object to most templates, and text to some, such as DeepSeek's. Raises
+    `RequestError` for whatever a template raises.
+    """
+    given = [_with_joined_parts(message) for message in messages]
+    objects = [_with_arguments(message, _parsed) for message in given]
+    try:
+        return render(objects)
+    except Exception as error:
+        with suppress(Exception):
+            if (texts := [_with_arguments(message, _as_text) for message in given]) != objects:
+                return render(texts)
+        if isinstance(error, RecursionError):  # a template that writes nested tools as JSON
+            raise RequestError("tools or their calls are nested too deep for the model's chat template") from None
+        name = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+        raise RequestError(
+            f"The model's chat template does not take these messages: {name}{error}. "
+            "Change their roles or order, or send a raw prompt."
+        ) from error
+
+
+def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A content of several text parts as one text, which every template takes."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.get("type") == "text" for one in parts):
+        return message
+    return {**message, "content": "\n".join(str(part.get("text")) for part in parts)}
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    def call(given: Any) -> Any:
+        function = given.get("function") if isinstance(given, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return given
+        return {**given, "function": {**function, "arguments": form(function["arguments"])}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [call(each) for each in calls]} if isinstance(calls, list) else message
+
+
+def _parsed(arguments: Any) -> Any:
+    with suppress(TypeError, ValueError, RecursionError):
+        if isinstance(given := json.loads(arguments), dict):
+            return given
+    return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
