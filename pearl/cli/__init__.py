@@ -97,7 +97,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
             "pearl distill --target my-model --out my-draft",
         ),
         "disco": (
-            "disco:disco",
+            "recorded:disco",
             "Train the classifier that tells a draft where to stop.",
             "pearl disco train texts.npz --out pair.disco",
         ),
