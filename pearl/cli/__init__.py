@@ -102,7 +102,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
             "pearl disco train texts.npz --out pair.disco",
         ),
         "evaluate-draft": (
-            "evaluate:evaluate_draft",
+            "distill:evaluate_draft",
             "How often the target would accept what a draft guesses.",
             "pearl evaluate-draft my-draft/draft prompts.jsonl --target my-model",
         ),
