@@ -246,5 +246,5 @@ def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
         click.echo(f"Replayed without {', '.join(left_out)}: a trace does not have the draft's other tokens.")
 
 
-for command in (studies.check, studies.front, recorded.record, studies.rejections, recorded.stops, studies.sweep):
+for command in (studies.check, studies.front, recorded.record, studies.rejections, recorded.stops):
     simulate.add_command(command)

@@ -1,4 +1,4 @@
-"""Studies of the theory: `pearl simulate check`, `rejections`, `front` and `sweep`.
+"""Studies of the theory: `pearl simulate check`, `rejections` and `front`.
 
 Arguments and output only: the rows of `pearl.lab.experiments` become JSON, a picture (PNG) and a table.
 """
@@ -6,31 +6,24 @@ Arguments and output only: the rows of `pearl.lab.experiments` become JSON, a pi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pearl.cli.numbers import POSITIVE, STDOUT, Number, Times, json_option, write_json
+from pearl.cli.numbers import STDOUT, json_option, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.recorded import LocalPair, limit_option, raw_option
 from pearl.cli.tables import print_table, progress
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
-from pearl.lab.experiments.estimate import Estimate
 
 if TYPE_CHECKING:
-    from pearl.lab.experiments.sweeps import Point
+    pass
 
 _FRONT_TOKENS = 48  # of a text, without --max-tokens
-_AXES = {  # name -> label, factor from seconds to its unit
-    "jitter": ("jitter: standard deviation of a forward, as a share of it", 1.0),
-    "delay": ("delay of a message, one way (ms)", 1e3),
-}
-_SWEEPS = ("speedup", *_AXES)
 
 
 @click.command()
@@ -181,90 +174,3 @@ def front(
             "deviations of what the distributions along the same texts foretell",
             f"{len(prompts)} texts of {tokens} tokens by each rule; per token; opt with epsilon 0 is ratio, and exact",
         )
-
-
-@click.command()
-@click.argument("what", nargs=-1, type=click.Choice(_SWEEPS))
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the results.")
-@click.option("--t-draft", type=POSITIVE, default=10.0, show_default=True, metavar="MS", help="Of a draft forward.")
-@click.option("--t-target", type=Times(), default={1: 50.0}, help="Of a target forward.  [default: 50]")
-@click.option("--acceptance", type=Number(0, 1), multiple=True, default=(0.6, 0.8, 0.9), show_default=True, metavar="X")
-@click.option(
-    "--tokens", type=click.IntRange(min=1000), default=4000, show_default=True, metavar="N", help="Of a simulation."
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Simulations of a point, each with luck of its own: its 95% interval is over them. 1: no intervals.",
-)
-@click.option("--seed", type=int, default=0, metavar="N")
-def sweep(
-    what: tuple[str, ...],
-    out: Path,
-    t_draft: float,
-    t_target: dict[int, float],
-    acceptance: tuple[float, ...],
-    tokens: int,
-    repeats: int,
-    seed: int,
-) -> None:
-    """Speeds along an axis, in OUT/WHAT.json and OUT/WHAT.png. Without WHAT: all, in about half an hour of a core.
-
-    speedup: by acceptance rate and speed ratio, with a constant t_target.  jitter, delay: a panel for each
-    --acceptance, and a table of where PEARL stops paying.
-    """
-    from pearl.lab.experiments import plots, sweeps
-    from pearl.lab.experiments.recorded import interpolated
-    from pearl.lab.simulate import Timing
-
-    luck = sweeps.Luck(tokens, repeats, seed)
-    timing = Timing(t_draft / 1e3, interpolated({n: ms / 1e3 for n, ms in t_target.items()}))
-    along: dict[str, Callable[[], Iterator[Point]]] = {
-        "speedup": lambda: sweeps.over_acceptance_and_ratio(timing.t_draft, luck),
-        "jitter": lambda: sweeps.over_jitter(timing, acceptance, luck),
-        "delay": lambda: sweeps.over_delay(timing, acceptance, luck),
-    }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {out}: {error.strerror}") from None
-    for name in what or _SWEEPS:
-        points: list[Point] = []
-        with progress() as report:
-            for one in along[name]():
-                points.append(one)
-                report(f"{name}: {len(points)} points done; acceptance {one.acceptance:g}, ratio {one.ratio:g}")
-        write_json(out / f"{name}.json", [one.as_dict() for one in points])
-        if name in _AXES:
-            title = f"t_draft {timing.t_draft * 1e3:g} ms, t_target(1) {timing.t_target(1) * 1e3:g} ms"
-            plots.lines(points, name, *_AXES[name], title, out / f"{name}.png")
-        else:
-            plots.heat_maps(points, out / f"{name}.png")
-        click.echo(f"{out / name}.png and .json: {len(points)} points of {repeats} x {tokens} tokens")
-        if name in _AXES:
-            _print_ends(points, name)
-
-
-def _print_ends(points: Sequence[Point], axis: str) -> None:
-    """From which value of the axis on each method is slower than another."""
-    from pearl.lab.experiments import sweeps
-
-    label, scale = _AXES[axis]
-    pairs = [(m, o) for m in points[0].speedups for o in (sweeps.SD, None) if m != sweeps.SD]
-    names = [method.replace(", ", "\n").replace("best window", "best c") for method, _ in pairs]
-    heads = [f"{name}\nthan {'sd' if other else 'ar'}" for name, (_, other) in zip(names, pairs, strict=True)]
-
-    def cell(group: Sequence[Point], method: str, other: str | None) -> str:
-        def end(of: Callable[[Estimate], float]) -> str:
-            at = sweeps.stops_paying(group, axis, method, other, of)
-            return f"> {getattr(group[-1], axis) * scale:g}" if at is None else f"{at * scale:.2g}"
-
-        value, earliest, latest = end(lambda e: e.value), end(lambda e: e.low), end(lambda e: e.high)
-        return value if earliest == latest else f"{value} ({earliest} to {latest})"
-
-    click.echo(f"slower from here on; {label}; sd at its best gamma; in brackets 95%:")
-    groups = sweeps.by_acceptance(points).items()
-    print_table(("acceptance", *heads), [(f"{a:g}", *(cell(group, *pair) for pair in pairs)) for a, group in groups])

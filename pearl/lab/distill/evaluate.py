@@ -23,7 +23,7 @@ from pearl.lab.distill.storage import read_json, write_json
 from pearl.lab.distill.teacher import Teacher
 
 REPEATED = 8  # a token is repeated if it ends a run of this length that the answer has had before: a greedy loop
-BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # positions in the answer: bounds of the bins of `by_position`
+BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # bounds of the bins of `by_position`
 TOPS = (2, 4, 8)  # values of k in `correction_in_top`
 _BATCH_TOKENS = 4096  # tokens of a batch, padding included
 _LOGIT_ROWS = 256  # rows of logits of both models in memory at a time
