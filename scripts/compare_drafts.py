@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from pearl.lab.distill.draft import head, hidden_states
-from pearl.lab.distill.shards import Shards
+from pearl.lab.distill.storage import Shards
 from pearl.lab.simulate import CoinDraft, CoinTarget, Timing, simulate
 from pearl.models.embedded import pack_layers, unpack_layers
 from pearl.models.llama import LlamaRunner
@@ -110,12 +110,12 @@ def reached(run: Path, draft: PreTrainedModel, size: int) -> float:
     """
     shards = Shards(run / "answers")
     mass = torch.zeros(draft.config.vocab_size)
-    for path in sorted((run / "answers").glob("round-*.safetensors")):
+    for path in sorted((run / "answers").glob("round-*.pt")):
         for answer in shards.read(path.stem):
             mass.index_add_(0, answer.top_ids.flatten().long(), answer.top_probs.flatten().float())
     kept = mass.topk(size).indices.sort().values
     matrix, agreed, total = head(draft)[kept], 0, 0
-    for path in sorted((run / "answers").glob("held-out-*.safetensors")):
+    for path in sorted((run / "answers").glob("held-out-*.pt")):
         for answer in shards.read(path.stem):
             ids = torch.tensor([*answer.prompt, *answer.tokens])
             states = hidden_states(draft, ids[None, :-1])[0, len(answer.prompt) - 1 :]

@@ -21,7 +21,7 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import guesses
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
-from pearl.lab.experiments.recording import answers
+from pearl.lab.experiments.texts import answers
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair

@@ -19,7 +19,7 @@ from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
 from pearl.errors import ConfigError, ModelError, PearlError, RequestError
 from pearl.lab.experiments import texts
-from pearl.lab.experiments.recording import record
+from pearl.lab.experiments.texts import record
 from pearl.lab.experiments.workload import guessers
 from pearl.lab.experiments.workload import run as run_coins
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate

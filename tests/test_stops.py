@@ -27,7 +27,7 @@ from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.experiments import disco, stops
+from pearl.lab.experiments import stops
 from pearl.lab.experiments.recorded import timing_of
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate
 from pearl.models.recorded import Header, RecordedText, RecordedTexts, read_texts, write_texts
@@ -563,22 +563,22 @@ def test_features_are_kept_and_an_older_file_has_none(tmp_path: Path) -> None:
 
 
 def test_a_classifier_learns_what_can_be_learned() -> None:
-    found = disco.train(learnable(), timing_of(None, None))
+    found = stops.train(learnable(), timing_of(None, None))
     assert found.accuracy > 0.85 > 0.6 > found.base
     assert found.best.totals.tokens_per_second > 1.02 * found.static.totals.tokens_per_second
-    again = disco.train(learnable(), timing_of(None, None))
+    again = stops.train(learnable(), timing_of(None, None))
     assert again.classifier == found.classifier
     with pytest.raises(ConfigError, match="3 texts are too few"):
-        disco.train(learnable(3), timing_of(None, None))
+        stops.train(learnable(3), timing_of(None, None))
 
 
 def test_labels_that_are_shuffled_teach_nothing() -> None:
     """Planted bug: examples whose labels are of other tokens."""
-    seen, labels = disco.examples(learnable().texts)
+    seen, labels = stops.examples(learnable().texts)
     mixed = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
     for given, least, most in ((labels, 0.85, 1.0), (mixed, 0.0, 0.65)):
-        made = disco.fit(seen, given, "a", "b")
-        said = [made.confidence(each) > 0.5 for text in learnable().texts for each in disco.features_of(text)]
+        made = stops.fit(seen, given, "a", "b")
+        said = [made.confidence(each) > 0.5 for text in learnable().texts for each in stops.features_of(text)]
         share = sum(one == bool(other) for one, other in zip(said, labels.tolist(), strict=True)) / len(said)
         assert least <= share <= most
 

@@ -1,4 +1,4 @@
-"""`pearl datastore`: make texts that guesses come from. Arguments and output only; `pearl.drafting` does the work."""
+"""`pearl datastore`: build and inspect datastores. Arguments and output only; `pearl.drafting.corpus` builds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pearl.cli.distill import Bars
 from pearl.drafting.datastore import HEADER, Datastore, Header, read_header
 from pearl.errors import ModelError
 from pearl.printable import printable
-from pearl.spec.methods import LOOK_AHEAD
 from pearl.text.stream import Tokenizer
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -104,7 +103,6 @@ def info(directory: Path) -> None:
         ("tokenizer", f"{header.tokenizer}: {header.vocab_size:,} tokens, digest {header.digest}"),
         ("holds", _size_in_words(header)),
         ("on disk", f"{size / 1e6:,.1f} MB"),
-        ("weights", header.tuned or "defaults"),
     ]
     rows += [
         ("from", f"{each.name}: {each.documents:,} documents, {each.size / 1e6:,.1f} MB") for each in header.origins
@@ -112,39 +110,6 @@ def info(directory: Path) -> None:
     for name, value in rows:
         table.add_row(name, Text(printable(value)))
     SafeConsole().print(table)
-
-
-@datastore.command()
-@click.argument("directory", type=_DIRECTORY, metavar="DIR")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--look-ahead",
-    default=LOOK_AHEAD,
-    show_default=True,
-    metavar="N",
-    type=click.IntRange(1, 256),
-    help="Guesses in a forward, as they will be.",
-)
-def tune(directory: Path, files: tuple[Path, ...], look_ahead: int) -> None:
-    """Fit the weights of DIR's guesses to generated texts.
-
-    FILES hold what `pearl generate --json` printed, one text a line, for prompts like those to come. Stores in DIR the
-    weights that give most tokens per step; they change the speed of decoding, never a text.
-    """
-    from pearl.lab.experiments import tune as tuning
-    from pearl.lab.experiments.guessing import replay
-
-    store = Datastore(directory, verified=True)
-    texts = tuning.read_generated(files, store.header.vocab_size)
-    alone = replay(texts, None, look_ahead)
-    before = replay(texts, store, look_ahead)
-    with Bars(Console(stderr=True, highlight=False)) as bars:
-        weights, found = tuning.search(texts, store, look_ahead, bars)
-    summary = (
-        f"{len(texts)} texts: {found.tokens_per_step:.2f} tokens a step, {alone.tokens_per_step:.2f} without datastore"
-    )
-    tuning.save(directory, weights, summary)
-    say(f"{directory}: {summary}, {before.tokens_per_step:.2f} with the weights that it had")
 
 
 def _size_in_words(header: Header) -> str:

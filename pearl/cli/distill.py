@@ -1,20 +1,31 @@
-"""`pearl distill`: make a draft for a target. Arguments and progress bars; `pearl.lab.distill` does the work."""
+"""`pearl distill` and `pearl evaluate-draft`: make a draft, and judge one. Arguments, progress bars and a table."""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from pearl.cache import cache_directory
 from pearl.cli import listed
+from pearl.cli.numbers import named_file
 from pearl.cli.options import field_option
+from pearl.cli.tables import print_table
 from pearl.lab.distill.config import DistillConfig, load_config
+from pearl.lab.distill.prompts import read_prompts
+
+if TYPE_CHECKING:
+    from pearl.lab.distill.evaluate import Figures
+
+_COUNT = click.IntRange(1)
 
 
 class Bars:
@@ -53,7 +64,7 @@ class Bars:
         self._console.print(message, soft_wrap=True)
 
 
-def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _config_options(command: Callable[..., Any]) -> Any:
     """Add --config and a flag for every field to a command, which gets them as `config: DistillConfig`."""
 
     @functools.wraps(command)
@@ -61,12 +72,12 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         fields = {name: given.pop(name) for name in DistillConfig.model_fields}
         return command(config=load_config(config, {k: v for k, v in fields.items() if v not in (None, ())}), **given)
 
-    wrapped_all: Any = wrapped
+    made: Any = wrapped
     for name, field in reversed(DistillConfig.model_fields.items()):
-        wrapped_all = field_option(name, field)(wrapped_all)
+        made = field_option(name, field)(made)
     kind = click.Path(dir_okay=False, path_type=Path)
     return click.option("--config", type=kind, help="YAML file of these settings; see configs/distill/embedded.yaml.")(
-        wrapped_all
+        made
     )
 
 
@@ -76,7 +87,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--answers-only", is_flag=True, help="Only answer: write OUT/answers.jsonl, as for `pearl datastore build`."
 )
-@config_options
+@_config_options
 def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
     """Make a draft for a target, out of the target's own answers.
 
@@ -87,8 +98,83 @@ def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
     from pearl.lab.distill.run import Distillation
 
     logging.basicConfig(level="WARNING")
-    console = Console(stderr=True, highlight=False)
-    with Bars(console) as bars:
+    with Bars(Console(stderr=True, highlight=False)) as bars:
         distillation = Distillation(config, bars, resume=resume)
         made = distillation.answer() if answers_only else distillation.run()
     click.echo(made)
+
+
+@listed("Make a draft", "pearl evaluate-draft my-draft/draft prompts.jsonl --target my-model")
+@click.command("evaluate-draft")
+@click.argument("draft")
+@click.argument("prompts", nargs=-1, required=True, metavar="[NAME=]FILE...")
+@click.option("--target", default="embedded", show_default=True, help="Whose answers they are.")
+@click.option("--limit", type=_COUNT, help="Take the first N prompts of each file.")
+@click.option("--max-tokens", type=_COUNT, default=256, show_default=True, help="Longest answer.")
+@click.option("--batch", type=_COUNT, default=32, show_default=True, help="Answers generated at once.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", help="auto: as in the checkpoint."
+)
+@click.option(
+    "--answers",
+    type=click.Path(path_type=Path),
+    help="Directory where the target's answers are kept.  [default: PEARL's cache]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate_draft(
+    draft: str,
+    prompts: tuple[str, ...],
+    target: str,
+    limit: int | None,
+    max_tokens: int,
+    batch: int,
+    device: str,
+    dtype: str,
+    answers: Path | None,
+    as_json: bool,
+) -> None:
+    """How often the target would accept what a draft guesses.
+
+    The target answers the prompts of each FILE (.jsonl with "prompt", "question" or "turns"; or one a line) greedily;
+    both models then read the answers. NAME names the file in the table.
+    """
+    from pearl.lab.distill.evaluate import GreedyAnswers, evaluate
+    from pearl.lab.distill.teacher import choose_device, load_teacher
+    from pearl.models.loading import load_model
+    from pearl.models.tokenizers import load_tokenizer
+    from pearl.text.tokenizer import check_same_vocabulary
+
+    asked = {name: read_prompts(path, limit) for name, path in map(named_file, prompts)}
+    where = choose_device(device)
+    teacher = load_teacher(target, where, dtype)
+    check_same_vocabulary(teacher.tokenizer, load_tokenizer(draft)[0], target, draft)
+    model = load_model(draft, device=where, dtype=dtype).eval()
+    kept = GreedyAnswers(teacher, answers or cache_directory() / "answers", max_tokens)
+    with Bars(Console(stderr=True, highlight=False)) as bars:
+        bars.begin("answering", sum(-(-len(each) // batch) for each in asked.values()) * max_tokens)
+        found = evaluate(teacher, model, asked, kept, batch=batch, tick=lambda tokens: bars.advance(1))
+    if as_json:
+        sets = {name: asdict(of) for name, of in found.items()}
+        click.echo(json.dumps({"target": target, "draft": draft, "max_tokens": max_tokens, "sets": sets}))
+    else:
+        _print(found)
+
+
+def _print(found: dict[str, Figures]) -> None:
+    from pearl.lab.distill.evaluate import TOPS
+
+    of_each = list(found.values())
+    rows: dict[str, list[float | None]] = {
+        "greedy agreement": [of.agreement for of in of_each],
+        "1 - TV": [of.overlap for of in of_each],
+        "tokens in repeated 8-grams": [of.repeated for of in of_each],
+        "greedy agreement without them": [of.agreement_unrepeated for of in of_each],
+        "1 - TV without them": [of.overlap_unrepeated for of in of_each],
+    }
+    for first in sorted({first for of in of_each for first in of.by_position}):
+        rows[f"agreement from position {first}"] = [of.by_position.get(first, (None,))[0] for of in of_each]
+    for k in TOPS:
+        rows[f"wrong: right one in the top {k}"] = [of.correction_in_top[k] for of in of_each]
+    shares = ((name, *("-" if value is None else f"{value:.3f}" for value in values)) for name, values in rows.items())
+    print_table(("", *found), [("tokens", *(f"{of.tokens:,}" for of in of_each)), *shares])

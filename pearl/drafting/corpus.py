@@ -1,49 +1,53 @@
-"""From files to a datastore: texts read and tokenized, documents packed.
+"""Builds datastores from files: reads texts, tokenizes them, packs documents.
 
-Text files are one document each, lines of a JSONL file one each, and of a folder all text files below it.
+A text file is one document, each line of a JSONL file is one, and a folder stands for all text files below it.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pearl.document import parse_json
-from pearl.drafting.datastore import HEADER, Datastore, Header, Origin, Writer, check_tokenizer, read_header, width_of
+from pearl.drafting.datastore import (
+    HEADER,
+    Datastore,
+    Header,
+    Origin,
+    check_tokenizer,
+    locked,
+    read_header,
+    width_of,
+    write,
+)
 from pearl.errors import ConfigError
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
 
 DEFAULT_FIELD = "text"
-_PIECE = 1 << 18  # characters that are tokenized together
-_WAITING = 16  # pieces ahead of the one that is packed
-_JSONL = (".jsonl", ".ndjson")
+_PIECE = 1 << 18  # characters tokenized at once: a tokenizer's time and memory grow faster than the text
+_BATCH = 64  # pieces that wait for each other
 
 
 class Watcher(Protocol):
-    """Who is told how far it is; `total` and `count` are bytes."""
+    """Receives progress. `total` and `count` are bytes."""
 
     def begin(self, what: str, total: int) -> None: ...
 
     def advance(self, count: int, note: str = "") -> None: ...
 
 
-@dataclass(frozen=True)
-class File:
-    """A file to read. `of`: the argument that named it, itself or a folder above it."""
+class File(NamedTuple):
+    """A file to read. `of`: the argument that named it or a folder above it."""
 
     path: Path
     of: str
     size: int
-
-    @property
-    def is_named(self) -> bool:
-        return str(self.path) == self.of
 
 
 class Document(NamedTuple):
@@ -51,21 +55,29 @@ class Document(NamedTuple):
     of: str
 
 
+@dataclass
+class Packed:
+    """Documents in a datastore's format, and what they came from."""
+
+    tokens: bytearray
+    origins: list[Origin]
+
+    @property
+    def documents(self) -> int:
+        return sum(origin.documents for origin in self.origins)
+
+
 # ---- reading ----
 
 
 def listed(names: Sequence[str]) -> list[File]:
-    """The files that are named, and those below the folders that are: hidden ones and links left out.
-
-    Raises `ConfigError`.
-    """
+    """The named files, and those below named folders except hidden files and links. Raises `ConfigError`."""
     files: list[File] = []
     for name in names:
         path = Path(name)
         if not path.exists():
             raise ConfigError(f"{name} is not there")
-        for each in _below(path) if path.is_dir() else [path]:
-            files.append(File(each, name if path.is_dir() else str(each), each.stat().st_size))
+        files += [File(each, name, each.stat().st_size) for each in (_below(path) if path.is_dir() else [path])]
     return files
 
 
@@ -79,14 +91,14 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def documents(files: Iterable[File], fields: Sequence[str], watcher: Watcher) -> Iterator[Document]:
-    """Their texts; those of a folder that are no UTF-8 text are passed over. Raises `ConfigError`, naming the file.
+    """The texts of files. Skips files of a folder that are not UTF-8 text. Raises `ConfigError`, naming the file.
 
     Args:
-        fields: of JSONL records, joined by a blank line. None given: "text", or where a record has none all its texts.
+        fields: of JSONL records, joined by a blank line. Default: "text", or all texts of a record without it.
     """
     for file in files:
         try:
-            if file.path.suffix in _JSONL:
+            if file.path.suffix in (".jsonl", ".ndjson"):
                 yield from (Document(text, file.of) for text in _records(file.path, fields))
             elif (text := _text(file)) is not None:
                 yield Document(text, file.of)
@@ -97,12 +109,12 @@ def documents(files: Iterable[File], fields: Sequence[str], watcher: Watcher) ->
 
 def _text(file: File) -> str | None:
     content = file.path.read_bytes()
-    if b"\0" not in content:
-        try:
+    try:
+        if b"\0" not in content:
             return content.decode()
-        except UnicodeDecodeError:
-            pass
-    if file.is_named:
+    except UnicodeDecodeError:
+        pass
+    if str(file.path) == str(Path(file.of)):
         raise ConfigError(f"{file.path} is no UTF-8 text")
     return None
 
@@ -129,7 +141,7 @@ def _strings(record: Any, fields: Sequence[str], where: str) -> list[str]:
         record = [record[name] for name in chosen]
     elif fields:
         raise ConfigError(f"{where} is no record with fields")
-    return [text.encode("utf-8", "replace").decode() for text in _flat(record)]  # JSON may hold half a character
+    return [text.encode("utf-8", "replace").decode() for text in _flat(record)]  # JSON may hold lone surrogates
 
 
 def _flat(value: Any) -> Iterator[str]:
@@ -138,63 +150,44 @@ def _flat(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, list):
         for each in value:
-            if isinstance(each, (str, list)):
-                yield from _flat(each)
+            yield from _flat(each)
 
 
 # ---- packing ----
 
 
-@dataclass
-class Packed:
-    """Documents as a datastore has them, and what they came from."""
-
-    tokens: bytearray
-    origins: list[Origin]
-
-    @property
-    def documents(self) -> int:
-        return sum(origin.documents for origin in self.origins)
-
-
 def pack(texts: Iterable[Document], tokenizer: Tokenizer, width: int) -> Packed:
-    """The documents' tokens, `width` bytes each and a 0 after each document, back to front. Tokenizes on all cores."""
+    """Tokenize documents on all cores and reverse them: `width` bytes per token, a 0 after each document."""
     import numpy as np
 
-    parts: list[bytes] = []
-    sizes: dict[str, tuple[int, int]] = {}  # of what was named: documents, bytes
+    sizes: dict[str, tuple[int, int]] = {}  # argument -> documents, bytes
 
-    def encoded(text: str) -> bytes:
-        ids = np.array(tokenizer.encode(text, special=False)[::-1], dtype=np.uint32) + 1
-        return ids.astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :].tobytes()
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        waiting: deque[tuple[Future[bytes], bool]] = deque()
-
-        def take() -> None:
-            done, ends = waiting.popleft()
-            parts.append(done.result())
-            if ends:
-                parts.append(bytes(width))
-
+    def pieces() -> Iterator[tuple[str, bytes]]:
+        """Each piece of each text, with what follows it."""
         for text, of in texts:
-            if not text:
-                continue
-            number, size = sizes.get(of, (0, 0))
-            sizes[of] = number + 1, size + len(text.encode())
-            pieces = list(_pieces(text))
-            for i, piece in enumerate(pieces, start=1):
-                waiting.append((pool.submit(encoded, piece), i == len(pieces)))
-                if len(waiting) > _WAITING:
-                    take()
-        while waiting:
-            take()
-    packed = bytearray().join(reversed(parts))
-    return Packed(packed, [Origin(name=of, documents=number, size=size) for of, (number, size) in sizes.items()])
+            if text:
+                number, size = sizes.get(of, (0, 0))
+                sizes[of] = number + 1, size + len(text.encode())
+                *parts, last = _pieces(text)
+                yield from ((part, b"") for part in parts)
+                yield last, bytes(width)
+
+    def packed(piece: tuple[str, bytes]) -> bytes:
+        text, end = piece
+        ids = np.array(tokenizer.encode(text, special=False)[::-1], dtype=np.uint32) + 1
+        return end + ids.astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :].tobytes()
+
+    parts: list[bytes] = []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        waiting = pieces()
+        while some := list(islice(waiting, _BATCH)):
+            parts += pool.map(packed, some)
+    origins = [Origin(name=of, documents=number, size=size) for of, (number, size) in sizes.items()]
+    return Packed(bytearray().join(reversed(parts)), origins)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in parts that end with a line where there are lines: a tokenizer's time and memory would run away."""
+    """The text in pieces that end with a line if possible."""
     start = 0
     while len(text) - start > _PIECE:
         end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
@@ -209,20 +202,19 @@ def _pieces(text: str) -> Iterator[str]:
 def build(
     directory: Path, names: Sequence[str], fields: Sequence[str], spec: str, tokenizer: Tokenizer, watcher: Watcher
 ) -> Header:
-    """Makes a datastore of the files, folders and JSONL files named. Raises `ConfigError`."""
+    """Make a datastore of the named files, folders and JSONL files. Raises `ConfigError`."""
     check_free(directory)
     size = tokenizer.vocab_size
-    width = width_of(size)
-    packed = _packed(names, fields, tokenizer, width, watcher)
-    watcher.begin("sorting", 1)
-    with Writer(directory) as writer:
+    packed = _packed(names, fields, tokenizer, width_of(size), watcher)
+    with locked(directory):
         check_free(directory)  # another process may have been faster
-        header = writer.write(
+        header = write(
+            directory,
             packed.tokens,
             tokenizer=spec,
             digest=vocabulary_digest(tokenizer, size).hex(),
             vocab_size=size,
-            width=width,
+            width=width_of(size),
             documents=packed.documents,
             origins=tuple(packed.origins),
         )
@@ -231,28 +223,26 @@ def build(
 
 
 def add(directory: Path, names: Sequence[str], fields: Sequence[str], tokenizer: Tokenizer, watcher: Watcher) -> Header:
-    """Adds documents to a datastore; what is made is what one build of all would have made. Raises `ConfigError`."""
+    """Add documents to a datastore; the result equals one build of all. Raises `ConfigError`."""
     known = read_header(directory)
     check_tokenizer(known, tokenizer, directory)
     packed = _packed(names, fields, tokenizer, known.width, watcher)
-    watcher.begin("sorting", 1)
-    with Writer(directory) as writer:
+    with locked(directory):
         store = Datastore(directory, verified=True)
-        known = store.header
-        check_tokenizer(known, tokenizer, directory)
-        header = writer.write(
+        check_tokenizer(store.header, tokenizer, directory)
+        header = write(
+            directory,
             packed.tokens + store.tokens[:],
-            **known.model_dump(include={"tokenizer", "digest", "vocab_size", "width", "tuned"}),
-            weights=known.weights,
-            documents=known.documents + packed.documents,
-            origins=(*known.origins, *packed.origins),
+            **store.header.model_dump(include={"tokenizer", "digest", "vocab_size", "width"}),
+            documents=store.header.documents + packed.documents,
+            origins=(*store.header.origins, *packed.origins),
         )
     watcher.advance(1)
     return header
 
 
 def check_free(directory: Path) -> None:
-    """Raises `ConfigError` where a datastore is there already."""
+    """Raises `ConfigError` if there is a datastore already."""
     if (directory / HEADER).exists():
         raise ConfigError(f"{directory} holds a datastore: `pearl datastore add` adds to it, or name another directory")
 
@@ -263,4 +253,5 @@ def _packed(names: Sequence[str], fields: Sequence[str], tokenizer: Tokenizer, w
     packed = pack(documents(files, fields, watcher), tokenizer, width)
     if not packed.tokens:
         raise ConfigError(f"there is no text in {', '.join(names)[:200]}")
+    watcher.begin("sorting", 1)
     return packed

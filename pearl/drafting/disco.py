@@ -1,8 +1,8 @@
-"""The classifier of stop policy `disco`: how sure one may be that the target accepts a draft token. One small file.
+"""The classifier of stop policy `disco`, which predicts whether the target accepts a draft token, and its file.
 
-Source: "Dynamic Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024):
-two layers over the draft's ten largest probabilities, its entropy and the token's position.
-`pearl.lab.experiments.disco` trains it.
+Two layers over the draft's ten largest probabilities, its entropy and the token's position.  Source: "Dynamic
+Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).  It must not know
+how it is trained: see `pearl.lab.experiments.stops`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from pearl.drafting.proposer import TOP, Features
 from pearl.errors import ConfigError
 
 INPUTS = TOP + 2
-FARTHEST = 1024  # tokens: a position beyond counts as this one, for none was seen
+FARTHEST = 1024  # larger positions count as this one: there are no examples of them
 _Name = Annotated[str, Field(min_length=1, max_length=4096)]
 _Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 _Inputs = Annotated[tuple[_Weight, ...], Field(min_length=INPUTS, max_length=INPUTS)]
 
 
 def inputs(features: Features) -> list[float]:
-    """What the classifier sees: ten probabilities (0 where the vocabulary has fewer), entropy in nats, position."""
+    """The classifier's inputs: ten probabilities (padded with 0), entropy in nats, position."""
     top = [*features.top[:TOP], *[0.0] * (TOP - len(features.top))]
     return [*top, features.entropy, float(min(features.position, FARTHEST))]
 
 
 class Classifier(BaseModel):
-    """A file's contents.
+    """The contents of a file.
 
     Attributes:
-        target, draft: the pair that it is for, as the models are named.
-        threshold: the confidence (tau) up to which drafting ends.
+        target, draft: names of the pair's models.
+        threshold: drafting ends at this confidence (tau) or below.
         cap: most tokens of a window.
-        examples: tokens that it was trained on; `accepted`: the share that the target agreed with.
-        mean, scale: of the inputs: a unit sees (input - mean) / scale.
-        hidden, hidden_bias: of the units [units][inputs], each with ReLU.
-        out, out_bias: of the confidence, behind which there is a sigmoid.
+        examples, accepted: number of training tokens, and share of them that the target accepted.
+        mean, scale: the layers see (input - mean) / scale.
+        hidden, hidden_bias: first layer [units][inputs], with ReLU.
+        out, out_bias: second layer, with a sigmoid.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -64,13 +64,13 @@ class Classifier(BaseModel):
     out_bias: _Weight
 
     @model_validator(mode="after")
-    def _of_one_width(self) -> Classifier:
+    def _check_widths(self) -> Classifier:
         if not len(self.hidden) == len(self.hidden_bias) == len(self.out):
             raise ValueError("its layers are of different widths")
         return self
 
     def confidence(self, features: Features) -> float:
-        """That the target accepts the token, in [0, 1]."""
+        """The probability that the target accepts the token."""
         seen = [(x - mean) / scale for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True)]
         units = (
             max(0.0, bias + sum(map(mul, row, seen))) for row, bias in zip(self.hidden, self.hidden_bias, strict=True)
@@ -79,27 +79,27 @@ class Classifier(BaseModel):
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
 
     def write(self, path: Path) -> None:
-        """In one step: a file that was there stays until this one is whole. Raises `ConfigError`."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        """Write the file atomically. Raises `ConfigError`."""
+        building = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps(self.model_dump()) + "\n")
-            beside.replace(path)
+            building.write_text(json.dumps(self.model_dump()) + "\n")
+            building.replace(path)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
         finally:
-            beside.unlink(missing_ok=True)
+            building.unlink(missing_ok=True)
 
 
 def read_classifier(path: Path, target: str, draft: str) -> Classifier:
-    """The one of this pair. Raises `ConfigError` for a file that is none, or that is another pair's."""
+    """Read the classifier of this pair. Raises `ConfigError` for a damaged file or another pair's."""
     try:
         found = Classifier.model_validate_json(json.dumps(parse_json(path.read_text(encoding="utf-8"))))
     except OSError as error:
         raise ConfigError(f"cannot read the classifier {path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "contents"
-        raise ConfigError(f"{path} is no classifier that pearl disco train has made: {where}: {first['msg']}") from None
+        why = f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
+        raise ConfigError(f"{path} is no classifier that pearl disco train has made: {why}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no classifier that pearl disco train has made: {error}") from None
     for role, own, wanted in (("target", found.target, target), ("draft", found.draft, draft)):
@@ -111,12 +111,12 @@ def read_classifier(path: Path, target: str, draft: str) -> Classifier:
 
 
 def classifier_of(config: EngineConfig) -> Classifier | None:
-    """The one that an engine is to have; None: none. Raises `ConfigError`."""
+    """An engine's classifier, if it is configured with one. Raises `ConfigError`."""
     return None if config.disco is None else read_classifier(Path(config.disco), config.target, config.draft)
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are of one model: equal, or the same directory or file."""
+    """Whether two names mean one model: they are equal, or one directory or file."""
     if one == other:
         return True
     try:

@@ -1,8 +1,8 @@
-"""What a target tends to write: counts of what followed the last few tokens in its texts so far, for those to come.
+"""Counts of which tokens followed the last few tokens in a target's earlier texts; a source of guesses for later ones.
 
-A text's own n-grams know nothing where its last token has not come before: at 15 to 22 positions in 100 of the answers
-that the rates below come from.  Yet most of the time a model has shown in earlier texts what it lets follow that token.
-SSSD (Marzollo et al. 2024) has a datastore for this; habits fill themselves with the model's own answers.
+A text's own n-grams have no guess after a token that is new in it (15 to 22% of the positions of the answers that the
+rates below come from).  The model's earlier texts often have one.  SSSD (Marzollo et al. 2024) uses a datastore for
+this; habits collect the model's own answers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
 
-CONTEXT = 3  # tokens of the longest context that is counted
-_CONTEXTS = 1 << 17  # that are kept: those longest not seen are forgotten; they take some 50 MB
-_FOLLOWERS = 16  # of a context that are counted: the least frequent makes room
-_BINS = (0.15, 0.3, 0.5, 0.8)  # of a candidate's share: their inner bounds
+CONTEXT = 3  # tokens of the longest context
+_CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
+_FOLLOWERS = 16  # tokens counted per context; a new one replaces the least frequent
+_BINS = (0.15, 0.3, 0.5, 0.8)  # inner bounds of the bins of a candidate's share
 
-# How often a candidate is right, by the tokens of its context (rows) and by its share (columns). Measured on 48 answers
-# of SmolLM2-135M to HumanEval, GSM8K and MT-bench, one after the other; texts soon have rates of their own.
+# How often a candidate is right, by the length of its context (rows) and by its share (columns). Measured on 48 answers
+# of SmolLM2-135M to HumanEval, GSM8K and MT-bench, one after the other; then learned from the texts.
 _PRIOR = (
     (0.03, 0.08, 0.17, 0.25, 0.56),
     (0.03, 0.12, 0.19, 0.46, 0.58),
@@ -27,22 +27,19 @@ _PRIOR = (
 
 
 class Habits:
-    """Of one target. What it keeps is bounded, and holds no text: no more than `CONTEXT` + 1 tokens in a row.
-
-    How often a candidate is right is learned as texts are written, by its share of all that followed.
-    """
+    """The habits of one target. Bounded, and holds at most `CONTEXT` + 1 successive tokens of any text."""
 
     def __init__(self, contexts: int = _CONTEXTS) -> None:
         self._most = contexts
-        self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # those seen last come last
+        self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # most recently seen last
         self._rates = [list(rates) for rates in _PRIOR]
 
     def __len__(self) -> int:
-        """Contexts that are kept."""
+        """Number of contexts."""
         return len(self._followers)
 
     def learn(self, before: Sequence[int], token: int) -> None:
-        """`token` was written behind `before`, whose last `CONTEXT` tokens matter: correct the rates, and count it."""
+        """Count `token`, which followed `before`, and correct the rates."""
         for candidate, (length, share) in self._ranked(tuple(before[-CONTEXT:])):
             rates = self._rates[length - 1]
             rates[share] += RATE_WEIGHT * ((candidate == token) - rates[share])
@@ -50,7 +47,7 @@ class Habits:
             self._count(tuple(before[-length:]), token)
 
     def candidates(self, before: Sequence[int]) -> list[Candidate]:
-        """What may follow `before`, the likeliest first: what followed the longest of its ends that is known."""
+        """What followed the longest known suffix of `before`, likeliest first."""
         context = tuple(before[-CONTEXT:])
         left, result = 1.0, []
         for token, (length, share) in self._ranked(context):
@@ -60,7 +57,7 @@ class Habits:
         return result
 
     def _ranked(self, context: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
-        """Tokens, each with where its rate is: the length of what is known of the context, and the bin of its share."""
+        """[(token, (length of the known suffix, bin of the token's share))]."""
         for length in range(len(context), 0, -1):
             if (followers := self._followers.get(context[-length:])) is not None:
                 total = sum(followers.values()) + 1

@@ -1,7 +1,7 @@
-"""The same coordinator and drafter under a virtual clock: no processes, no waiting, the same decisions.
+"""Runs the real coordinator and drafter under a virtual clock: no processes, no waiting.
 
-Everything but a forward takes no time; a message takes `Timing.delay`.  So a simulation is what the protocol could
-reach at best with given models, and the bar that the real runtime is measured against.
+Forwards take `Timing`'s times, messages take `Timing.delay`, and all else takes no time.  So a simulation is an upper
+bound on the speed of the runtime.  It must not know what a study makes of its outcomes.
 """
 
 from __future__ import annotations
@@ -48,20 +48,26 @@ from pearl.protocol.events import (
     Wait,
 )
 from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
-from pearl.protocol.proposals import Proposal
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Speeds
 from pearl.trace.recorder import Recorder, where_and_what
 from pearl.trace.tracer import Tracer, identity
 
-_DIGITS = 12  # of a second: five forwards of 10 ms and one of 50 ms end at the same time, not one rounding error apart
+_DIGITS = 12  # decimals of event times, so that five forwards of 10 ms end exactly when one of 50 ms does
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. `t_target`: of a forward fed n tokens; `t_spread`: with the draft's cores too, None where that changes
-    nothing. `t_draft_fed`: likewise of the draft, guesses and branches counted; None: `t_draft`, whatever it is fed.
-    `jitter`: standard deviation, as a share of each forward.
+    """Times in seconds.
+
+    Attributes:
+        t_draft: a draft forward of one token.
+        t_target: a target forward, by the number of tokens fed.
+        delay: a message, one way.
+        jitter: standard deviation of a forward's time, as a share of it.
+        seed: of the jitter.
+        t_spread: `t_target` while the target also uses the draft's cores; None: the same.
+        t_draft_fed: a draft forward, by the number of tokens fed (guesses and branches included); None: `t_draft`.
     """
 
     t_draft: float
@@ -73,21 +79,28 @@ class Timing:
     t_draft_fed: Callable[[int], float] | None = None
 
     def draft(self, fed: int) -> float:
-        """Of a draft forward fed `fed` tokens."""
+        """Seconds of a draft forward that is fed `fed` tokens."""
         return self.t_draft if self.t_draft_fed is None else self.t_draft_fed(fed)
 
 
 @dataclass
 class Outcome:
-    """One simulated request. `seconds` runs from the first forward to the last commit; `watch`: as a worker's."""
+    """One simulated request.
+
+    Attributes:
+        seconds: virtual time of the last commit.
+        target_steps: target forwards after the prefill.
+        watch: times as a worker measures them.
+        window: the window (c or gamma) last used.
+    """
 
     tokens: list[int] = field(default_factory=list)
     provenance: list[Provenance] = field(default_factory=list)
     seconds: float = 0.0
-    target_steps: int = 0  # forwards after the prefill
+    target_steps: int = 0
     counts: Counts = field(default_factory=Counts)
     watch: Stopwatch = field(default_factory=Stopwatch)
-    window: int = 0  # c as last used
+    window: int = 0
 
 
 class Executor(Protocol):
@@ -95,21 +108,20 @@ class Executor(Protocol):
 
 
 class CoinTarget:
-    """Accepts the draft's token at a position or not, whatever the token.
+    """A target that accepts or rejects the draft's token at a position by a coin, whatever the token.
 
-    A position's coin depends on (seed, position) alone.  So methods, windows and delays are compared on the same coins,
-    and a text whose draft was right at known positions can be decoded again by another method.
+    A position's coin depends only on (seed, position), so all methods, windows and delays meet the same coins.
 
     Args:
-        acceptance: the rate of the coins: the i.i.d. model of the papers.
-        known: position -> whether the draft's token there is right; coins are tossed for the others.
+        acceptance: probability of acceptance: the i.i.d. model of the papers.
+        known: position -> whether the draft's token there is right; the other positions get coins.
     """
 
     def __init__(self, acceptance: float, seed: int = 0, known: Mapping[int, bool] | None = None) -> None:
         self._acceptance = acceptance
         self._random = random.Random(seed)
         self._known = known or {}
-        self._right = bytearray()  # by position, as far as was asked
+        self._right = bytearray()  # by position; grows on demand
 
     def execute(self, command: object) -> Event | None:
         match command:
@@ -132,7 +144,7 @@ class CoinTarget:
 
 
 class CoinDraft:
-    """Drafts token 0 for ever, and prepares for nothing else."""
+    """A draft of token 0 at every position, without branches."""
 
     def execute(self, command: object) -> Event | None:
         match command:
@@ -141,66 +153,11 @@ class CoinDraft:
         return None
 
 
-class ForesightDraft:
-    """Drafts token 0 for ever, and a window for what a `CoinTarget` says instead: for a share of the positions.
-
-    Whether a position is one of these depends on (seed, position) alone.
-
-    Args:
-        foreseen: the share. filled: tokens of such a window. limit: the first position that nobody drafts.
-    """
-
-    def __init__(self, foreseen: float, filled: int, limit: int, seed: int = 0) -> None:
-        luck = random.Random(seed)
-        self._foreseen = [luck.random() < foreseen for _ in range(limit)]
-        self._filled, self._limit = filled, limit
-
-    def execute(self, command: object) -> Event | None:
-        match command:
-            case Draft(start, tokens, budget, pending):
-                end = start + len(tokens)
-                branches = [self._branch(position) for position in range(end - pending, end + 1)] if budget else []
-                found = tuple(branch for branch in branches if branch is not None)
-                paused = command.hedge > 0  # a branch comes whole, with the forward before it
-                return Drafted((0,) if budget else (), paused=paused, branches=found, request=command.request)
-        return None
-
-    def _branch(self, position: int) -> Proposal | None:
-        filled = min(self._filled, self._limit - position - 1)
-        if filled < 1 or not self._foreseen[position]:
-            return None
-        return Proposal(position + 1, (0,) * filled, after=(position, 1))
-
-
-class LookupDraft:
-    """Drafts token 0 for ever, several by one forward where what it looks up is what it says itself.
-
-    Args:
-        hit: how often that is, at each position that a lookup has reached. most: tokens looked up for a forward.
-        limit: the first position that nobody drafts.
-    """
-
-    def __init__(self, hit: float, most: int, limit: int, seed: int = 0) -> None:
-        luck = random.Random(seed)
-        self._hits = [luck.random() < hit for _ in range(limit)]
-        self._most = most
-
-    def execute(self, command: object) -> Event | None:
-        match command:
-            case Draft(start, tokens, budget):
-                end, drafted = start + len(tokens), min(budget, 1)
-                while 0 < drafted < min(budget, 1 + self._most) and self._hits[end + drafted]:
-                    drafted += 1
-                cached, paused = max(0, drafted - 1), command.hedge > 0
-                return Drafted((0,) * drafted, cached=cached, paused=paused, request=command.request)
-        return None
-
-
 class VirtualProposer(ModelProposer):
-    """The proposer, whose forwards last as long as the virtual clock says: it feeds what pays at *these* times.
+    """The runtime's proposer with virtual forward times, so that it feeds the guesses that pay at *these* times.
 
     Args:
-        seconds: of a forward by the number of tokens fed, all its feeds together.
+        seconds: of a forward, by the number of tokens fed in all its feeds.
     """
 
     def __init__(self, draft: ModelRunner, vocab_size: int, seconds: Callable[[int], float], **options: Any) -> None:
@@ -216,7 +173,7 @@ class VirtualProposer(ModelProposer):
 
 
 class _Counting(WrappedRunner):
-    """Remembers how many tokens the last forward was fed."""
+    """Counts the tokens fed to the last forward."""
 
     fed = 1
 
@@ -234,12 +191,12 @@ def paired_executors(
     guides: MakeGuide | None = None,
     habits: Habits | None = None,
 ) -> tuple[TargetExecutor, DraftExecutor]:
-    """Executors on two runners in this process; draft distributions are handed over as they are.
+    """The runtime's executors on two runners in this process.
 
     Args:
-        t_draft: see `Timing.draft`; which guesses and branches pay depends on it. Any constant is as good as another.
+        t_draft: see `Timing.draft`; it decides which guesses and branches pay. All constants are equivalent.
         noted: see `ModelProposer`.
-        guides: of texts that are held to a grammar.
+        guides: make the grammars of requests that have one.
         habits: of the target.
     """
     proposer = VirtualProposer(
@@ -259,10 +216,11 @@ def simulate(
     speeds: Speeds | None = None,
     parts: tuple[Path, Path] | None = None,
 ) -> Outcome:
-    """Runs one request to its end in virtual time.
+    """Run one request to its end in virtual time.
 
     Args:
-        parts: where to record what target and draft do, as workers would: `trace.chrome` makes a trace of them.
+        speeds: outlive the request if given; default: `known_speeds`.
+        parts: files to record target and draft in, as workers do; `trace.chrome` merges them into a trace.
     """
     if parts is None:
         return _Simulation(target, draft, timing, draft_context, speeds).run(submit)
@@ -271,8 +229,10 @@ def simulate(
 
 
 class _Simulation:
-    """An event queue over two actors. At equal times the target comes first, and messages before one's own forward:
-    a worker looks at its messages whenever a forward is done, before it starts the next.
+    """An event queue over two actors: 0 is the target, 1 the draft.
+
+    At equal times the target goes first, and messages go before the end of the actor's own forward, as in a worker,
+    which reads its messages after a forward and before the next.
     """
 
     def __init__(
@@ -293,7 +253,7 @@ class _Simulation:
         self._now = 0.0
         self._spread(self._coordinator.speeds.is_spread)  # as the request before has left it
         self._done = False
-        self._waiting: list[tuple[Cause, float] | None] = [None, None]  # of each actor: for what, since when
+        self._waiting: list[tuple[Cause, float] | None] = [None, None]  # by actor: cause, since
         self.outcome = Outcome()
 
     def run(self, submit: Submit) -> Outcome:
@@ -318,7 +278,7 @@ class _Simulation:
         heapq.heappush(self._queue, (time, actor, own, next(self._order), event))
 
     def _carry_out(self, actor: int, command: object) -> None:
-        kind = type(command)  # a chain of `case` patterns takes three times as long, and this runs for every command
+        kind = type(command)  # three times as fast as `match`, and this runs for every command
         if kind is Send:
             self._schedule(self._timing.delay, 1 - actor, command.message, own=False)  # type: ignore[attr-defined]
         elif kind is Wait:
@@ -342,7 +302,7 @@ class _Simulation:
             self.outcome.watch.committed(len(message.tokens), self._now)
 
     def _end_wait(self, actor: int) -> None:
-        """Adds up the wait that an event has broken; the actor goes on waiting unless it then begins something."""
+        """Add up a wait that an event has interrupted; it goes on unless the actor then starts a computation."""
         waiting = self._waiting[actor]
         if waiting is None:
             return
@@ -375,7 +335,7 @@ class _Simulation:
                 return 0.0
             case Draft():
                 assert isinstance(event, Drafted)
-                # Who drafts without a model says nothing of what it was fed: a token.
+                # `CoinDraft` reports no time: it stands for a forward of one token.
                 seconds = (self._timing.t_draft_fed and event.seconds) or self._timing.t_draft
             case _:
                 return 0.0
@@ -383,13 +343,13 @@ class _Simulation:
 
 
 class _TracedSimulation(_Simulation):
-    """Records as two workers would; their clocks are the virtual one."""
+    """Records traces as two workers do, with the virtual clock."""
 
     def record(self, submit: Submit, parts: tuple[Path, Path]) -> Outcome:
         self._tracers = [self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)]
         target, draft = self._tracers
         self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
-        self._free_since: list[int | None] = [0, 0]  # None: in a forward
+        self._free_since: list[int | None] = [0, 0]  # by actor; None: in a forward
         outcome = self.run(submit)
         for tracer in self._tracers:
             tracer.stop()
@@ -426,7 +386,7 @@ class _TracedSimulation(_Simulation):
 
 
 def known_speeds(timing: Timing) -> Speeds:
-    """Speeds as the start-up measurement would have found them."""
+    """The speeds that the start-up measurement would find."""
     speeds = Speeds()
     speeds.observe_draft(timing.t_draft)
     for fed in (1, 2, 4, 8, 16):

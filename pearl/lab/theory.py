@@ -1,7 +1,7 @@
-"""What the papers say in closed form: tokens a step, run lengths, best windows, expected rejections.
+"""The papers' closed forms: tokens per step, run lengths, best windows, expected rejections.
 
-Pure functions of plain numbers, with their sources.  Knows nothing of the runtime: `experiments.checks` sets the two
-against each other.  Acceptance rates are `a`, of a draft token, i.i.d.; times are seconds (or any one unit).
+Pure functions of numbers, which must not know the runtime: `experiments.checks` compares the two.  `a` is the i.i.d.
+acceptance rate of a draft token; times are in any one unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def geometric(a: float, n: int) -> float:
 
 
 def sd_tokens_per_step(a: float, gamma: int) -> float:
-    """Committed tokens of a target forward that verifies `gamma` draft tokens, its correction or bonus included.
+    """Committed tokens per target forward that verifies `gamma` draft tokens, correction or bonus included.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", equation 1.
     """
@@ -30,12 +30,12 @@ def sd_tokens_per_step(a: float, gamma: int) -> float:
 
 
 def sd_improvement(a: float, gamma: int, cost: float) -> float:
-    """How many times as fast as the target alone; `cost`: t_draft / t_target. Source: the same, theorem 3.8."""
+    """Speed-up over the target alone; `cost`: t_draft / t_target. Source: Leviathan et al., theorem 3.8."""
     return sd_tokens_per_step(a, gamma) / (gamma * cost + 1)
 
 
 def sd_best_gamma(a: float, t_draft: float, t_target: Callable[[int], float], delay: float = 0.0) -> int:
-    """The gamma with the most tokens a second, where a step takes gamma drafts, one forward and two messages."""
+    """The fastest gamma, if a step takes gamma draft forwards, a target forward and two messages."""
 
     def rate(gamma: int) -> float:
         return sd_tokens_per_step(a, gamma) / (gamma * t_draft + t_target(gamma + 1) + 2 * delay)
@@ -47,57 +47,20 @@ def sd_best_gamma(a: float, t_draft: float, t_target: Callable[[int], float], de
 
 
 def pearl_tokens_per_step(a: float, c: int) -> float:
-    """Committed tokens a target step with the fixed window c. At t_target = c t_draft it is the speed-up over `ar` too.
+    """Committed tokens per target step with the fixed window c; at t_target = c t_draft also the speed-up over `ar`.
 
     A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a). Pre leads to post with probability a,
     post to post with a^c; the rest leads to pre. Source: the Markov chain of these two phases.
     """
-    post = a / (1 + a - a**c)  # its stationary share of post-verify steps
+    post = a / (1 + a - a**c)  # stationary share of post-verify steps
     return 1 - post + post * geometric(a, c)
 
 
-def pearl_foreseen_tokens_per_step(a: float, c: int, foreseen: float, filled: int | None = None) -> float:
-    """The same where a share `foreseen` of the rejections has a window waiting: `pearl` with branches.
-
-    Args:
-        filled: draft tokens in such a window; None: c - 1, as many as there are after an acceptance.
-
-    Three kinds of steps.  A pre-verify judges 1 token; a post-verify of a full window judges c; one behind a foreseen
-    rejection is fed the correction and `filled` tokens, and judges m = filled + 1.  One that judges k yields
-    (1 - a^k) / (1 - a) tokens and accepts all with probability a^k: then the next is a full window.  Otherwise the next
-    is a window that was waiting, with probability `foreseen`, or else a pre-verify.  With r the share of steps that
-    follow a rejection, 1 - r is that of full windows, and balance demands
-
-        r = (1 - foreseen) r (1 - a) + foreseen r (1 - a^m) + (1 - r) (1 - a^c)
-        r = (1 - a^c) / ((1 - foreseen) a + foreseen a^m + 1 - a^c)
-
-    With foreseen = 0 that is the chain above; with foreseen = 1 and full windows every step judges c.
-
-    Assumed: whether a rejection is foreseen is independent of all else; every foreseen window is filled as far; rows
-    for branches cost the draft no time, for they are computed beside its own; and tokens behind a rejection are right
-    as often as others.  A real draft fills a branch in the forwards between its outcome's row and the verdict: the less
-    the nearer the rejection is to the window's end, and what follows a rejection is harder.  So with full windows this
-    is a bound.
-    """
-    judged = c if filled is None else filled + 1
-    right, waiting = a**c, a**judged
-    rejected = (1 - right) / ((1 - foreseen) * a + foreseen * waiting + 1 - right) if right < 1 else 0.0
-    behind = (1 - foreseen) + foreseen * geometric(a, judged)
-    return rejected * behind + (1 - rejected) * geometric(a, c)
-
-
-def pearl_lookup_ratio(hit: float, most: int) -> float:
-    """Tokens of a draft forward that looks up `most` tokens, each right with probability `hit` where those before are.
-
-    So many times as large is c, PEARL's bound on the speed-up. Source: a geometric distribution, cut off.
-    """
-    return geometric(hit, most + 1)
-
-
 def pearl_improvement(a: float, window: int, ratio: float) -> float:
-    """How many times as fast as the target alone, with any fixed window.
+    """Speed-up over the target alone with any fixed window.
 
-    A step lasts as long as a target forward; where all was accepted, until the next window is drafted.
+    A step lasts as long as a target forward; after a full acceptance, until the next window is drafted if that is
+    later.
 
     Args:
         ratio: t_target / t_draft, at least 1.
@@ -105,41 +68,41 @@ def pearl_improvement(a: float, window: int, ratio: float) -> float:
     Source: the chain of `pearl_tokens_per_step`.
     """
     post = a / (1 + a - a**window)
-    late = max(window / ratio - 1, 0.0)  # how much longer a window takes to draft than a forward
+    late = max(window / ratio - 1, 0.0)  # by how much drafting a window outlasts a target forward
     return pearl_tokens_per_step(a, window) / (1 + late * ((1 - post) * a + post * a**window))
 
 
 def no_pre_verify_improvement(a: float, window: int, ratio: float) -> float:
-    """The same without pre-verify. Source: renewals at corrections.
+    """`pearl_improvement` without pre-verify. Source: renewals at corrections.
 
-    After one the target waits for a whole window, and verifies it and the token behind it; from then on each step
-    verifies one window, until one of its tokens is rejected.
+    After a correction the target waits for a whole window and verifies it with the token behind it; then each step
+    verifies one window, until a token is rejected.
     """
     late = max(window / ratio - 1, 0.0)
     if a == 1:
         return window / (1 + late)
-    again = a ** (window + 1) / (1 - a**window)  # steps after the first
+    again = a ** (window + 1) / (1 - a**window)  # steps of a renewal after its first
     tokens = geometric(a, window + 1) + again * geometric(a, window)
     seconds = window / ratio + 1 + late * a ** (window + 1) + again * (1 + late * a**window)
     return tokens / seconds
 
 
 def no_post_verify_improvement(a: float, window: int, ratio: float) -> float:
-    """The same of a fixed window without post-verify. Source: renewals, each with a pre-verify.
+    """`pearl_improvement` without post-verify. Source: renewals, each with a pre-verify.
 
-    Where that accepts, the target waits until the window is full and verifies the rest of it, with a bonus behind it.
+    If that accepts, the target waits until the window is full, verifies the rest and draws a bonus token.
     """
     tokens = 1 + a * geometric(a, window)
     return tokens / (1 - a + a * (max(window / ratio, 1.0) + 1))
 
 
 def acceptance_of(mean_accepted: float) -> float:
-    """Of tokens a run, its correction included: the inverse of `run_committed`."""
+    """The acceptance rate, from the tokens of a run with its correction: the inverse of `run_committed`."""
     return 1 - 1 / mean_accepted
 
 
 def pearl_best_window(t_draft: float, t_target: float) -> float:
-    """With constant forward times: their ratio. Source: PEARL (Liu et al. 2024), theorem 1."""
+    """The ratio of constant forward times. Source: PEARL (Liu et al. 2024), theorem 1."""
     return t_target / t_draft
 
 
@@ -149,7 +112,7 @@ def run_accepted(a: float) -> float:
 
 
 def run_committed(a: float) -> float:
-    """Expected tokens of a run, its correction included. Statements of theorem 2 that count one more say 1 + this."""
+    """Expected tokens of a run with its correction. Some statements of theorem 2 count one more."""
     return 1 / (1 - a)
 
 
@@ -161,10 +124,10 @@ def total_variation(one: Distribution, other: Distribution) -> float:
 
 
 def expected_rejections(target: Sequence[Table], draft: Sequence[Table], first: int) -> float:
-    """Rejections that decoding a text costs, every token of which is drafted and judged by the ratio rule.
+    """Expected rejections in a text of which the ratio rule judges every token.
 
-    The sum over positions of the expected total variation distance between the two models' distributions, over texts
-    of the target.  Exact, for models that look at the last token and the position alone: the text is a Markov chain.
+    The sum over positions of the expected total variation distance between the models' distributions, over texts of
+    the target.  Exact for models that depend on the last token and the position only (Markov chains).
 
     Args:
         target, draft: for each token of the text, row s is its distribution after token s.
@@ -178,16 +141,14 @@ def expected_rejections(target: Sequence[Table], draft: Sequence[Table], first: 
 def expected_relaxed_rejections(
     target: Sequence[Table], draft: Sequence[Table], first: int, epsilon: float, corrects: bool = True
 ) -> tuple[float, float]:
-    """The same by a rule that accepts with probability min(1, (target + epsilon) / draft), and its bias.
+    """(expected rejections, bias) of a rule that accepts with probability min(1, (target + epsilon) / draft).
 
-    Nothing is accepted where the target's probability is 0.
+    A token of target probability 0 is never accepted.  The bias is the sum over positions of the expected distance
+    between the distribution of the committed token and the target's.  Source: Yin et al. 2024, section 4.2.
 
     Args:
-        corrects: whether a rejected token is replaced from the residual, as by rule opt; else from the target: uno.
-
-    Returns:
-        Expected rejections, and the sum of the expected distances of what is committed from the target's distribution.
-        Source: as above, section 4.2.
+        target, draft, first: see `expected_rejections`.
+        corrects: replace a rejected token by a sample of the residual (rule opt), else of the target (rule uno).
     """
     states = [float(s == first) for s in range(len(target[0]))]
     rejections = bias = 0.0
@@ -205,14 +166,13 @@ def expected_relaxed_rejections(
 
 
 def expected_batch_rejections(target: Sequence[Table], draft: Sequence[Table], first: int, candidates: int) -> float:
-    """The same by rule batch: `candidates` tokens are judged behind the prompt and behind each rejection.
+    """Expected rejections of rule batch, which judges `candidates` tokens behind the prompt and behind each rejection.
 
-    From the expectation of one draft is taken off what the others save where there are others.  `after` is how likely
-    the text stands at a token that replaced a rejected one (or at the prompt's last).  No number of candidates brings
-    it to 0: only those places profit.  Source: as above, theorem 3.
+    The ratio rule's expectation, less what the further candidates save at these places.  They never save all: other
+    positions have one candidate.  Source: Yin et al. 2024, theorem 3.
     """
     states = [float(s == first) for s in range(len(target[0]))]
-    after, expected = list(states), 0.0
+    after, expected = list(states), 0.0  # after[s]: probability that s replaced a rejected token, or ends the prompt
     for p_rows, q_rows in zip(target, draft, strict=True):
         distances = [total_variation(p, q) for p, q in zip(p_rows, q_rows, strict=True)]
         judged = [_judged_in_turn(p, q, candidates) for p, q in zip(p_rows, q_rows, strict=True)]
@@ -235,7 +195,7 @@ def _excess(one: Distribution, other: Distribution) -> list[float]:
 
 
 def _judged_in_turn(target: Distribution, draft: Distribution, candidates: int) -> tuple[float, list[float]]:
-    """How likely all candidates are rejected, and each token's share of that as the correction."""
+    """(probability that all candidates are rejected, the same by the token that becomes the correction)."""
     left, rejected = list(target), 1.0
     for _ in range(candidates):
         left = _excess(left, draft)

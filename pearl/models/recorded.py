@@ -1,17 +1,15 @@
-"""Recorded texts: what a target said, and what a draft made of every position of it. One file; no torch.
+"""The file format of recorded texts: a target's answers and the draft's distribution at every position. No torch.
 
 A file is a zip of numpy arrays (npz), each with the zip's checksum:
 
     header    uint8: JSON, see `Header`
-    tokens    int32 [n]: prompt and answer of each text, one after the other
+    tokens    int32 [n]: prompt and answer of each text, concatenated
     lengths   int64 [texts, 2]: tokens of each prompt and of each answer
-    ids       int32 [answer tokens, top]: what the draft holds likeliest at each position of the answers
-    logits    float32 [answer tokens, top]: of these, before the temperature
-    features  float32 [answer tokens, 12]: of the draft's whole row at temperature 1, its ten largest probabilities, its
-              entropy in nats, and the probability of the token that it draws; older files lack them
-
-The last token of a row is the one that the draft draws there, likely or not.  So whoever draws again from the row finds
-that token, and the same runners-up.
+    ids       int32 [answer tokens, top]: the draft's likeliest tokens at each position of the answers, and last in each
+              row the token that the draft draws there
+    logits    float32 [answer tokens, top]: their logits, before the temperature
+    features  float32 [answer tokens, 12]: the ten largest probabilities of the draft's whole row at temperature 1, its
+              entropy in nats, and the probability of the token that it draws; missing in older files
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from pearl.errors import ModelError
 from pearl.protocol.options import Sampling
 
 FEATURES = 12  # of a token, as stop policies see them
-_ARRAYS = {"header": "uint8", "tokens": "int32", "lengths": "int64", "ids": "int32", "logits": "float32"}
+_DTYPES = {"header": "uint8", "tokens": "int32", "lengths": "int64", "ids": "int32", "logits": "float32"}
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
 
 
 class Header(BaseModel):
-    """What a file says of its texts.
+    """How the texts were made.
 
     Attributes:
-        target, draft: the models, as they were named.
+        target, draft: names of the models.
         vocab_size: of the target.
         eos: ids that end a text.
         seed: text number n, from 1 on, was drawn with seed + n, as `pearl bench` draws its n-th.
-        max_tokens: of an answer: what is shorter ended by an EOS.
+        max_tokens: of an answer; a shorter one ended by an EOS.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -65,16 +63,13 @@ class Header(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)]
 
     def sampling(self, number: int) -> Sampling:
-        """How text `number` was drawn, from 1 on."""
+        """How text `number`, from 1 on, was drawn."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed + number)
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedText:
-    """One of them. Row i of `ids` and `logits` [answer, top] is the draft's for answer[i], given all before it.
-
-    The last of a row is the token that the draft draws. `features`: [answer, FEATURES]; None in an older file.
-    """
+    """One text. Row i of `ids` and `logits` [answer, top] and of `features` [answer, FEATURES] belongs to answer[i]."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -84,7 +79,7 @@ class RecordedText:
 
     @property
     def right(self) -> list[bool]:
-        """Of each token of the answer whether the draft draws it too."""
+        """For each token of the answer, whether the draft draws it too."""
         return [drawn == token for drawn, token in zip(self.ids[:, -1].tolist(), self.answer, strict=True)]
 
 
@@ -95,7 +90,7 @@ class RecordedTexts:
 
 
 def write_texts(path: Path, header: Header, texts: Sequence[RecordedText]) -> None:
-    """In one step: a file that was there stays until this one is whole. Raises `ModelError`."""
+    """Write a file atomically. Raises `ModelError`."""
     arrays: dict[str, Any] = {
         "header": np.frombuffer(header.model_dump_json().encode(), np.uint8),
         "tokens": np.array([token for text in texts for token in (*text.prompt, *text.answer)], np.int32),
@@ -106,15 +101,15 @@ def write_texts(path: Path, header: Header, texts: Sequence[RecordedText]) -> No
     features = [text.features for text in texts if text.features is not None]
     if len(features) == len(texts):
         arrays["features"] = np.concatenate(features)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    building = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with building.open("wb") as file:
             np.savez_compressed(file, **arrays)
-        os.replace(beside, path)
+        os.replace(building, path)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror}") from None
     finally:
-        beside.unlink(missing_ok=True)
+        building.unlink(missing_ok=True)
 
 
 def read_texts(path: Path) -> RecordedTexts:
@@ -126,14 +121,13 @@ def read_texts(path: Path) -> RecordedTexts:
     return _read(path, changed)
 
 
-@lru_cache(maxsize=2)  # a simulation asks for the same ones for each text
+@lru_cache(maxsize=2)  # simulations read the same files again
 def _read(path: Path, changed: int) -> RecordedTexts:
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in _ARRAYS}
-            if "features" in file.files:
-                arrays["features"] = file["features"]
-        return _checked(arrays)
+            return _checked(
+                {name: file[name] for name in (*_DTYPES, "features") if name in file.files or name in _DTYPES}
+            )
     except OSError as error:
         why = error.strerror or "it is not a file of numpy arrays"
     except (zipfile.BadZipFile, EOFError) as error:
@@ -150,28 +144,24 @@ def _read(path: Path, changed: int) -> RecordedTexts:
 
 def _checked(arrays: dict[str, Any]) -> RecordedTexts:
     """Raises `ValueError`."""
-    for name, dtype in _ARRAYS.items():
-        if not isinstance(arrays[name], np.ndarray) or arrays[name].dtype != dtype:
-            raise ValueError(f"{name} is not of {dtype}")
+    for name, dtype in _DTYPES.items():
+        _require(isinstance(arrays[name], np.ndarray) and arrays[name].dtype == dtype, f"{name} is not of {dtype}")
     header = Header.model_validate_json(json.dumps(parse_json(arrays["header"].tobytes().decode())))
     tokens, lengths, ids, logits = (arrays[name] for name in ("tokens", "lengths", "ids", "logits"))
-    if lengths.ndim != 2 or lengths.shape[1:] != (2,) or not len(lengths) or lengths.min() < 1:
-        raise ValueError("a text has no prompt or no answer")
-    if tokens.ndim != 1 or lengths.sum() != len(tokens):
-        raise ValueError("its tokens are not as many as its texts should have")
-    if ids.ndim != 2 or ids.shape != logits.shape or len(ids) != lengths[:, 1].sum() or not ids.shape[1]:
-        raise ValueError("its rows are not as many as its answers have tokens")
-    if not all(each.min() >= 0 and each.max() < header.vocab_size for each in (tokens, ids)):
-        raise ValueError(f"a token lies outside the vocabulary of {header.vocab_size}")
-    if any(token >= header.vocab_size for token in header.eos):
-        raise ValueError(f"an EOS lies outside the vocabulary of {header.vocab_size}")
-    if not np.isfinite(logits).all():
-        raise ValueError("a logit is not finite")
-    features = arrays.get("features")
-    if features is not None and (features.dtype != np.float32 or features.shape != (len(ids), FEATURES)):
-        raise ValueError("its features are not as many as its answers have tokens")
-    if features is not None and not (features.min() >= 0 and features.max() < 1e3):
-        raise ValueError("a feature is no probability or entropy")
+    features, most = arrays.get("features"), header.vocab_size
+    _require(
+        lengths.ndim == 2 and lengths.shape[1:] == (2,) and len(lengths) > 0 and lengths.min() > 0,
+        "a text has no prompt or no answer",
+    )
+    _require(tokens.ndim == 1 and lengths.sum() == len(tokens), "tokens and lengths differ")
+    _require(ids.ndim == 2 and ids.shape == logits.shape and ids.shape[1] > 0, "ids and logits differ")
+    _require(len(ids) == lengths[:, 1].sum(), "its rows are not as many as its answers have tokens")
+    for each in (tokens, ids, np.array([0, *header.eos])):
+        _require(each.min() >= 0 and each.max() < most, f"a token lies outside the vocabulary of {most}")
+    _require(np.isfinite(logits).all(), "a logit is not finite")
+    if features is not None:
+        _require(features.dtype == np.float32 and features.shape == (len(ids), FEATURES), "features has a wrong shape")
+        _require(features.min() >= 0 and features.max() < 1e3, "a feature is no probability or entropy")
     texts, start, row = [], 0, 0
     for prompt, answer in lengths.tolist():
         whole, rows = tuple(tokens[start : start + prompt + answer].tolist()), slice(row, row + answer)
@@ -179,3 +169,8 @@ def _checked(arrays: dict[str, Any]) -> RecordedTexts:
         texts.append(RecordedText(whole[:prompt], whole[prompt:], ids[rows], logits[rows], own))
         start, row = start + prompt + answer, row + answer
     return RecordedTexts(header, tuple(texts))
+
+
+def _require(holds: Any, what: str) -> None:
+    if not holds:
+        raise ValueError(what)

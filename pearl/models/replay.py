@@ -1,14 +1,13 @@
-"""Recorded texts as models: a pair that says what another pair said, at no cost and for any emulated speed.
+"""Recorded texts as models: a pair that writes what another pair wrote, at no cost and at any emulated speed.
 
-`replay:FILE` is a target or a draft by its role.  While what they are fed is the beginning of a recorded text, the
-target is sure of the token that follows there, and the draft has the row that was recorded.  Off that path (behind a
-wrong token) the draft has rows of other places, and the target is sure of tokens that mean nothing: whatever they are,
-nobody commits them.
+`replay:FILE` is a target or a draft by its role.  While the context is the beginning of a recorded text, the target is
+certain of the next token and the draft has the recorded row.  After any other context, which follows a wrong token, the
+draft has some other recorded row and the target is certain of some token; nothing of it is committed.
 
-A row spans the vocabulary and has no zeros: what was not recorded is too faint to be drawn, but is drawn *from*, and no
-two of it are equal, so that ranking and drawing cost what they cost with the real model.  Greedy texts are greedy
-again, and texts of `coupled` are drawn again with their seed (`pearl.models.recorded`).  Under `ratio` at a temperature
-acceptance is another: the target's distributions are not there.
+A row spans the vocabulary.  Tokens that were not recorded are too unlikely to be drawn, but not zero, and no two are
+equal, so ranking and drawing cost what they cost with the real model.  Greedy texts are greedy again, and texts of the
+coupled rule are drawn again with their seed.  Under ratio at a temperature the acceptance rate differs: the target's
+distributions are not recorded.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from pearl.models.toy import ToyRunner, load_toy
 from pearl.spec.methods import BRANCHES
 
 _CONTEXT = 1 << 20
-_APART = 1e-5  # logits that are not recorded, one from the next smaller: more than float32 rounds them by
-_Place = tuple[int, int]  # which text, how many tokens of its answer are there
+_APART = 1e-5  # between logits that are not recorded: more than float32 rounding
+_Place = tuple[int, int]  # text, number of answer tokens in the context
 
 
 def faint(temperature: float) -> float:
-    """How far below a row's largest logit a token is that is never drawn: e**-40 as likely, at this temperature."""
+    """Distance from a row's largest logit at which a token is never drawn: e**-40 as likely, at this temperature."""
     return 40 * (temperature or 1.0)
 
 
 class _Places:
-    """Where in the recorded texts a context is."""
+    """Finds contexts in the recorded texts."""
 
     def __init__(self, recorded: RecordedTexts) -> None:
         self._texts = [(*text.prompt, *text.answer) for text in recorded.texts]
         self._found: dict[int, _Place] = {}
         for number, (text, whole) in enumerate(zip(recorded.texts, self._texts, strict=True)):
-            for said in range(len(text.answer) + 1):
-                self._found.setdefault(hash(whole[: len(text.prompt) + said]), (number, said))
+            for length in range(len(text.answer) + 1):
+                self._found.setdefault(hash(whole[: len(text.prompt) + length]), (number, length))
 
     def of(self, context: tuple[int, ...]) -> _Place | None:
         place = self._found.get(hash(context))
@@ -53,11 +52,7 @@ class _Places:
 
 
 class ReplayRunner(ToyRunner):
-    """One model of the pair; see the head of this file.
-
-    Args:
-        role: "target" or "draft".
-    """
+    """One model of the pair. `role`: "target" or "draft"."""
 
     def __init__(self, recorded: RecordedTexts, role: str, context: int, slots: int = 1 + BRANCHES) -> None:
         super().__init__(recorded.header.vocab_size, self._unused, context, slots)
@@ -100,7 +95,7 @@ class ReplayRunner(ToyRunner):
         return self._ids[row], self._values[row]
 
     def _elsewhere(self, context: tuple[int, ...]) -> int:
-        """Any row, but for one context always the same."""
+        """Some row, always the same for a context."""
         return hash(context) % len(self._ids)
 
 
@@ -112,6 +107,7 @@ def load_replay(spec: str, role: str, max_context: int | None, slots: int) -> Re
 def load_scripted(spec: str, role: str, max_context: int | None = None, texts: int = 1) -> ModelRunner:
     """The runner of a model without weights (`checkpoint.is_toy`): a toy, or recorded texts. Raises `ModelError`.
 
-    `texts`: how many it must hold side by side; a draft's branches find as much room beside them as with real weights.
+    Args:
+        texts: number of sequences besides the room for a draft's branches.
     """
     return (load_replay if is_replay(spec) else load_toy)(spec, role, max_context, texts + BRANCHES)

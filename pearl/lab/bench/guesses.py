@@ -24,7 +24,7 @@ from pearl.lab.bench.run import Watcher
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.experiments.recorded import interpolated
-from pearl.lab.experiments.recording import answers
+from pearl.lab.experiments.texts import answers
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source

@@ -5,12 +5,12 @@
     benchmarks   recognises benchmark prompts, which are never trained on
     prompts      from files, and invented by the target
     answers      batched generation, with the likeliest tokens of every step
-    shards       answers on disk
+    storage      answers and checkpoints on disk
     draft        builds the model to train, and exports it
-    loss, plan   the training loss; batches, seeds and the learning rate
-    checkpoints  training state, to resume a run
+    loss         the training loss
+    learning     batches, schedules, optimizers and the training step
     run          the rounds of answering and learning
-    evaluate     compares a draft with the target on the target's answers; plot draws the result
+    evaluate     compares a draft with the target on the target's answers
 
 It must not know processes, windows or the protocol: the draft is an ordinary checkpoint.
 """

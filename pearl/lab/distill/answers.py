@@ -37,6 +37,10 @@ class Answer:
     top_ids: torch.Tensor
     top_probs: torch.Tensor
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
 
 @dataclass
 class _Row:
@@ -54,16 +58,6 @@ class _Row:
         again = not allow_loops and len(run) == LOOP_TOKENS and run in self.seen
         self.seen.add(run)
         return token in eos or len(self.tokens) == limit or again
-
-
-class BatchLayer(FixedLayer):
-    """A `FixedLayer` with a batch of rows, from which rows can be dropped."""
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 @torch.inference_mode()
@@ -133,7 +127,7 @@ class _Batch:
         longest = max(map(len, prompts))
         capacity = longest + limit
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self._layers = [BatchLayer(capacity) for _ in range(layers)]
+        self._layers = [FixedLayer(capacity) for _ in range(layers)]
         self._cache = Cache(layers=list(self._layers))
         fed = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros(len(prompts), capacity, dtype=torch.long)
@@ -177,7 +171,9 @@ class _Batch:
             rows = self._alive.to(fed.device)
             self._fed, self._mask = self._fed[rows], self._mask[rows]
             for layer in self._layers:
-                layer.keep(rows)
+                assert layer.keys is not None
+                assert layer.values is not None
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
             self._alive = torch.arange(len(rows))
 
 

@@ -1,8 +1,7 @@
-"""Build the draft to train, and export it as an ordinary Hugging Face directory.
+"""Builds the draft to train, and exports it as an ordinary Hugging Face directory.
 
-A draft starts from one of three: an existing draft; some of the target's layers with its embeddings, which are not
-trained; or a narrower model of the target's class, whose tied embeddings start as the target's, projected, and are
-trained.
+A draft starts from an existing draft; or from some of the target's layers with its embeddings, which are not trained;
+or from a narrower model of the target's class, with tied embeddings that start as the target's, projected.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
         draft = _narrow(teacher.model, len(config.layers), config.width)
     else:
         draft = _from_layers(teacher.model, config.layers)
-    draft.eval()  # no dropout, in learning neither: it would blur what is measured, and few passes overfit little
-    if head(draft).shape == head(teacher.model).shape:  # the target's own table, or one as wide: not trained
+    draft.eval()  # train without dropout: few passes overfit little
+    if head(draft).shape == head(teacher.model).shape:  # tables as large as the target's are not trained
         for table in (embeddings(draft), head(draft)):
             table.requires_grad_(False)
     check_head(teacher.model)
@@ -67,8 +66,8 @@ def _existing(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
 def _grown(draft: PreTrainedModel, target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
     """The draft with these layers of the target behind its own.
 
-    What they add to the states is zero at first (as in Chen, Goodfellow and Shlens 2016, "Net2Net"): the larger draft
-    begins as good as the smaller one.
+    At first they add zero to the states (Chen, Goodfellow and Shlens 2016, "Net2Net"): the larger draft begins as good
+    as the smaller one.
     """
     if draft.config.hidden_size != target.config.hidden_size or type(draft) is not type(target):
         raise ModelError("grow: the draft must be of the target's class and width to take the target's layers")

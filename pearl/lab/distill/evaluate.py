@@ -1,17 +1,16 @@
 """Evaluate a draft on the target's own answers: how often the target would accept its tokens.
 
-The target answers each prompt greedily, once (a file keeps the answers, for other drafts).  Then both models read the
-answers, teacher-forced, and every answer token is an observation.
+The target answers each prompt greedily; a file keeps the answers for other drafts.  Then both models read the answers,
+and every answer token is an observation.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,11 +18,12 @@ from transformers import PreTrainedModel
 from pearl.errors import ModelError
 from pearl.lab.distill.answers import answer
 from pearl.lab.distill.draft import check_head, head, hidden_states
-from pearl.lab.distill.shards import read_json, write_json
+from pearl.lab.distill.learning import packed
+from pearl.lab.distill.storage import read_json, write_json
 from pearl.lab.distill.teacher import Teacher
 
 REPEATED = 8  # a token is repeated if it ends a run of this length that the answer has had before: a greedy loop
-BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # positions in the answer: bounds of the bins of `by_position`
+BINS = (0, 16, 32, 64, 128, 256, 1 << 30)  # bounds of the bins of `by_position`
 TOPS = (2, 4, 8)  # values of k in `correction_in_top`
 _BATCH_TOKENS = 4096  # tokens of a batch, padding included
 _LOGIT_ROWS = 256  # rows of logits of both models in memory at a time
@@ -139,8 +139,9 @@ def observe(
     target: PreTrainedModel, draft: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> Observations:
     """Let both models read each prompt with its answer; one observation per answer token."""
-    parts = []
-    for some in _batches([(p, a) for p, a in zip(prompts, answers, strict=True) if a]):
+    parts, pairs = [], [(p, a) for p, a in zip(prompts, answers, strict=True) if a]
+    for numbers in packed(range(len(pairs)), [len(p) + len(a) for p, a in pairs], _BATCH_TOKENS):
+        some = [pairs[number] for number in numbers]
         longest = max(len(p) + len(a) for p, a in some)
         ids = torch.tensor([[*p, *a, *[0] * (longest - len(p) - len(a))] for p, a in some])
         rows = torch.cat([i * longest + torch.arange(len(p) - 1, len(p) + len(a) - 1) for i, (p, a) in enumerate(some)])
@@ -180,18 +181,6 @@ def _compare(
     return torch.cat(ranks), torch.cat(overlaps)
 
 
-def _batches(pairs: list[tuple[list[int], list[int]]]) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Batches of pairs (prompt, answer) of similar length, at most `_BATCH_TOKENS` tokens each with padding."""
-    some: list[tuple[list[int], list[int]]] = []
-    for pair in sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1])):
-        if some and (len(some) + 1) * (len(pair[0]) + len(pair[1])) > _BATCH_TOKENS:
-            yield some
-            some = []
-        some.append(pair)
-    if some:
-        yield some
-
-
 def evaluate(
     teacher: Teacher,
     draft: PreTrainedModel,
@@ -222,8 +211,3 @@ def evaluate(
     if len(observations) > 1:
         seen["all"] = sum(observations[1:], observations[0])
     return {name: figures(of) for name, of in seen.items()}
-
-
-def as_dict(found: Mapping[str, Figures]) -> dict[str, Any]:
-    """For JSON."""
-    return {name: {f.name: getattr(of, f.name) for f in fields(of)} for name, of in found.items()}

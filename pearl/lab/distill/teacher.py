@@ -33,7 +33,7 @@ class Teacher:
 
     @cached_property
     def digest(self) -> str:
-        """Identifies the model: a hash of all parameters' names, shapes, dtypes and sampled values. Takes about 1 s."""
+        """A hash of all parameters' names, shapes, dtypes and sampled values. Takes about 1 s."""
         return model_digest(self.model)
 
     @cached_property

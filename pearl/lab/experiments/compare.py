@@ -1,4 +1,4 @@
-"""The methods side by side on one workload, each at its best: a window that has to be chosen is found by trying."""
+"""All methods on one workload; windows that have to be chosen are found by trying."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pearl.lab.experiments.workload import Totals, Workload, run
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.protocol.options import RequestOptions
 
-_TO_CHOOSE_BY = 4000  # tokens
-_NEAR = 2  # how far from the best so far a better one is looked for: a step of noise must not end the climb
+_SEARCH_TOKENS = 4000  # simulated for each window that is tried
+_SEARCH_RADIUS = 2  # windows around the best so far to try: one noisy step must not end the climb
 
 AR = RequestOptions("ar")
 STREAM = RequestOptions("pearl", "stream")
@@ -20,7 +20,8 @@ OVERLAPPED = (RequestOptions("pearl-no-pre-verify"), RequestOptions("pearl-no-po
 def compare(workload: Workload, tell: Callable[[str], None] = lambda what: None) -> list[Totals]:
     """`ar`, `sd` at its best gamma, the ablations and `pearl` with either window, in this order.
 
-    `tell` is called with what is simulated next.
+    Args:
+        tell: called with what is simulated next.
     """
     tell("the best window of sd")
     decodings = (AR, sd_at_best(workload), *OVERLAPPED)
@@ -37,18 +38,13 @@ def sd_at_best(workload: Workload) -> RequestOptions:
     return best(workload, lambda gamma: RequestOptions("sd", "fixed", gamma), start)
 
 
-def pearl_at_best(workload: Workload, start: int) -> RequestOptions:
-    """Stream, with the window that is found best from `start` on: not always the one that `pearl` chooses itself."""
-    return best(workload, lambda c: RequestOptions("pearl", "stream", c), start)
-
-
 def best(workload: Workload, decoding: Callable[[int], RequestOptions], start: int) -> RequestOptions:
-    """The decoding whose window makes it fastest, climbing from `start` until no near window is better."""
-    part, rates = workload.part(_TO_CHOOSE_BY), dict[int, float]()
+    """The decoding with the fastest window: climbs from `start` until no near window is faster."""
+    part, rates = workload.part(_SEARCH_TOKENS), dict[int, float]()
     top, before = start, 0
     while top != before:
         before = top
-        for window in range(max(1, top - _NEAR), min(MOST_GAMMA, top + _NEAR) + 1):
+        for window in range(max(1, top - _SEARCH_RADIUS), min(MOST_GAMMA, top + _SEARCH_RADIUS) + 1):
             if window not in rates:
                 rates[window] = run(part, decoding(window)).tokens_per_second
         top = max(rates, key=lambda window: rates[window])

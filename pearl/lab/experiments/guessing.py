@@ -1,7 +1,7 @@
-"""What method `ngram` makes of texts that a target has drawn: tokens a step, by who guessed them and how many are fed.
+"""Replays method `ngram` on generated texts: tokens per step, by source of the guesses and by tokens fed.
 
-A replay asks for guesses after every token that a forward would have committed, and follows the text through the tree
-as the target would have: what it draws at each node is the text.  Nothing is computed by a model, nothing is timed.
+A replay asks for guesses where each forward would begin and follows the text through the tree of guesses, as the target
+did: its draw at each node is the text.  No model runs and nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pearl.drafting.ngram import Candidate, TextIndex, anchored, guess_tree
 from pearl.protocol.messages import Source
 from pearl.protocol.window import worthwhile
 
-Seconds = Callable[[int], float]  # of a forward by the number of tokens fed
+Seconds = Callable[[int], float]  # of a forward, by tokens fed
 MakeIndex = Callable[[Sequence[int], Datastore | None], TextIndex]
-_LEARN = 64  # tokens at the end of a prompt that a datastore's rates are learned from, as in a worker
+_LEARN = 64  # tokens at the end of a prompt that the rates are learned from, as in a worker
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A text that a model made, from `start` on; before that its prompt."""
+    """A prompt of `start` tokens and the text generated after it."""
 
     tokens: tuple[int, ...]
     start: int
@@ -31,12 +31,12 @@ class Generated:
 
 @dataclass
 class Replayed:
-    """What a replay comes to. A step is a forward after the prefill, whose token takes none.
+    """Sums of a replay. A step is a forward after the prefill.
 
     Attributes:
-        accepted: guesses that became text, by who made them.
-        fed: forwards by the number of tokens that they were fed, the last committed one included.
-        trees: the parents of each forward's guesses, as `Feed.parents` has them behind the last committed token.
+        accepted: committed guesses by source.
+        fed: number of forwards by tokens fed, the last committed token included.
+        trees: `Feed.parents` of each forward: the last committed token and the guesses.
     """
 
     steps: int = 0
@@ -66,13 +66,13 @@ class Replayed:
         return self.accepted[source] / self.steps if self.steps else 0.0
 
     def speedup(self, seconds: Seconds) -> float:
-        """How many times as fast as one token a forward, where only forwards take time."""
+        """Speed-up over one token per forward, if only forwards take time."""
         spent = sum(count * seconds(size) for size, count in self.fed.items())
         return self.tokens * seconds(1) / spent if spent else 0.0
 
 
 class StoreIndex:
-    """A `TextIndex` of one text that asks a datastore alone: what that finds without n-grams of the text itself."""
+    """A `TextIndex` that guesses from a datastore only, not from the text's own n-grams."""
 
     def __init__(self, tokens: Sequence[int], store: Datastore) -> None:
         self.tokens = list(tokens)
@@ -113,12 +113,12 @@ def replay(
     seconds: Seconds | None = None,
     make: MakeIndex = text_index,
 ) -> Replayed:
-    """What method `ngram` makes of these texts with at most `most` guesses a forward.
+    """Replay method `ngram` with at most `most` guesses per forward.
 
     Args:
-        branches: whether guesses are a tree; otherwise a chain.
-        seconds: of a forward; of the guesses found, so many are fed as then make most tokens a second. None: all.
-        make: from a prompt and the datastore what is asked for guesses.
+        branches: guess trees, not chains.
+        seconds: of a forward; feeds the number of guesses that gives most tokens per second. None: feeds all.
+        make: makes the index of a text from its prompt and the datastore.
     """
     total = Replayed()
     for text in texts:

@@ -1,8 +1,7 @@
-"""Multi-token joint greedy decoding: at each step the `count` tokens that together are likeliest under the target.
+"""Multi-token joint greedy decoding: each step commits the `count` tokens that together are likeliest for the target.
 
-With one token a step it is greedy decoding; with more the text is likelier as a whole.  It is what the joint rule
-approximates, and no way to be fast: the search needs more forwards than there are tokens.  Source: Qin et al. 2024,
-section 3.
+With one token per step it is greedy decoding; with more, the text as a whole is likelier.  The joint rule approximates
+it.  It is not fast: the search takes more forwards than there are tokens.  Source: Qin et al. 2024, section 3.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from pearl.models.runner import ModelRunner, feed_chain
 
 @dataclass
 class Written:
-    """A text.
-
-    Attributes:
-        surprise: minus the logarithm of its probability, nats.
-        forwards: that the searches took.
-    """
+    """A text. `surprise`: minus the log of its probability, in nats; `forwards`: of the searches."""
 
     tokens: list[int] = field(default_factory=list)
     surprise: float = 0.0
@@ -32,10 +26,9 @@ class Written:
 
 
 def decode(runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, ends: Collection[int] = ()) -> Written:
-    """Write up to `limit` tokens behind the prompt, `count` a step; ends behind one of `ends`.
+    """Write up to `limit` tokens after the prompt, `count` per step; stop after a token of `ends`.
 
-    The likeliest tokens are found exactly, best first: what is as likely as the best continuation so far could be is
-    looked at, and nothing else. (A token of `ends` is a token: what would follow it counts.)
+    The search is exact (best first). What would follow a token of `ends` still counts in the joint probability.
     """
     runner.rollback(0)
     written, unfed = Written(), list(prompt)
@@ -53,24 +46,24 @@ def decode(runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, e
 
 
 def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> tuple[tuple[int, ...], list[float], int]:
-    """The likeliest `count` tokens behind what the cache holds, each one's surprise, and forwards taken.
+    """(the `count` likeliest tokens after the cache's contents, the surprise of each, forwards taken).
 
     Args:
-        row: logits [vocab] behind it.
+        row: logits [vocab] after the cache's contents.
     """
     length, forwards, order = runner.length(), 0, counter()
-    # Of each sequence looked at its continuations, the likeliest first; a sequence waits as the next one of its parent.
+    # By sequence: its continuations, likeliest first. The queue holds the next continuation of each sequence.
     tables: dict[tuple[int, ...], tuple[list[float], list[int]]] = {(): _table(row)}
-    waiting: list[tuple[float, int, tuple[int, ...], list[float], int]] = []
+    queue: list[tuple[float, int, tuple[int, ...], list[float], int]] = []
 
     def push(above: tuple[int, ...], surprise: list[float], rank: int) -> None:
         costs, _ = tables[above]
         if rank < len(costs):
-            heapq.heappush(waiting, (sum(surprise) + costs[rank], next(order), above, surprise, rank))
+            heapq.heappush(queue, (sum(surprise) + costs[rank], next(order), above, surprise, rank))
 
     push((), [], 0)
     while True:
-        _, _, above, surprise, rank = heapq.heappop(waiting)
+        _, _, above, surprise, rank = heapq.heappop(queue)
         costs, ids = tables[above]
         push(above, surprise, rank + 1)
         path, known = (*above, ids[rank]), [*surprise, costs[rank]]
@@ -83,6 +76,6 @@ def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> tuple[tupl
 
 
 def _table(row: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Surprises of all tokens, the least first, and the tokens."""
+    """(surprises of all tokens, smallest first; the tokens)."""
     costs, ids = torch.log_softmax(row.double(), -1).neg_().sort(stable=True)
     return costs.tolist(), ids.tolist()

@@ -1,23 +1,27 @@
-"""How often rules reject, and by how much their texts are biased: what theory expects, and what the protocol does.
+"""How often rules reject, and by how much they bias the text: theory against the protocol (Yin et al. 2024).
 
-On pairs of non-stationary Markov chains, of which every distribution is known: the distribution of a token depends on
-its position and on the token before it.  The texts are decoded by the real coordinator and drafter with the rules' own
-halves.  Source: Yin et al. 2024, figures 2 to 4; they do not print their chains.
+`rejections` uses pairs of non-stationary Markov chains, whose distributions are all known (figures 2 to 4; the paper
+does not print its chains).  `front` does the same for opt and uno on a pair of models: along texts of the target, where
+bias and rejections of opt add up to the distance between the models, and in texts of each rule's own, which its bias
+leads elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
-from statistics import mean, stdev
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
+from pearl.decoding.sampling import probabilities
 from pearl.lab import theory
-from pearl.lab.experiments.estimate import Estimate
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.experiments.estimate import Estimate, mean_of
+from pearl.lab.experiments.texts import rows_along
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.runner import ModelRunner
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
@@ -26,14 +30,14 @@ from pearl.spec.rules import RULES, Parameters
 TOKENS, VOCAB = 50, 8  # of a text; of the chains
 CANDIDATES = (1, 2, 4, 8)
 EPSILONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
-_MANY = 2000  # candidates: more change nothing that is shown
-_SHARE = (0.6, 0.85)  # of each chain's draft: how much of it is its target
+RELAXED = ("opt", "uno")
+_MANY = 200  # candidates: stands for any number; ten times as many change the fourth decimal
+_SHARE = (0.6, 0.85)  # of each chain's draft: weight of the target in it
 _WINDOW = 2
-_NONE = 3.0  # of n texts none had any: at 95% they have at most 3 / n on average
+_NONE = 3.0  # if n texts have no rejection, the mean is at most 3 / n (95%)
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """A pair of models: [tokens, vocab, vocab] each; row s of a table is the distribution after token s."""
 
     name: str
@@ -43,9 +47,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Rejections:
-    """Of a text on average, by one rule on one chain: what theory expects, and what was measured, with 95% margins.
+    """Means per text of one rule on one chain: what theory expects, and what was measured.
 
-    `bias`: the sum of the distances of what is committed from the target's distribution.
+    Attributes:
+        bias: sum over positions of the distance between the committed token's distribution and the target's.
     """
 
     chain: str
@@ -61,12 +66,37 @@ class Rejections:
         values = ", ".join(f"{name} {value:g}" for name, value in self.parameters)
         return RULES[self.rule].label + (f", {values}" if values else "")
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Price:
+    """Means per token of one relaxed rule on a pair of models.
+
+    Attributes:
+        expected, bias: along texts of the target.
+        measured, measured_bias: in the rule's own texts.
+        foretold: rejections that the distributions along the rule's own texts imply; `measured` differs by chance only.
+        margin: 1.96 standard deviations of that chance.
+    """
+
+    rule: str
+    epsilon: float
+    expected: float
+    bias: float
+    measured: Estimate
+    measured_bias: Estimate
+    foretold: float
+    margin: float
+
+    @property
+    def is_as_foretold(self) -> bool:
+        return abs(self.measured.value - self.foretold) <= self.margin
+
+
+# ---- Markov chains ----
 
 
 def chains(seed: int = 0) -> list[Chain]:
-    """Two pairs: of the second one the draft is the better."""
+    """Two pairs; the second has the better draft."""
     return [_chain(2 * seed + number, share) for number, share in enumerate(_SHARE)]
 
 
@@ -78,58 +108,132 @@ def _chain(seed: int, share: float) -> Chain:
 
 
 def limit(chain: Chain) -> float:
-    """Rejections with any number of candidates: behind a token that was accepted there is but one."""
+    """Rejections of batch with any number of candidates: after an accepted token there is only one."""
     return theory.expected_batch_rejections(chain.target.tolist(), chain.draft.tolist(), 0, _MANY)
 
 
 def rejections(texts: int, seed: int = 0, tell: Callable[[str], None] = lambda what: None) -> Iterator[Rejections]:
-    """For both chains each rule, in `texts` texts of `TOKENS` tokens."""
+    """Each rule on both chains, in `texts` texts of `TOKENS` tokens."""
+    rules: list[tuple[str, Parameters]] = [("ratio", ())]
+    rules += [("batch", (("candidates", float(count)),)) for count in CANDIDATES]
+    rules += [(rule, (("epsilon", epsilon),)) for rule in RELAXED for epsilon in EPSILONS]
     for chain in chains(seed):
-        for rule, parameters in _rules():
+        for rule, parameters in rules:
             one = measured(chain, rule, parameters, texts, seed)
             tell(f"{one.chain}, {one.label}")
             yield one
-
-
-def _rules() -> Iterator[tuple[str, Parameters]]:
-    yield "ratio", ()
-    for count in CANDIDATES:
-        yield "batch", (("candidates", float(count)),)
-    for rule in ("opt", "uno"):
-        for epsilon in EPSILONS:
-            yield rule, (("epsilon", epsilon),)
 
 
 def measured(chain: Chain, rule: str, parameters: Parameters, texts: int, seed: int = 0) -> Rejections:
     """One rule on one chain."""
     found, biases = list[float](), list[float]()
     for text in range(texts):
-        target, draft = (ToyRunner(VOCAB, _distribution(tables)) for tables in (chain.target, chain.draft))
-        decoding = RequestOptions("pearl", "fixed", _WINDOW, rule, parameters)
-        submit = Submit(text, (0,), 1 + TOKENS, decoding.changed(sampling=Sampling(1.0, seed=seed * texts + text)))
-        counts = simulate(submit, *paired_executors(target, draft), Timing(1.0, lambda _: float(_WINDOW))).counts
+        runners = (ToyRunner(VOCAB, _distribution(tables)) for tables in (chain.target, chain.draft))
+        sampling = Sampling(1.0, seed=seed * texts + text)
+        counts = _decode(next(runners), next(runners), (0,), TOKENS, sampling, rule, parameters).counts
         assert counts.odds is not None
         found.append(float(counts.rejected))
         biases.append(counts.odds.bias)
-    return Rejections(chain.name, rule, parameters, *_expected(chain, rule, parameters, found, biases))
-
-
-def _expected(
-    chain: Chain, rule: str, parameters: Parameters, found: Sequence[float], biases: Sequence[float]
-) -> tuple[float, Estimate, float, Estimate]:
     values, tables = RULES[rule].values(parameters), (chain.target.tolist(), chain.draft.tolist(), 0)
     if rule == "batch":
         expected, bias = theory.expected_batch_rejections(*tables, int(values["candidates"])), 0.0
     else:
         expected, bias = theory.expected_relaxed_rejections(*tables, values.get("epsilon", 0.0), rule != "uno")
-    return expected, _mean(found, _NONE / len(found)), bias, _mean(biases)
-
-
-def _mean(values: Sequence[float], least: float = 0.0) -> Estimate:
-    """`least`: of its margin."""
-    return Estimate(mean(values), max(least, 1.96 * stdev(values) / sqrt(len(values))))
+    own = mean_of(found, _NONE / len(found))
+    return Rejections(chain.name, rule, parameters, expected, own, bias, mean_of(biases))
 
 
 def _distribution(tables: torch.Tensor) -> NextToken:
-    last = len(tables) - 1  # a draft goes on behind the text's end
-    return lambda seen: tables[min(len(seen) - 1, last)][seen[-1]]
+    last = len(tables) - 1  # a draft drafts beyond the end of the text
+    return lambda context: tables[min(len(context) - 1, last)][context[-1]]
+
+
+def _decode(
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompt: Sequence[int],
+    tokens: int,
+    sampling: Sampling,
+    rule: str,
+    parameters: Parameters,
+) -> Outcome:
+    decoding = RequestOptions("pearl", "fixed", _WINDOW, rule, parameters, sampling=sampling)
+    submit = Submit(1, tuple(prompt), len(prompt) + tokens, decoding)
+    return simulate(submit, *paired_executors(target, draft), Timing(1.0, lambda _: float(_WINDOW)))
+
+
+# ---- a pair of models ----
+
+
+@torch.inference_mode()
+def front(
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling,
+    tell: Callable[[str], object] = lambda what: None,
+) -> Iterator[Price]:
+    """The price of each relaxed rule and epsilon; the first is opt with epsilon 0: the exact ratio rule.
+
+    Args:
+        prompts: at least two.
+        tokens: of each text; an end-of-sequence token does not end it.
+        sampling: temperature > 0.
+    """
+    along: dict[tuple[str, float], tuple[float, float]] = {}
+    for rule in RELAXED:
+        for epsilon in EPSILONS:
+            tell(f"{rule}, epsilon {epsilon:g}")
+            runs = []
+            for prompt in prompts:
+                target.rollback(0)
+                draft.rollback(0)
+                runs.append(_decode(target, draft, prompt, tokens, sampling, rule, (("epsilon", epsilon),)))
+            along = along or prices(target, draft, prompts, [run.tokens for run in runs], sampling)
+            yield _priced(rule, epsilon, along[rule, epsilon], runs)
+
+
+def _priced(rule: str, epsilon: float, along: tuple[float, float], runs: Sequence[Outcome]) -> Price:
+    odds = [run.counts.odds for run in runs if run.counts.odds is not None]
+    assert len(odds) == len(runs)
+    lengths = [len(run.tokens) for run in runs]
+    rejected = mean_of([run.counts.rejected / length for run, length in zip(runs, lengths, strict=True)])
+    biases = mean_of([one.bias / length for one, length in zip(odds, lengths, strict=True)])
+    foretold = sum(one.rejections for one in odds) / sum(lengths)
+    margin = 1.96 * sqrt(sum(one.variance for one in odds)) / sum(lengths)
+    return Price(rule, epsilon, *along, rejected, biases, foretold, margin)
+
+
+def prices(
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> dict[tuple[str, float], tuple[float, float]]:
+    """(rule, epsilon) -> rejections and bias per token of `texts`."""
+    sums = {(rule, epsilon): [0.0, 0.0] for rule in RELAXED for epsilon in EPSILONS}
+    for prompt, text in zip(prompts, texts, strict=True):
+        for rows, given in zip(rows_along(target, prompt, text), rows_along(draft, prompt, text), strict=True):
+            given = pad(given, (0, max(0, rows.shape[-1] - given.shape[-1])), value=-torch.inf)[:, : rows.shape[-1]]
+            p, q = probabilities(rows, sampling).double(), probabilities(given, sampling).double()
+            for (rule, epsilon), sum_ in sums.items():
+                rejected, bias = relaxed(p, q, epsilon, corrects=rule == "opt")
+                sum_[0] += float(rejected.sum())
+                sum_[1] += float(bias.sum())
+    count = sum(map(len, texts))
+    return {key: (rejected / count, bias / count) for key, (rejected, bias) in sums.items()}
+
+
+def relaxed(p: torch.Tensor, q: torch.Tensor, epsilon: float, corrects: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(probability of a rejection [n], bias [n]) for rows [n, vocab] of target and draft.
+
+    See `theory.expected_relaxed_rejections`.
+    """
+    accepted = torch.minimum(q, p + epsilon * (p > 0))
+    rejected = (1 - accepted.sum(-1)).clamp_min(0)
+    rest = (p - q).clamp_min(0) if corrects else p
+    total = rest.sum(-1, keepdim=True)
+    law = accepted + rejected[:, None] * torch.where(total > 0, rest / total.clamp_min(1e-300), 0.0)
+    return rejected, (law - p).abs().sum(-1) / 2

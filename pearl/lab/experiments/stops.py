@@ -1,9 +1,11 @@
-"""Stop policies on recorded texts, under the virtual clock: calls of both models, and what a text takes.
+"""Stop policies on recorded texts under the virtual clock, and the training of the classifier of policy `disco`.
 
-Which of the draft's tokens are right is recorded (`texts.workload`), and so is the shape of its distribution at each
-position.  Behind a wrong token the draft would have other distributions: there a policy is shown what was recorded for
-the position.  That matters little, for what is drafted there is discarded; how much of it there is, is what stopping in
-time is about.
+Recorded are which draft tokens are right and the shape of the draft's distribution at each position.  After a wrong
+token the draft would have other distributions; a policy is shown the recorded ones there.  That matters little: those
+tokens are discarded, and a policy decides only how many there are.
+
+Each token of the target's answers is an example for the classifier (Mamou et al. 2024).  Most texts train its layers;
+on the held-out ones the threshold and the cap are chosen with which `sd` is fastest.
 """
 
 from __future__ import annotations
@@ -11,30 +13,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pearl.drafting.disco import Classifier
-from pearl.drafting.proposer import Features, StopPolicy
+import torch
+
+from pearl.drafting.disco import INPUTS, Classifier, inputs
+from pearl.drafting.proposer import TOP, Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold
 from pearl.errors import ConfigError
 from pearl.lab.experiments.texts import workload
-from pearl.lab.experiments.workload import Text, Totals, run
+from pearl.lab.experiments.workload import Totals, run
 from pearl.lab.simulate import Event, Timing
 from pearl.models.recorded import RecordedText, RecordedTexts
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.options import RequestOptions
 from pearl.spec.stops import CAP, FIXED
 
-STATIC = 5  # tokens: the DISCO paper's window for whoever tunes none
+STATIC = 5  # tokens: the DISCO paper's untuned window
 _GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, CAP)
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-Policies = Callable[[Text], StopPolicy | None]
+LEAST_TEXTS = 4
+_HELD_OUT = 4  # every 4th text is held out
+_UNITS = 32  # of the hidden layer
+_STEPS, _RATE, _DECAY = 400, 0.01, 1e-3  # of AdamW on all examples at once
+_QUANTILES = tuple(number / 20 for number in range(1, 20))  # of the confidences: thresholds to try
+Policies = Callable[[RecordedText], StopPolicy | None]
 
 
 class Oracle:
-    """Stops where the draft's next token is wrong: as few calls of both models as there can be.
-
-    Args:
-        right: by position in the generated text.
-    """
+    """Stops where the next draft token is wrong: no policy needs fewer calls. `right`: by position in the answer."""
 
     def __init__(self, right: Sequence[bool]) -> None:
         self._right = right
@@ -51,7 +56,7 @@ class Oracle:
 
 
 class StoppingDraft:
-    """Drafts token 0 for ever; a policy, shown what was recorded, ends its windows. Counts its forwards."""
+    """Drafts token 0 in windows that a policy ends by the recorded distributions. Counts its forwards in `calls`."""
 
     def __init__(self, text: RecordedText, policy: StopPolicy | None) -> None:
         begin = len(text.prompt)
@@ -77,38 +82,40 @@ class StoppingDraft:
 
 @dataclass(frozen=True)
 class Stopped:
-    """What came of one policy. `drafted`: forwards of the draft; `totals.steps` are those of the target."""
+    """Results of one policy. `drafted`: draft forwards; `totals.steps`: target forwards."""
 
     name: str
     policy: str
     totals: Totals
     drafted: int
 
+    @property
+    def speed(self) -> float:
+        return self.totals.tokens_per_second
+
 
 def stopped(
     recorded: RecordedTexts,
     timing: Timing,
     decoding: RequestOptions,
-    policies: Policies | None = None,
+    policies: Policies = lambda text: None,
     name: str = "",
     policy: str = FIXED,
 ) -> Stopped:
-    """All texts by one method. `policies`: makes each text's, from the text as the workload has it; None: none."""
-    work = workload(recorded, timing)
-    made = [policies(text) if policies is not None else None for text in work.texts]
-    drafts = [StoppingDraft(text, each) for text, each in zip(recorded.texts, made, strict=True)]
+    """Decode all texts by one method. `policies`: makes the policy of each text."""
+    drafts = [StoppingDraft(text, policies(text)) for text in recorded.texts]
     waiting = iter(drafts)
-    totals = run(work, decoding, draft=lambda limit, seed: next(waiting))
+    totals = run(workload(recorded, timing), decoding, draft=lambda: next(waiting))
     return Stopped(name or totals.name, policy, totals, sum(draft.calls for draft in drafts))
 
 
 def check_features(recorded: RecordedTexts) -> None:
-    """Raises `ConfigError` where the draft's distributions were not recorded."""
+    """Raises `ConfigError` if the draft's distributions were not recorded."""
     if any(text.features is None for text in recorded.texts):
         raise ConfigError("these texts lack what stop policies look at: record them again with pearl simulate record")
 
 
-def bounded(gamma: int) -> RequestOptions:
+def _sd(gamma: int) -> RequestOptions:
     return RequestOptions("sd", "fixed", gamma)
 
 
@@ -118,47 +125,141 @@ def side_by_side(
     classifier: Classifier | None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> list[Stopped]:
-    """The DISCO paper's table: `ar`; `sd` with 5 tokens, with its best number, and with each policy; `pearl` likewise.
+    """The DISCO paper's table: `ar`; `sd` with 5 tokens, with the best window, and with each policy; `pearl` likewise.
 
-    The best static window and the best threshold are found on these very texts, which favours them.
+    The best window and the best threshold are chosen on these texts, which favours them.
     """
     check_features(recorded)
     done = [stopped(recorded, timing, RequestOptions("ar"), name="ar")]
 
-    def add(name: str, policy: str, tried: Iterable[tuple[str, RequestOptions, Policies | None]]) -> None:
-        """The fastest of some."""
+    def add(name: str, policy: str, tried: Iterable[tuple[str, RequestOptions, Policies]]) -> None:
+        """Append the fastest of `tried`, each with the end of its name."""
         tell(name)
-        found = [stopped(recorded, timing, one, made, name + note, policy) for note, one, made in tried]
-        done.append(max(found, key=lambda each: each.totals.tokens_per_second))
+        found = [stopped(recorded, timing, one, made, name + end, policy) for end, one, made in tried]
+        done.append(max(found, key=lambda each: each.speed))
 
-    def oracle(text: Text) -> StopPolicy:
-        return Oracle([text.right[position] for position in sorted(text.right)])
-
-    def threshold(least: float) -> Policies:
-        return lambda text: Threshold(least)
-
+    none: Policies = lambda text: None  # noqa: E731
+    add(f"sd, {STATIC} tokens", FIXED, [("", _sd(STATIC), none)])
+    add("sd, best static", FIXED, [(f": {gamma}", _sd(gamma), none) for gamma in _GAMMAS])
     named: list[tuple[str, Policies]] = [("heuristic", lambda text: Heuristic())]
     if classifier is not None:
         named.append(("disco", lambda text: Doubtful(classifier)))
-    named.append(("oracle", oracle))
-    add(f"sd, {STATIC} tokens", FIXED, [("", bounded(STATIC), None)])
-    add("sd, best static", FIXED, [(f": {gamma}", bounded(gamma), None) for gamma in _GAMMAS])
-    thresholds = [(f": {least:g}", least) for least in _THRESHOLDS]
-    for method, decoding in (("sd", bounded(CAP)), ("pearl", RequestOptions("pearl"))):
+    named.append(("oracle", lambda text: Oracle(text.right)))
+    thresholds: list[tuple[str, Policies]] = [
+        (f": {least:g}", lambda text, least=least: Threshold(least))  # type: ignore[misc]
+        for least in _THRESHOLDS
+    ]
+    for method, decoding in (("sd", _sd(CAP)), ("pearl", RequestOptions("pearl"))):
         if method == "pearl":
-            add("pearl", FIXED, [("", decoding, None)])
-        add(
-            f"{method}, best threshold",
-            "threshold",
-            [(note, decoding, threshold(least)) for note, least in thresholds],
-        )
+            add("pearl", FIXED, [("", decoding, none)])
+        add(f"{method}, best threshold", "threshold", [(end, decoding, made) for end, made in thresholds])
         for policy, made in named:
             add(f"{method}, {policy}", policy, [("", decoding, made)])
     return done
 
 
+# ---- training ----
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained classifier and its results on the held-out texts.
+
+    Attributes:
+        examples, held_out: tokens.
+        accuracy: share of held-out tokens for which "confidence > 1/2" predicts acceptance correctly.
+        base: the same of always predicting the more frequent outcome.
+        best, static: `sd` with the classifier, and with the best static window.
+    """
+
+    classifier: Classifier
+    examples: int
+    held_out: int
+    accuracy: float
+    base: float
+    best: Stopped
+    static: Stopped
+
+
+def examples(texts: Sequence[RecordedText]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs [tokens, INPUTS] and labels [tokens] float32: 1 if the draft's token is the target's."""
+    rows = [inputs(features) for text in texts for features in features_of(text)]
+    labels = [float(right) for text in texts for right in text.right]
+    return torch.tensor(rows).view(-1, INPUTS), torch.tensor(labels)
+
+
+def features_of(text: RecordedText) -> list[Features]:
+    """The features of each token of the answer, except its index in a window (0)."""
+    assert text.features is not None
+    rows = (row.tolist() for row in text.features)
+    return [Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, number) for number, row in enumerate(rows)]
+
+
+def fit(seen: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed: int = 0) -> Classifier:
+    """Fit the layers by maximum likelihood; threshold 1/2 and the largest cap. A seed gives one classifier."""
+    mean, scale = seen.mean(0), seen.std(0, correction=0).clamp_min(1e-3)
+    whitened = (seen - mean) / scale
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (torch.randn(_UNITS, INPUTS, generator=generator) / INPUTS**0.5).requires_grad_()
+    out = (torch.randn(_UNITS, generator=generator) / _UNITS**0.5).requires_grad_()
+    hidden_bias, out_bias = torch.zeros(_UNITS, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([hidden, hidden_bias, out, out_bias], lr=_RATE, weight_decay=_DECAY)
+    for _ in range(_STEPS):
+        logits = torch.relu(whitened @ hidden.T + hidden_bias) @ out + out_bias
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return Classifier(
+        target=target,
+        draft=draft,
+        threshold=0.5,
+        cap=CAP,
+        examples=len(labels),
+        accepted=float(labels.mean()),
+        mean=tuple(mean.tolist()),
+        scale=tuple(scale.tolist()),
+        hidden=tuple(tuple(row) for row in hidden.tolist()),
+        hidden_bias=tuple(hidden_bias.tolist()),
+        out=tuple(out.tolist()),
+        out_bias=out_bias.item(),
+    )
+
+
+def train(
+    recorded: RecordedTexts, timing: Timing, seed: int = 0, tell: Callable[[str], None] = lambda what: None
+) -> Trained:
+    """Train on recorded texts. Raises `ConfigError` if there are too few, or the distributions were not recorded."""
+    check_features(recorded)
+    if len(recorded.texts) < LEAST_TEXTS:
+        raise ConfigError(
+            f"{len(recorded.texts)} texts are too few to train on and to hold some out: at least {LEAST_TEXTS}"
+        )
+    learned, held_out = split(recorded, _HELD_OUT)
+    tell("training")
+    classifier = fit(*examples(learned.texts), recorded.header.target, recorded.header.draft, seed)
+    confidences = [classifier.confidence(each) for text in held_out.texts for each in features_of(text)]
+    right = [good for text in held_out.texts for good in text.right]
+    predicted = [(confidence > 0.5) == good for confidence, good in zip(confidences, right, strict=True)]
+
+    def tried(**settings: float) -> Stopped:
+        policy = Doubtful(classifier.model_copy(update=settings))
+        return stopped(held_out, timing, _sd(CAP), lambda text: policy, policy="disco")
+
+    tell("which threshold and which cap are fastest")
+    ranked = sorted(confidences)
+    thresholds = sorted({0.0, *(ranked[int(share * len(ranked))] for share in _QUANTILES)})
+    threshold = max(thresholds, key=lambda each: tried(threshold=each).speed)
+    by_cap = {cap: tried(threshold=threshold, cap=cap) for cap in _GAMMAS}
+    cap = max(by_cap, key=lambda each: by_cap[each].speed)
+    static = max((stopped(held_out, timing, _sd(gamma)) for gamma in _GAMMAS), key=lambda each: each.speed)
+    base = max(sum(right), len(right) - sum(right)) / len(right)
+    kept = classifier.model_copy(update={"threshold": threshold, "cap": cap})
+    return Trained(kept, classifier.examples, len(right), sum(predicted) / len(right), base, by_cap[cap], static)
+
+
 def split(recorded: RecordedTexts, every: int) -> tuple[RecordedTexts, RecordedTexts]:
-    """Most texts, and each `every`-th."""
+    """(all other texts, each `every`-th)."""
     held_out = recorded.texts[every - 1 :: every]
     others = tuple(text for number, text in enumerate(recorded.texts, 1) if number % every)
     return replace(recorded, texts=others), replace(recorded, texts=held_out)

@@ -1,34 +1,149 @@
-"""Recorded texts under the virtual clock: every method on the same texts, with all that guesses beside the draft.
+"""Recorded texts: records what a pair of models writes, and decodes it again under the virtual clock by any method.
 
-As published a method needs to know of each token only whether the draft is right (`workload`).  Look-ahead, lookup and
-branches need the tokens themselves, and the draft's runners-up: there the executors and the proposer of the runtime
-decode the texts again, from replayed models.
+Recording runs the target, then the draft along the target's text, in this process and untimed: the result depends only
+on the models and the seed.
+
+A published method needs to know of each token only whether the draft is right (`workload`).  Look-ahead, lookup and
+branches need the tokens and the draft's runners-up: `run` decodes with the runtime's executors on replayed models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
+import torch
+
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import SHORTLIST, read_draw
 from pearl.drafting.datastore import Datastore
+from pearl.drafting.rows import shape_of
+from pearl.engine.conversation import Conversation
 from pearl.lab.experiments.workload import Text, Totals, Workload
 from pearl.lab.simulate import Timing, known_speeds, paired_executors, simulate
-from pearl.models.recorded import RecordedTexts
-from pearl.models.replay import ReplayRunner
+from pearl.models.recorded import FEATURES, Header, RecordedText, RecordedTexts
+from pearl.models.replay import ReplayRunner, faint
+from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import BRANCHES, DRAFT_LOOKUP, LOOK_AHEAD, MAX_WINDOW
+from pearl.text.stream import Tokenizer
 
+_PIECE = 64  # positions per forward: a row spans the vocabulary
 _CONTEXT = 1 << 20
-RULE = "coupled"  # what was recorded is the target's own draw
+RULE = "coupled"  # a recorded answer is the target's own draw
 NGRAM = RequestOptions("ngram", rule=RULE, look_ahead=LOOK_AHEAD)
 PEARL = RequestOptions("pearl", rule=RULE)
 ALL = PEARL.changed(look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES)
 
+# ---- recording ----
+
+
+def record(
+    target: ModelRunner,
+    draft: ModelRunner,
+    tokenizer: Tokenizer,
+    conversations: Sequence[Sequence[str]],
+    header: Header,
+    *,
+    raw: bool = False,
+    tick: Callable[[str], object] = lambda what: None,
+) -> Iterator[RecordedText]:
+    """The answers to the users' turns, each as it is done; each continues its conversation.
+
+    Skips a repeated prompt and one that does not fit either context with its answer, and the rest of its conversation.
+
+    Args:
+        raw: use no chat template.
+        tick: called with a line of progress.
+    """
+    seen: set[tuple[int, ...]] = set()
+    most = min(target.context, draft.context) - header.max_tokens
+    raw = raw or tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
+    for number, turns in enumerate(conversations, 1):
+        conversation = Conversation(tokenizer, raw)
+        for turn in turns:
+            prompt = conversation.prompt(turn)
+            if len(prompt) > most or tuple(prompt) in seen:
+                tick(f"prompt {number} is left out: {'too long' if len(prompt) > most else 'it has come before'}")
+                break
+            seen.add(tuple(prompt))
+            text = _record_one(target, draft, prompt, header.sampling(len(seen)), header)
+            tick(f"prompt {number}: {len(text.answer)} tokens")
+            yield text
+            conversation.add(turn, prompt, tokenizer.decode(text.answer), text.answer, "length")
+
+
+@torch.inference_mode()
+def answers(
+    target: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    eos: Sequence[int],
+    most: int,
+    tick: Callable[[int], object] = lambda tokens: None,
+) -> list[list[int]]:
+    """Seeded decoding of up to `most` tokens per prompt; as many prompts at a time as the target has slots.
+
+    Args:
+        samplings: one per prompt.
+        tick: called after each forward with the number of tokens drawn.
+    """
+    written: list[list[int]] = [[] for _ in prompts]
+    for first in range(0, len(prompts), target.capabilities.slots):
+        going = {first + slot: slot for slot in range(target.capabilities.slots) if first + slot < len(prompts)}
+        draws = {number: DirectDraw(samplings[number]) for number in going}
+        for slot in going.values():
+            target.rollback(0, slot)
+        while going:
+            feeds = [Feed(written[number][-1:] or prompts[number], 1, slot) for number, slot in going.items()]
+            for number, row in zip(going, target.forward(feeds), strict=True):
+                position = len(prompts[number]) + len(written[number])
+                written[number].append(read_draw(draws[number](row[0], position)))
+            tick(len(going))
+            going = {n: slot for n, slot in going.items() if len(written[n]) < most and written[n][-1] not in eos}
+    return written
+
+
+def rows_along(runner: ModelRunner, prompt: Sequence[int], text: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The logits [some, vocab] for each position of `text`, in pieces. Ids unknown to the runner are fed as 0."""
+    known = [token if token < runner.vocab_size else 0 for token in (*prompt, *text[:-1])]
+    runner.rollback(0)
+    if len(prompt) > 1:
+        feed_chain(runner, known[: len(prompt) - 1], 0)
+    fed = known[len(prompt) - 1 :]
+    for first in range(0, len(fed), _PIECE):
+        piece = fed[first : first + _PIECE]
+        yield feed_chain(runner, piece, len(piece)).float()
+
+
+@torch.inference_mode()
+def _record_one(
+    target: ModelRunner, draft: ModelRunner, prompt: Sequence[int], sampling: Sampling, header: Header
+) -> RecordedText:
+    (answer,) = answers(target, [prompt], [sampling], header.eos, header.max_tokens)
+    draw, known = DirectDraw(sampling), min(draft.vocab_size, header.vocab_size)  # further ids are padding
+    ids, logits, features = [], [], []
+    rows = (row for piece in rows_along(draft, prompt, answer) for row in piece[:, :known])
+    for position, row in enumerate(rows, len(prompt)):
+        drawn = torch.tensor([read_draw(draw(row, position))], device=row.device)
+        top = torch.cat((row.topk(min(SHORTLIST, known)).indices, drawn))
+        values = row[top].cpu().numpy()
+        ids.append(top.cpu().numpy())
+        logits.append(np.maximum(values, values.max() - faint(header.temperature)))
+        *largest, entropy, chosen = shape_of(row, drawn).tolist()
+        features.append([*largest, *[0.0] * (FEATURES - 2 - len(largest)), entropy, chosen])
+    rows_of = np.array(ids, np.int32), np.array(logits, np.float32), np.array(features, np.float32)
+    return RecordedText(tuple(prompt), tuple(answer), *rows_of)
+
+
+# ---- decoding again ----
+
 
 def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload:
-    """The texts as who asks only whether the draft is right sees them."""
+    """Where the draft is right in each text."""
     rights = [text.right for text in recorded.texts]
     texts = [
         Text(len(text.prompt), len(text.answer), dict(enumerate(right, len(text.prompt))))
@@ -38,7 +153,7 @@ def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload
 
 
 def ablations() -> list[RequestOptions]:
-    """`pearl` by stream as published, with each of look-ahead, lookup and branches, with two of them, and with all."""
+    """`pearl` by stream with every combination of look-ahead, lookup and branches; as published first, all last."""
     sizes = ((0, LOOK_AHEAD), (0, DRAFT_LOOKUP), (0, BRANCHES))
     every = sorted(product(*sizes), key=lambda sizes: sum(map(bool, sizes)))
     return [PEARL.changed(look_ahead=ahead, draft_lookup=lookup, branches=more) for ahead, lookup, more in every]
@@ -47,10 +162,7 @@ def ablations() -> list[RequestOptions]:
 def compare(
     recorded: RecordedTexts, timing: Timing, seed: int = 0, datastore: Datastore | None = None
 ) -> Iterator[Totals]:
-    """Each as it is done: the ablations, `ssd` at its best window, and the target alone with its look-ahead.
-
-    `datastore`: where look-ahead and lookup guess from too.
-    """
+    """The ablations, `ssd` at its best window, and `ngram`, each as it is done. `datastore`: a source of guesses."""
     for decoding in ablations():
         yield run(recorded, decoding, timing, seed, datastore)
     yield at_best("ssd", recorded, timing, seed)
@@ -58,7 +170,7 @@ def compare(
 
 
 def at_best(method: str, recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Totals:
-    """`sd` or `ssd` with its best window: from 1 on, until a longer one is no faster."""
+    """`sd` or `ssd` with the first window from 1 on after which a longer one is no faster."""
     best: Totals | None = None
     for gamma in range(1, MAX_WINDOW + 1):
         decoding = RequestOptions(method, "fixed", gamma, RULE, branches=BRANCHES if method == "ssd" else 0)
@@ -73,7 +185,7 @@ def at_best(method: str, recorded: RecordedTexts, timing: Timing, seed: int = 0)
 def run(
     recorded: RecordedTexts, decoding: RequestOptions, timing: Timing, seed: int = 0, datastore: Datastore | None = None
 ) -> Totals:
-    """All texts, one after the other; what is learned outlives each, as it does in a worker."""
+    """Decode all texts one after the other; what is learned carries over, as in a worker."""
     runners = [ReplayRunner(recorded, role, _CONTEXT) for role in ("target", "draft")]
     executors = paired_executors(runners[0], runners[1], datastore, timing.draft)
     totals, speeds = Totals(decoding), known_speeds(timing)
@@ -84,6 +196,6 @@ def run(
         end = len(text.prompt) + len(text.answer)
         submit = Submit(number, text.prompt, end, decoding.changed(sampling=recorded.header.sampling(number)))
         outcome = simulate(submit, *executors, replace(timing, seed=seed + number), speeds=speeds)
-        assert tuple(outcome.tokens) == text.answer, "whatever is on, the text is the recorded one"
+        assert tuple(outcome.tokens) == text.answer, "every method writes the recorded text"
         totals.add(outcome)
     return totals

@@ -1,8 +1,8 @@
-"""Many requests under one virtual clock: which draft tokens are right, what a run of them adds up to.
+"""A workload: requests for which it is decided in advance where the draft is right, and their totals by one method.
 
-Whether the draft is right at a position of a text is settled beforehand, so that every method, window and delay meets
-the same luck.  Over several texts the luck is a Latin hypercube (McKay, Beckman, Conover 1979): each text by itself is
-i.i.d., and at each position the draft is right in the due number of texts.  What is left of the noise is small.
+So every method, window and delay meets the same luck.  Over several texts the luck is a Latin hypercube (McKay,
+Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of texts,
+which leaves little noise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pearl.protocol.options import RequestOptions, Sampling
 Coin = Callable[[float, int, Mapping[int, bool]], Executor]
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
-_MANY = 1 << 32  # seeds of jitter lie apart from seeds of coins
+_JITTER_SEED = 1 << 32  # added to seeds of jitter, which must differ from seeds of coins
 
 
 @dataclass(frozen=True)
 class Text:
-    """One request: `prompt` tokens, then `tokens` to be committed.
+    """One request: `prompt` and `tokens` are counts.
 
     Attributes:
-        right: absolute position -> whether the draft's token there agrees with the committed one.
+        right: absolute position -> whether the draft's token there is the committed one.
     """
 
     prompt: int
@@ -40,8 +40,8 @@ class Workload:
     """Texts, and the times under which they are decoded.
 
     Attributes:
-        acceptance: the rate, also of positions of which a text does not say whether the draft is right.
-        block: this many texts, one after the other, have their luck together; that of blocks is independent.
+        acceptance: the acceptance rate, also of positions missing in `Text.right`.
+        block: number of successive texts whose luck is drawn together; blocks are independent.
     """
 
     timing: Timing
@@ -59,18 +59,14 @@ class Workload:
         return replace(self, timing=replace(self.timing, **timing))
 
     def part(self, tokens: int) -> Workload:
-        """The first texts, of about so many tokens together: enough to choose by."""
+        """The first texts, of about `tokens` tokens together."""
         return replace(self, texts=self.texts[: max(1, round(tokens / self.tokens * len(self.texts)))])
 
 
 def independent(
     timing: Timing, acceptance: float, requests: int, tokens: int, seed: int = 0, block: int | None = None
 ) -> Workload:
-    """Texts with i.i.d. acceptance behind a prompt of one token.
-
-    Args:
-        block: texts that have their luck together: a hypercube; default: all.
-    """
+    """Texts with i.i.d. acceptance and a prompt of one token. `block`: texts of a hypercube; default: all."""
     luck, rights = random.Random(seed), list[dict[int, bool]]()
     while len(rights) < requests:
         rights += _hypercube(luck, acceptance, min(block or requests, requests - len(rights)), tokens)
@@ -81,33 +77,32 @@ def _hypercube(luck: random.Random, acceptance: float, texts: int, tokens: int) 
     """For each text: position -> whether the draft is right there."""
     rights = [dict[int, bool]() for _ in range(texts)]
     for position in range(1, 1 + tokens):
-        due = int(acceptance * texts + luck.random())  # texts in which the draft is right here
-        chosen = set(luck.sample(range(texts), due))
+        chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
         for number, right in enumerate(rights):
             right[position] = number in chosen
     return rights
 
 
 def guessers(decoding: RequestOptions) -> list[str]:
-    """What guesses beside the draft."""
+    """What guesses besides the draft."""
     known = {"look-ahead": decoding.look_ahead, "lookup": decoding.draft_lookup, "branches": decoding.branches}
     return [name for name, most in known.items() if most]
 
 
 @dataclass
 class Totals:
-    """What came of all requests of a workload, decoded by one method. Times are virtual seconds.
+    """Sums over all requests of a workload, decoded by one method. Times are virtual seconds.
 
     Attributes:
-        tokens, seconds: from a request's first commit on; what came with it (of the prefill) is left out.
-        texts: the same of each request.
+        tokens, seconds: after each request's first commit.
+        texts: (tokens, seconds) of each request.
         steps: target forwards after the prefill.
-        runs: accepted tokens of a run that ended in a correction or bonus -> runs.
-        foreseen: rejections and bonus tokens for which a branch was there.
-        sources: who drafted the accepted tokens -> tokens. guessed: who guessed what became text -> tokens.
-        target_waits: cause -> seconds. draft_waits: seconds, for verdicts.
-        whole: seconds, prefills included: what the waits are shares of.
-        window: c (or gamma) as last used.
+        runs: accepted tokens of a run that ended in a correction or bonus -> number of such runs.
+        foreseen: rejections and bonus tokens for which a branch was ready.
+        sources: drafter of accepted tokens -> tokens. guessed: guesser of committed guesses -> tokens.
+        target_waits: cause -> seconds. draft_waits: seconds waiting for verdicts.
+        whole: seconds with prefills: the base of the waits' shares.
+        window: c or gamma as last used.
     """
 
     decoding: RequestOptions
@@ -175,15 +170,15 @@ class Totals:
         return sum(length * n for length, n in self.runs.items()) / runs if runs else None
 
     @property
-    def foreseen_share(self) -> float | None:
-        """Of the rejections and bonus tokens, each of which ends a run."""
-        runs = sum(self.runs.values())
-        return self.foreseen / runs if runs else None
+    def mean_run_length(self) -> float | None:
+        """Committed tokens per run, its correction or bonus included."""
+        return None if self.accepted_per_run is None else 1 + self.accepted_per_run
 
     @property
-    def mean_run_length(self) -> float | None:
-        """Committed tokens a run, its correction or bonus included."""
-        return None if self.accepted_per_run is None else 1 + self.accepted_per_run
+    def foreseen_share(self) -> float | None:
+        """Share of the runs whose correction or bonus had a branch ready."""
+        runs = sum(self.runs.values())
+        return self.foreseen / runs if runs else None
 
     def as_dict(self) -> dict[str, Any]:
         names = ["name", "tokens_per_second", "tokens_per_step", "acceptance_rate", "mean_run_length", "foreseen_share"]
@@ -195,26 +190,15 @@ def _add(totals: dict[_Key, _Number], more: Mapping[_Key, _Number]) -> None:
         totals[key] = totals.get(key, 0) + value
 
 
-def _coin_draft(limit: int, seed: int) -> Executor:
-    return CoinDraft()
-
-
 def run(
-    workload: Workload,
-    decoding: RequestOptions,
-    coin: Coin = CoinTarget,
-    draft: Callable[[int, int], Executor] = _coin_draft,
+    workload: Workload, decoding: RequestOptions, coin: Coin = CoinTarget, draft: Callable[[], Executor] = CoinDraft
 ) -> Totals:
-    """Decodes every text, one after the other; the measured speeds and acceptance outlive each.
-
-    Args:
-        draft: makes the draft of a text from its limit and seed.
-    """
+    """Decode all texts in turn; measured speeds and acceptance carry over. `draft`: makes the draft of a text."""
     totals, speeds = Totals(decoding), known_speeds(workload.timing)
     for number, text in enumerate(workload.texts):
         seed = workload.seed * 1_000_003 + number
         submit = Submit(number, (0,) * text.prompt, text.prompt + text.tokens, decoding.changed(sampling=Sampling()))
         target = coin(workload.acceptance, seed, text.right)
-        timing = replace(workload.timing, seed=_MANY + seed)
-        totals.add(simulate(submit, target, draft(submit.limit, seed + 1), timing, speeds=speeds))
+        timing = replace(workload.timing, seed=_JITTER_SEED + seed)
+        totals.add(simulate(submit, target, draft(), timing, speeds=speeds))
     return totals

@@ -1,0 +1,221 @@
+"""Recorded texts: `pearl simulate record`, `pearl simulate stops` and `pearl disco train`. Arguments and tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec import structs
+
+from pearl.cli import listed
+from pearl.cli.numbers import STDOUT, Times, json_option, write_json
+from pearl.cli.options import SettingsCommand, settings_options
+from pearl.cli.tables import print_table, progress
+from pearl.config import Settings
+from pearl.errors import ConfigError
+from pearl.lab.distill.prompts import read_turns
+from pearl.lab.experiments.estimate import speedup
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.stops import Stopped
+    from pearl.models.runner import ModelRunner
+    from pearl.protocol.options import Sampling
+    from pearl.text.stream import Tokenizer
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_TOKENS = 128  # of an answer, without --max-tokens
+
+t_draft_option = click.option(
+    "--t-draft", type=Times(), help="Of a draft forward; 1:10,4:12: by tokens fed.  [default: 10]"
+)
+t_target_option = click.option(
+    "--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]"
+)
+limit_option = click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]"
+)
+raw_option = click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
+
+
+class LocalPair:
+    """Target and draft of the settings, to run in this process. Raises `ConfigError` without a draft.
+
+    Args:
+        temperature: if the settings have none. why: a draft is needed.
+    """
+
+    def __init__(self, settings: Settings, *, temperature: float, why: str) -> None:
+        from pearl.engine.request import resolve_sampling
+        from pearl.models.tokenizers import load_tokenizer
+        from pearl.text.tokenizer import check_same_vocabulary
+
+        self._config, given = settings.engine, settings.sampling
+        if not self._config.has_draft:
+            raise ConfigError(f"--draft none: {why}")
+        self.tokenizer: Tokenizer
+        trust = self._config.trust_remote_code
+        self.tokenizer, defaults = load_tokenizer(self._config.target, trust_remote_code=trust)
+        theirs, _ = load_tokenizer(self._config.draft, trust_remote_code=trust)
+        check_same_vocabulary(self.tokenizer, theirs, self._config.target, self._config.draft)
+        self.eos = () if given.ignore_eos else defaults.eos
+        asked = {
+            "temperature": temperature if given.temperature is None else given.temperature,
+            "seed": given.seed or 0,
+        }
+        if given.repetition_penalty is None:  # leave out the checkpoint's own
+            asked["repetition_penalty"] = 1.0
+        self.sampling: Sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0)
+        if self.sampling.shaping is not None:
+            raise ConfigError("this compares the models' own distributions: leave out penalties and logit_bias")
+
+    def runners(self) -> tuple[ModelRunner, ModelRunner]:
+        from pearl.worker.build import make_runner, place
+
+        target, draft = (
+            make_runner(self._config.model(role), place(self._config, role)) for role in self._config.roles
+        )
+        return target, draft
+
+
+@click.command(cls=SettingsCommand)
+@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write.")
+@limit_option
+@raw_option
+@settings_options
+def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int | None, raw: bool) -> None:
+    """Record answers of the target, with the tokens that the draft holds likeliest at each position.
+
+    PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
+    --temperature says otherwise; then the texts are those of the coupled rule. What is recorded can be replayed at any
+    speed: by pearl simulate --texts FILE, and in real processes as the models replay:FILE.
+    """
+    from pearl.lab.experiments import texts as study
+    from pearl.models.recorded import Header, write_texts
+
+    config = settings.engine
+    conversations = [turns for path in prompts for turns in read_turns(path, limit)]
+    pair = LocalPair(settings, temperature=0.0, why="what is recorded is what a draft would have said")
+    sampling = structs.asdict(pair.sampling)
+    with progress("recording") as report:
+        target, draft = pair.runners()
+        header = Header(
+            target=config.target,
+            draft=config.draft,
+            vocab_size=target.vocab_size,
+            eos=pair.eos,
+            max_tokens=settings.sampling.max_tokens or _TOKENS,
+            **{name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+        )
+        texts = list(study.record(target, draft, pair.tokenizer, conversations, header, raw=raw, tick=report))
+    if not texts:
+        raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
+    write_texts(out, header, texts)
+    tokens = sum(len(text.answer) for text in texts)
+    click.echo(f"{out}: {len(texts)} texts, {tokens} tokens, {out.stat().st_size / 1e6:.1f} MB")
+
+
+@click.command()
+@click.argument("texts", type=_FILE)
+@click.option("--disco", "classifier", type=_FILE, help="A classifier of this pair, as pearl disco train makes it.")
+@t_draft_option
+@t_target_option
+@json_option
+def stops(
+    texts: Path,
+    classifier: Path | None,
+    t_draft: dict[int, float] | None,
+    t_target: dict[int, float] | None,
+    to: Path | None,
+) -> None:
+    """Stop policies side by side, on TEXTS that pearl simulate record has written.
+
+    Methods sd and pearl with each policy and with the oracle, which stops where the next token would be wrong: no
+    policy can need fewer calls. The best static window and the best threshold are those of these texts.
+    """
+    from pearl.drafting.disco import read_classifier
+    from pearl.lab.experiments.recorded import timing_of
+    from pearl.lab.experiments.stops import side_by_side
+    from pearl.models.recorded import read_texts
+
+    recorded, timing = read_texts(texts), timing_of(t_draft, t_target)
+    header = recorded.header
+    known = None if classifier is None else read_classifier(classifier, header.target, header.draft)
+    with progress() as report:
+        done = side_by_side(recorded, timing, known, report)
+    over = [speedup(one.totals, done[0].totals, 1) for one in done]
+    if to is not None:
+        settings = {"target": header.target, "draft": header.draft, "t_draft": timing.t_draft}
+        settings |= {"t_target": {n: timing.t_target(n) for n in (1, 2, 4, 8, 16)}, "texts": len(recorded.texts)}
+        entries = [
+            one.totals.as_dict()
+            | {"name": one.name, "draft_stop": one.policy, "draft_calls": one.drafted}
+            | {"speedup": each.value, "speedup_margin": each.margin}
+            for one, each in zip(done, over, strict=True)
+        ]
+        write_json(to, {"settings": settings, "policies": entries})
+    if to != STDOUT:
+        print_table(
+            ("method, policy", "target\ncalls", "draft\ncalls", "tokens\na step", "accepted", "wasted", "over ar, 95%"),
+            [(*_stop_cells(one), str(each)) for one, each in zip(done, over, strict=True)],
+            f"t_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms; "
+            f"{len(recorded.texts)} texts of {header.target} and {header.draft}; virtual time",
+            "calls: forwards of either model after the prefill, per 100 tokens; wasted: drafted tokens that were not "
+            "accepted",
+        )
+
+
+def _stop_cells(one: Stopped) -> list[str]:
+    totals, accepted = one.totals, one.totals.acceptance_rate
+    return [
+        one.name,
+        f"{100 * totals.steps / totals.tokens:.1f}",
+        f"{100 * one.drafted / totals.tokens:.1f}",
+        f"{totals.tokens_per_step:.3f}",
+        "-" if accepted is None else f"{accepted:.3f}",
+        f"{1 - totals.accepted / one.drafted:.1%}" if one.drafted else "-",
+    ]
+
+
+@listed("Make a draft", "pearl disco train texts.npz --out pair.disco")
+@click.group()
+def disco() -> None:
+    """Train the classifier that tells a draft where to stop.
+
+    It is for one pair, and for --draft-stop disco.
+    """
+
+
+@disco.command()
+@click.argument("texts", type=_FILE)
+@click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write.")
+@t_draft_option
+@t_target_option
+@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of the first weights.")
+def train(
+    texts: Path, out: Path, t_draft: dict[int, float] | None, t_target: dict[int, float] | None, seed: int
+) -> None:
+    """Train a classifier on TEXTS, which pearl simulate record has written.
+
+    Each token of the target's answers is an example: how the draft's distribution looks there, and whether its token
+    is the target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest
+    window, are chosen by the time that method sd then takes at the given forward times.
+    """
+    from pearl.lab.experiments.recorded import timing_of
+    from pearl.lab.experiments.stops import train as training
+    from pearl.models.recorded import read_texts
+
+    recorded = read_texts(texts)
+    with progress("training") as report:
+        found = training(recorded, timing_of(t_draft, t_target), seed, report)
+    found.classifier.write(out)
+    click.echo(
+        f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on {found.examples} tokens, "
+        f"{found.classifier.accepted:.1%} of them accepted\n"
+        f"on {found.held_out} held-out tokens it is right about {found.accuracy:.1%} (the more frequent answer: "
+        f"{found.base:.1%})\n"
+        f"drafting ends at a confidence of {found.classifier.threshold:.3f}, or after {found.classifier.cap} tokens: "
+        f"there sd takes {found.static.speed / found.best.speed:.3f} of the time that it takes with the best static "
+        f"window, {found.static.totals.window}"
+    )

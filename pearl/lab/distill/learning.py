@@ -1,0 +1,193 @@
+"""How a draft learns: batches, the learning rate, the optimizers and a training step.
+
+Everything random is keyed by the seed and the place in the run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from pearl.errors import DistillError
+from pearl.lab.distill.answers import Answer
+from pearl.lab.distill.config import DistillConfig
+from pearl.lab.distill.draft import embeddings, head, hidden_states
+from pearl.lab.distill.loss import head_loss
+from pearl.lab.distill.storage import trainable_parameters
+
+_BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
+_ADAM_BETAS = (0.9, 0.95)
+_AGREEMENT_TOKENS = 2048  # of a batch when measuring
+
+
+def generator(seed: int, *place: object) -> torch.Generator:
+    """A host generator for one place in a run, such as ("round-003-001", "answers"), independent of all others."""
+    key = blake2b("/".join(map(str, (seed, *place))).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+
+
+# ---- schedules ----
+
+
+def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) -> list[list[int]]:
+    """The batches of a round, as indices of answers.
+
+    Contains each answer of this round once, and random answers of all rounds, fresh * config.passes in all.
+
+    Args:
+        lengths: tokens of each answer with its prompt, in the order of the rounds.
+        fresh: number of answers of this round, which come last.
+    """
+    draw = random.Random(f"{config.seed}/{round}/plan")
+    chosen = list(range(len(lengths) - fresh, len(lengths)))
+    wanted = fresh * config.passes
+    while len(chosen) < wanted:
+        every = list(range(len(lengths)))
+        draw.shuffle(every)
+        chosen += every[: wanted - len(chosen)]
+    draw.shuffle(chosen)
+    together = max(1, _BATCHES_PER_SORT * config.batch_tokens * len(chosen) // max(1, sum(lengths[i] for i in chosen)))
+    batches: list[list[int]] = []
+    for start in range(0, len(chosen), together):
+        batches += packed(chosen[start : start + together], lengths, config.batch_tokens)
+    draw.shuffle(batches)
+    return batches
+
+
+def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Batches of similar length, each of up to `most` tokens with padding."""
+    batches: list[list[int]] = []
+    for number in sorted(numbers, key=lambda i: lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[number] <= most:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def rate(config: DistillConfig, progress: float) -> float:
+    """The learning rate as a share of the highest: a linear rise, a plateau, and a linear fall to a hundredth.
+
+    Args:
+        progress: share of the run that is done, in [0, 1].
+
+    Source: "Scaling laws and compute-optimal training beyond fixed training durations", Hägele et al. 2024.
+    """
+    rising = progress / config.warmup if config.warmup else 1.0
+    falling = (1 - progress) / config.decay if config.decay else 1.0
+    return max(0.01, min(1.0, rising, falling))
+
+
+def optimizers_of(draft: PreTrainedModel, config: DistillConfig) -> list[Optimizer]:
+    """AdamW, or Muon for the layers' matrices and AdamW for all else.
+
+    Muon (Jordan et al. 2024) makes each matrix's step orthogonal.  Its steps are scaled to the size of AdamW's (Liu et
+    al. 2025, "Muon is scalable for LLM training"), so one learning rate serves both.
+    """
+    weights = list(trainable_parameters(draft).values())
+    tables = {id(embeddings(draft)), id(head(draft))}  # their rows are tokens
+    matrices = [w for w in weights if config.optimizer == "muon" and w.ndim == 2 and id(w) not in tables]
+    taken = {id(weight) for weight in matrices}
+    others = [weight for weight in weights if id(weight) not in taken]
+    rate, decay = config.learning_rate, config.weight_decay
+    found: list[Optimizer] = []
+    if others:
+        found.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=decay))
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+# ---- steps ----
+
+
+@dataclass
+class Batch:
+    """Right-padded answers. `rows`: indices into the flattened ids, of the states that predict answer tokens."""
+
+    ids: torch.Tensor  # [answers, length]
+    rows: torch.Tensor  # [tokens]
+    top_ids: torch.Tensor  # [tokens, top]
+    top_probs: torch.Tensor
+
+
+def batch_of(answers: Sequence[Answer], device: torch.device) -> Batch:
+    length = max(a.length for a in answers) - 1  # the last token is predicted, never fed
+    ids, rows = torch.zeros(len(answers), length, dtype=torch.long), []
+    for i, a in enumerate(answers):
+        fed = [*a.prompt, *a.tokens][:-1]
+        ids[i, : len(fed)] = torch.tensor(fed)
+        first = i * length + len(a.prompt) - 1
+        rows.append(torch.arange(first, first + len(a.tokens)))
+    top_ids, top_probs = torch.cat([a.top_ids for a in answers]), torch.cat([a.top_probs for a in answers])
+    moved = (ids, torch.cat(rows), top_ids.long(), top_probs.float())
+    return Batch(*(tensor.to(device) for tensor in moved))
+
+
+class Learner:
+    """A draft that learns."""
+
+    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
+        self._config, self.draft = config, draft
+        self.optimizers = optimizers_of(draft, config)
+        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
+
+    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+        """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
+
+        Args:
+            progress: see `rate`.
+            step: number of steps before this one.
+        """
+        batch = batch_of(answers, self.draft.device)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * rate(self._config, progress)
+            optimizer.zero_grad(set_to_none=True)
+        loss = head_loss(
+            self._states(batch),
+            head(self.draft) if self._fixed_head is None else self._fixed_head,
+            batch.top_ids,
+            batch.top_probs,
+            negatives=self._config.negatives,
+            generator=generator(self._config.seed, step, "negatives"),
+        )
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(self.draft).values(), self._config.clip)
+        if not torch.isfinite(loss + norm):
+            raise DistillError(
+                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
+                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.item(), len(batch.rows)
+
+    def _states(self, batch: Batch) -> torch.Tensor:
+        """The draft's last states that predict the answer tokens [tokens, width]."""
+        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            states = hidden_states(self.draft, batch.ids)
+        return states.flatten(0, 1)[batch.rows].to(self._dtype)
+
+    @torch.no_grad()
+    def agreement(self, answers: Sequence[Answer]) -> float:
+        """Share of answer tokens for which the draft's likeliest token is the target's."""
+        agreed = total = 0
+        weight = head(self.draft).to(self._dtype)
+        for batch in self._batches(answers):
+            best = torch.cat([(rows @ weight.T).argmax(-1) for rows in self._states(batch).split(512)])
+            agreed += int((best == batch.top_ids[:, 0]).sum())
+            total += len(best)
+        return agreed / total
+
+    def _batches(self, answers: Sequence[Answer]) -> Iterator[Batch]:
+        lengths = [a.length for a in answers]
+        for numbers in packed(range(len(answers)), lengths, _AGREEMENT_TOKENS):
+            yield batch_of([answers[i] for i in numbers], self.draft.device)
