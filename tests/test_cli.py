@@ -23,11 +23,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pearl.cli import _COMMANDS, chat, cli, generate, main, paper
+from pearl.cli import _COMMANDS, chat, cli, generate, main
 from pearl.cli.generate import summary
 from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings
 from pearl.engine import Engine, Result, preflight
-from pearl.lab.bench import others
 from pearl.lab.distill.prompts import read_prompts
 from pearl.metrics import Statistics
 from pearl.printable import printable
@@ -550,11 +549,6 @@ def test_the_help_of_no_command_imports_what_computes() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_studies_that_can_be_named_are_those_that_there_are() -> None:
-    """The command's own list is there so that its help needs no torch."""
-    assert tuple(others.STUDIES) == paper.STUDIES
 
 
 def test_what_starts_an_engine_imports_no_more_than_it_takes() -> None:

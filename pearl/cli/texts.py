@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,13 @@ from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, table_console, write_json
 from pearl.drafting.datastore import Datastore
-from pearl.lab.bench.machine import Stolen, hardware, in_words
-from pearl.lab.bench.paper import Pair
+from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import speedup
+from pearl.lab.papers.pearl import Pair
 
 if TYPE_CHECKING:
-    from pearl.lab.bench.replayed import Replayed
     from pearl.lab.experiments.workload import Totals, Workload
+    from pearl.lab.papers.replayed import Replayed
     from pearl.models.recorded import Header, RecordedTexts
 
 _DRAFTED = ("model", "lookup", "branch")  # who drafted a token, as statistics name them
@@ -80,15 +79,15 @@ def replay_pairs(
     pairs: Sequence[Pair], file: Path, *, run: int, tokens: int, seed: int, parts: bool, to: Path | None
 ) -> None:
     """Prints each pair with each method, or writes it to `to`; see `replayed`."""
-    from pearl.lab.bench.replayed import Replayed, document, replayed
+    from pearl.lab.papers.replayed import Replayed, replayed
     from pearl.models.recorded import read_texts
 
-    began, stolen, done = time.monotonic(), Stolen(), list[Replayed]()
+    conditions, done = Conditions(), list[Replayed]()
     with Bars(SafeConsole(stderr=True)) as bars:
         for pair in pairs:
             bars.say(pair.name)
             done += replayed(pair, file, bars, seed=seed, run=run, tokens=tokens, parts=parts)
-    seconds, taken = time.monotonic() - began, stolen.taken()
+    conditions.stop()
     if to is not None:
         settings = {
             "tokens": tokens,
@@ -97,10 +96,10 @@ def replay_pairs(
             "parts": parts,
             "texts": read_texts(file).header.model_dump(),
         }
-        about = {"kind": "replayed", "emulated": True, "settings": settings, "seconds": seconds} | asdict(taken)
-        write_json(to, about | {"hardware": hardware(), "pairs": document(done)})
+        about = {"kind": "replayed", "emulated": True, "settings": settings}
+        write_json(to, about | conditions.as_dict() | {"pairs": [asdict(one) for one in done]})
     if to != STDOUT:
-        _print_pairs(done, read_texts(file).header, file, f"{seconds:.0f} s; {taken}; {in_words(hardware())}")
+        _print_pairs(done, read_texts(file).header, file, str(conditions))
 
 
 def _print_pairs(done: Sequence[Replayed], said: Header, file: Path, end: str) -> None:
