@@ -18,8 +18,8 @@ from rich.table import Table
 
 from pearl import Engine, SamplingParams
 from pearl.engine.conversation import Conversation
-from pearl.lab.bench.interval import bootstrapped
-from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.interval import bootstrap
+from pearl.lab.bench.machine import Conditions
 
 SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bird", "the rain", "a lamp", "the wind"]
 
@@ -37,7 +37,7 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
     seconds: list[list[float]] = [[] for _ in range(turns)]
     new: list[list[int]] = [[] for _ in range(turns)]
     lengths = [0] * turns
-    stolen = Stolen()
+    conditions = Conditions()
     with Engine(target, draft) as engine:
         for i in range(-1, conversations):  # the first is for warming up
             conversation = Conversation(engine.tokenizer)
@@ -62,9 +62,10 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
         table.add_row(str(turn + 1), str(lengths[turn]), f"{median(new[turn]):.0f}", *(f"{t * 1e3:.0f}" for t in row))
     console.print(table)
     each = list(zip(seconds[1], seconds[-1], strict=True))
-    ratio = bootstrapped(each, lambda some: median(last for _, last in some) / median(second for second, _ in some))
+    ratio = bootstrap(each, lambda some: median(last for _, last in some) / median(second for second, _ in some))
     console.print(f"turn {turns} over turn 2: {ratio.value:.2f}, 95% interval {ratio.low:.2f} to {ratio.high:.2f}")
-    console.print(f"{conversations} conversations; {stolen.taken()}; {in_words(hardware())}")
+    conditions.stop()
+    console.print(f"{conversations} conversations; {conditions}")
 
 
 if __name__ == "__main__":

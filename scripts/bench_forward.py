@@ -1,10 +1,10 @@
-"""How long a forward takes, against transformers' own and against what the memory allows, on one core or one GPU.
+"""Duration of a forward, beside transformers' own and the memory bandwidth, on one core or one GPU.
 
-Both runners hold the same weights and take turns, so that a slow minute hits both.  The bandwidth is that of a streamed
-read measured in the same run: what a forward can at best reach, for it reads each weight once.
+Both runners hold the same weights and take turns.  The bandwidth is that of a streamed read in the same run: the bound
+of a forward, which reads each weight once.
 
     OMP_NUM_THREADS=1 python scripts/bench_forward.py             # the embedded target on one core: about a minute
-    python scripts/bench_forward.py --model 7b --dtype bfloat16   # random weights of that shape: a GPU's business
+    python scripts/bench_forward.py --model 7b --dtype bfloat16   # random weights of that shape, for a GPU
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from statistics import median
 
 import click
 import torch
+from random_models import SHAPES, random_model
 from rich.console import Console
 from rich.table import Table
 
 from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
-from pearl.lab.bench.shapes import SHAPES, random_model
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
@@ -36,28 +36,28 @@ _STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is s
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
-def runners_of(model: str, device: torch.device, dtype: str, context: int) -> dict[str, ModelRunner]:
-    """Ours, where there is one for this model, and transformers'."""
+def load_runners(model: str, device: torch.device, dtype: str, context: int) -> dict[str, ModelRunner]:
+    """Ours, if there is one for this model, and transformers'."""
     if model not in SHAPES:
         return {
             forwards: load_runner(model, device=device, dtype=dtype, max_context=context, forwards=forwards)
             for forwards in ("auto", "transformers")
         }
     return {
-        "auto": LlamaRunner(random_model(model, device, _of(dtype)), context),
-        "transformers": HFRunner(random_model(model, device, _of(dtype)), context),
+        "auto": LlamaRunner(random_model(model, device, _torch_dtype(dtype)), context),
+        "transformers": HFRunner(random_model(model, device, _torch_dtype(dtype)), context),
     }
 
 
-def _of(dtype: str) -> torch.dtype:
+def _torch_dtype(dtype: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     return found
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes a second of a read of a gigabyte: the best of several, for nothing makes a read faster than it can be."""
-    block = torch.ones(1 << 28, device=device)  # float32
-    return block.nbytes / min(seconds(lambda: block.sum(), device) for _ in range(5))
+def bandwidth(device: torch.device, floats: int = 1 << 28) -> float:
+    """Bytes per second of a read: the best of several."""
+    block = torch.ones(floats, device=device)
+    return block.nbytes / min(seconds(block.sum, device) for _ in range(5))
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -75,7 +75,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
-    """Of one token that a draft drafts: its forward, its draw, and what its thread does between the two."""
+    """Of one drafted token: its forward, its draw, and the hand-over between threads."""
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
     with Ahead(executor, lambda: True) as ahead:
         runner.rollback(start)
@@ -93,14 +93,33 @@ def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
 def weights_read(model: str, dtype: str) -> int:
     """Bytes of weights that a forward reads: all but the embedding's rows of tokens that were not fed."""
     meta = torch.device("meta")
-    found = random_model(model, meta, _of(dtype)) if model in SHAPES else load_model(model, device=meta, dtype=dtype)
+    found = random_model(model, meta, _torch_dtype(dtype)) if model in SHAPES else None
+    found = found or load_model(model, device=meta, dtype=dtype)
     unread = 0 if found.config.tie_word_embeddings else found.get_input_embeddings().weight.numel()  # type: ignore[operator]
     return (sum(p.numel() for p in found.parameters()) - unread) * next(found.parameters()).dtype.itemsize
 
 
+def forward_times(
+    runners: dict[str, ModelRunner], device: torch.device, context: int, repeats: int
+) -> dict[tuple[str, int], float]:
+    """Median seconds by runner and number of tokens fed."""
+    tokens = [(7 + 5 * i + i * i) % next(iter(runners.values())).vocab_size for i in range(context + max(SIZES))]
+    taken: dict[tuple[str, int], list[float]] = {}
+    for runner in runners.values():
+        feed_chain(runner, tokens[:context], 1)
+    for round_ in range(repeats + 1):  # the first warms up
+        for n in SIZES:
+            for name, runner in runners.items():
+                for _ in range(3):
+                    runner.rollback(context)
+                    spent = seconds(lambda: feed_chain(runner, tokens[:n], n), device)  # noqa: B023
+                    taken.setdefault((name, n), []).extend([spent] if round_ else [])
+    return {key: median(some) for key, some in taken.items()}
+
+
 @click.command()
 @click.option("--model", default="embedded", help=f"Any model that PEARL loads, or {', '.join(SHAPES)}.")
-@click.option("--device", "place", default=None, help="cpu or cuda:0; default: the GPU where there is one.")
+@click.option("--device", "place", default=None, help="cpu or cuda:0; default: the GPU if there is one.")
 @click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
 @click.option("--context", default=256, help="Tokens in the cache.")
 @click.option("--repeats", default=9, help="Rounds; in each, every size three times on both.")
@@ -108,31 +127,18 @@ def weights_read(model: str, dtype: str) -> int:
 def main(model: str, place: str | None, dtype: str, context: int, repeats: int, as_json: bool) -> None:
     """Prints milliseconds of a forward by the number of tokens fed."""
     device = torch.device(place or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    most = context + max(*SIZES, _STEPS)
-    runners = runners_of(model, device, dtype, most)
-    tokens = [(7 + 5 * i + i * i) % runners["auto"].vocab_size for i in range(most)]
-    taken: dict[tuple[str, int], list[float]] = {}
-    for runner in runners.values():
-        feed_chain(runner, tokens[:context], 1)
-    for round_ in range(repeats + 1):  # the first is for warming up
-        for n in SIZES:
-            for name, runner in runners.items():
-                for _ in range(3):
-                    runner.rollback(context)
-                    spent = seconds(lambda: feed_chain(runner, tokens[:n], n), device)  # noqa: B023
-                    if round_:
-                        taken.setdefault((name, n), []).append(spent)
+    runners = load_runners(model, device, dtype, context + max(*SIZES, _STEPS))
+    taken = forward_times(runners, device, context, repeats)
     ways = (False, True) if device.type == "cuda" else (False,)
     steps = {chains: median(step_seconds(runners["auto"], context, chains) for _ in range(3)) for chains in ways}
-    moved = weights_read(model, dtype)
-    rate = bandwidth(device)
+    moved, rate = weights_read(model, dtype), bandwidth(device)
     rows = [
         {
             "n": n,
-            "seconds": (ours := median(taken["auto", n])),
-            "transformers_seconds": (theirs := median(taken["transformers", n])),
-            "ratio_to_transformers": ours / theirs,
-            "bandwidth_share": moved / ours / rate,
+            "seconds": taken["auto", n],
+            "transformers_seconds": taken["transformers", n],
+            "ratio_to_transformers": taken["auto", n] / taken["transformers", n],
+            "bandwidth_share": moved / taken["auto", n] / rate,
         }
         for n in SIZES
     ]
@@ -163,8 +169,10 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
         f"{about['runner']} of {model}, {dtype}, {context} tokens in the cache; {moved / 1e6:.0f} MB a forward; "
         f"a streamed read: {rate / 1e9:.1f} GB/s; {about['threads']} threads; {about['device']}, torch {about['torch']}"
     )
-    told = ", ".join(f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms" for chains, each in steps.items())
-    console.print(f"as a draft, a token, its draw and hand-over included: {told}")
+    drafted = ", ".join(
+        f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms" for chains, each in steps.items()
+    )
+    console.print(f"as a draft, a token, its draw and hand-over included: {drafted}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from pearl import Engine, SamplingParams
-from pearl.lab.bench.interval import median_of
+from pearl.lab.bench.interval import bootstrap
 from pearl.trace.reading import read
 from pearl.trace.report import report
 
@@ -46,7 +46,7 @@ def main(target: str, draft: str, target_pace: float | None, draft_pace: float |
                     console.print(f"{i}: {seconds[off]:.3f} s without, {seconds[on]:.3f} s with a trace")
         trace = read(path)
         size, found = path.stat().st_size, report(trace)
-    ratio = median_of(ratios)
+    ratio = bootstrap(ratios)
     console.print(
         f"with over without: {ratio.value:.4f}, 95% interval {ratio.low:.4f} to {ratio.high:.4f}; "
         f"{pairs} x {tokens} tokens"

@@ -40,7 +40,7 @@ from pearl.cli.numbers import json_option, table_console, write_json
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError, StartError
-from pearl.lab.bench.machine import Stolen, hardware, in_words
+from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
 from pearl.models.tokenizers import load_tokenizer
@@ -220,8 +220,9 @@ def main(
         raise ConfigError(f"{repository} holds no src/engine.py: give a checkout of ParallelSpeculativeDecoding")
     config = EngineConfig(target=target, draft=draft, target_dtype=dtype, draft_dtype=dtype)
     tasks = read_tasks(prompts, None if prompts in (HUMANEVAL, *OURS) else Path(prompts), limit)
-    stolen = Stolen()
+    conditions = Conditions()
     samples = _measure(repository, config, [task.turns[0] for task in tasks], max_tokens, gamma)
+    conditions.stop()
     if to is not None:
         settings = {
             "target": target,
@@ -231,8 +232,8 @@ def main(
             "gamma": gamma,
             "prompts": prompts,
         }
-        write_json(to, {"kind": "peer", "settings": settings, "hardware": hardware(), "samples": samples})
-    _print(samples, f"greedy, {dtype}, {len(tasks)} prompts, window {gamma}; {stolen.taken()}; {in_words(hardware())}")
+        write_json(to, {"kind": "peer", "settings": settings, **conditions.as_dict(), "samples": samples})
+    _print(samples, f"greedy, {dtype}, {len(tasks)} prompts, window {gamma}; {conditions}")
 
 
 def _measure(

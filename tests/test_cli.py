@@ -23,11 +23,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pearl.cli import chat, cli, generate, listed_commands, main, paper
+from pearl.cli import chat, cli, generate, listed_commands, main
 from pearl.cli.generate import summary
 from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings
 from pearl.engine import Engine, Result, preflight
-from pearl.lab.bench import others
 from pearl.lab.distill.prompts import read_prompts
 from pearl.metrics import Statistics
 from pearl.spec.methods import METHODS
@@ -435,11 +434,6 @@ def test_the_help_lists_settings_by_what_they_are_about() -> None:
     assert CliRunner().invoke(cli, ["--version"]).output.startswith("pearl, version ")
     for title, flag in zip(titles, ("--connect", "--target-device", "--window", "--seed"), strict=True):
         assert f"  {flag} " in parts[parts.index(title) + 1], title
-
-
-def test_the_studies_that_can_be_named_are_those_that_there_are() -> None:
-    """The command's own list is there so that its help needs no torch."""
-    assert tuple(others.STUDIES) == paper.STUDIES
 
 
 _HEAVY = {"torch", "transformers", "numpy", "scipy", "matplotlib"}

@@ -19,7 +19,7 @@ from pearl.cli import cli
 from pearl.config import EngineConfig, load_settings
 from pearl.document import parse_json, parse_yaml
 from pearl.errors import ConfigError, PearlError, TraceError
-from pearl.lab.bench.paper import pairs
+from pearl.lab.papers.pearl import pairs
 from pearl.trace.chrome import merge
 from pearl.trace.reading import read
 from pearl.trace.recorder import FORMAT, Recorder, part_path, part_paths

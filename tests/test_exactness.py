@@ -378,12 +378,13 @@ def test_ratio_texts_wait_for_a_draft_that_was_killed(monkeypatch: pytest.Monkey
     toy = "toy:vocab=32,alpha=0.8"
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     with Engine(config=EngineConfig(target=toy, draft=toy, log_level="error")) as engine:
-        before = exactness._drafted(engine, [1, 2, 3], params, "pearl", "stream", None)
+        texts = exactness._Texts(engine, [[1, 2, 3]], params, "ratio")
+        before = texts.drafted([1, 2, 3], "pearl")
         for _ in range(2):
             killed = engine.draft_pid
             assert killed is not None
             os.kill(killed, signal.SIGKILL)
-            after = exactness._drafted(engine, [1, 2, 3], params, "pearl", "stream", None)
+            after = texts.drafted([1, 2, 3], "pearl")
             assert not after.statistics.draft_lost
             assert after.tokens == before.tokens
         monkeypatch.setattr(exactness, "_PATIENCE_SECONDS", 0.0)
@@ -391,7 +392,7 @@ def test_ratio_texts_wait_for_a_draft_that_was_killed(monkeypatch: pytest.Monkey
         assert killed is not None
         os.kill(killed, signal.SIGKILL)
         with pytest.raises(DraftLost, match="no text of the ratio rule"):
-            exactness._drafted(engine, [1, 2, 3], params, "pearl", "stream", None)
+            texts.drafted([1, 2, 3], "pearl")
 
 
 def test_a_combination_that_changes_a_text_is_told() -> None:

@@ -18,10 +18,10 @@ from pearl.drafting.guesser import Guesser, text_index
 from pearl.drafting.habits import Habits
 from pearl.engine import Engine
 from pearl.errors import ConfigError
-from pearl.lab.bench import guesses
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
 from pearl.lab.experiments.texts import answers
+from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -258,7 +258,7 @@ def test_a_row_for_each_size_costs_what_its_forwards_cost() -> None:
     assert two["speedup_tree"] == pytest.approx(23 / (11 * 2.0 + 1))
     assert two["store"] is None
     dear = times([1.0, *[50.0] * 5], [1.0, *[50.0] * 5])
-    assert guesses.chosen([LOOP], None, dear)["fed"] == 1.0
+    assert guesses.fastest([LOOP], None, dear)["fed"] == 1.0
 
 
 def test_another_temperature_is_set_against_greedy() -> None:
@@ -283,7 +283,7 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
     config = EngineConfig(target=TOY, draft="none", datastore=str(directory))
-    found = guesses.study(config, [Task("x", 1, ("123",)), Task("x", 2, ("321",))], 20, Quiet())
+    found = guesses.measure_guesses(config, [Task("x", 1, ("123",)), Task("x", 2, ("321",))], 20, Quiet())
     json.dumps(found)
     assert found["datastore"] == [str(directory), len(Datastore(directory))]
     assert all(row["store"] >= 1 and row["speedup_chain"] > 0 for row in found["sizes"])
@@ -291,10 +291,9 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
         (0.0, False),
         *((t, filtered) for filtered in (True, False) for t in guesses.TEMPERATURES[1:]),
     ]
-    words = guesses.sizes_in_words(found), guesses.temperatures_in_words(found)
-    for rows, columns in zip(words, (guesses.SIZE_COLUMNS, guesses.TEMPERATURE_COLUMNS), strict=True):
-        assert {len(row) for row in rows} == {len(columns)}
-    assert "datastore" in guesses.explained(found)
+    for table in guesses.in_words(found):
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert "datastore" in table.notes[0]
 
 
 def test_a_datastore_is_for_the_paper_that_has_one(tmp_path: Path) -> None:

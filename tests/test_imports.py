@@ -18,6 +18,7 @@ LAYERS: list[set[str]] = [
     {"pearl.__main__"},
     {"pearl.cli"},
     {"pearl.server"},
+    {"pearl.lab.papers"},
     {"pearl.lab.bench"},
     {"pearl.lab.experiments"},
     {"pearl.lab.distill", "pearl.lab.simulate", "pearl.lab.theory"},

@@ -1,4 +1,4 @@
-"""`pearl check`: whether texts are equal bit for bit, on the user's own pair and machine."""
+"""`pearl check`: whether logits and texts are equal bit for bit. Arguments and a table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from pearl.cli import listed
 from pearl.cli.console import SafeConsole
-from pearl.cli.numbers import STDOUT, json_option, table_console, write_json
+from pearl.cli.numbers import STDOUT, json_option, print_table, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.errors import ConfigError
@@ -31,7 +30,7 @@ _TOKENS = 48
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
-@click.option("--combinations", is_flag=True, help="Instead of methods each combination of what guesses in pearl.")
+@click.option("--combinations", is_flag=True, help="Compare pearl with each combination of guesses, not the methods.")
 @json_option
 @settings_options
 def check_bits(
@@ -41,24 +40,24 @@ def check_bits(
 
     Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
     with the draft killed, of prompts one after the other in one cache and of a second turn of the first; some methods
-    with penalties, held to a grammar (extra structured), and several at once in slots. They are compared with what the
-    target writes by itself, from an empty cache and the same seed; under the ratio rule with each other. That sampled
-    texts have the target's law is shown by the project's tests, not by this.
+    with penalties, with a grammar (extra structured), and several texts at once in slots. They are compared with the
+    target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
+    check that sampled texts have the target's distribution; the project's tests do.
     Texts have up to --max-tokens, 48 by default. With --datastore, method ngram is compared with and without it.
     With --combinations the texts are those of pearl with look-ahead, lookup and branches, each on or off, and with
     either window.
     """
-    from pearl.lab.bench.alone import CHECKED
     from pearl.lab.bench.exactness import check_pair
+    from pearl.lab.bench.reference import PROMPTS
 
     if combinations and not settings.engine.has_draft:
-        raise ConfigError("--combinations are of what guesses beside a draft: leave --draft none out")
+        raise ConfigError("--combinations need a draft: leave --draft none out")
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()
     if not params.temperature:
         params = params.model_copy(update={"temperature": 1.0})
     params = params.model_copy(update={"max_tokens": params.max_tokens or _TOKENS})
-    asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else CHECKED[:limit])]
+    asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else PROMPTS[:limit])]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []
     with SafeConsole(stderr=True).status("loading the models") as status:
@@ -75,13 +74,12 @@ def check_bits(
 
 def _print(findings: list[Finding]) -> None:
     console = table_console()
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("compared", "with", "equal", "tokens guessed", "longest step", "first difference"):
-        table.add_column(column, justify="right" if column in ("equal", "longest step") else "left")
-    for finding in findings:
-        guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(finding.guessed.items(), reverse=True))
-        equal, longest = f"{finding.equal} of {finding.count}", str(finding.longest or "")
-        table.add_row(finding.what, finding.reference, equal, guessed, longest, finding.first)
-    console.print(table)
+    rows = []
+    for one in findings:
+        guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True))
+        equal, longest = f"{one.equal} of {one.count}", str(one.longest or "")
+        rows.append([one.what, one.reference, equal, guessed, longest, one.first])
+    columns = ("compared", "with", "equal", "tokens guessed", "longest step", "first difference")
+    print_table(console, columns, rows, words=2)
     wrong = sum(not finding.passed for finding in findings)
     console.print("\nall equal, bit for bit" if not wrong else f"\n{wrong} of {len(findings)} comparisons differ")

@@ -1,38 +1,35 @@
-"""`pearl bench paper`: the paper's tables. Arguments and tables; `pearl.lab.bench.tables` measures."""
+"""`pearl bench paper`: the papers' tables. Arguments and tables; `pearl.lab.papers` measures."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
-from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, table_console, write_json
+from pearl.cli.numbers import STDOUT, json_option, named_file, print_table, read_json, table_console, write_json
 from pearl.cli.texts import replay_pairs
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
-from pearl.lab.bench.machine import Stolen, hardware, in_words
-from pearl.lab.bench.paper import TABLES, Pair, pairs
+from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
+from pearl.lab.papers import STUDIES
+from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, shortfall, tables, write_page
+from pearl.lab.papers.pearl import TABLES, Pair, pairs
 
 if TYPE_CHECKING:
-    from pearl.lab.bench.baselines import Baseline
+    from rich.console import Console
 
 _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
-STUDIES = ("theory", "disco", "sssd", "mjsd")  # of `lab.bench.others`, which takes torch; a test compares the two
 _QUICK = {"tokens": 60, "texts": 1}
-GUESSES = "sssd"  # the paper of which tables by source, cost and temperature are made
-_GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts that these are made of
+_GUESSES = "sssd"  # the paper with tables by source, number and temperature of guesses
+_GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts for these
 _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts": 1}  # texts of each set of prompts
 
 
@@ -57,12 +54,12 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     "--paper",
     "other",
     type=click.Choice(STUDIES),
-    help="Of another paper: what of it can be measured on the embedded pair, with --prompts.",
+    help="Another paper: its tables, as far as the embedded pair can fill them, with --prompts.",
 )
 @click.option(
     "--datastore",
     type=click.Path(file_okay=False, path_type=Path),
-    help="With --paper sssd: where guesses come from too; see pearl datastore.",
+    help="With --paper sssd: a datastore for guesses; see pearl datastore.",
 )
 @click.option("--texts", "file", type=_PATH, help="Recorded texts in place of toys: see pearl simulate record.")
 @click.option(
@@ -103,39 +100,28 @@ def paper(
     decode, so the figures include the runtime's own cost. With --texts the pairs replay recorded texts at these forward
     times: PEARL as published beside look-ahead, lookup and branches.
     """
-    from pearl.lab.bench.baselines import Baseline
-
-    embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
     if parts and file is None:
         raise ConfigError("--parts is for recorded texts: --texts FILE")
-    if datastore is not None and other != GUESSES:
-        raise ConfigError(f"--datastore is for --paper {GUESSES}")
+    if datastore is not None and other != _GUESSES:
+        raise ConfigError(f"--datastore is for --paper {_GUESSES}")
+    embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
+    tokens, repeats = (_QUICK["tokens"], _QUICK["texts"]) if quick else (tokens, repeats)
     if other is not None:
-        guessed = _tasks(prompts, _GUESSED_QUICK if quick else _GUESSED) if other == GUESSES else []
+        guessed = _tasks(prompts, _GUESSED_QUICK if quick else _GUESSED) if other == _GUESSES else []
         _study(other, _tasks(prompts, embedded["texts"]), embedded["tokens"], guessed, datastore, to)
-        return
-    if earlier is not None:
-        result = read_json(earlier)
+    elif earlier is not None:
+        try:
+            _show(read_json(earlier), page, to)
+        except (KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{earlier} is no result of pearl bench paper, or of another version") from None
+    elif file is not None:
+        run = 0 if simulate_only else limit
+        replay_pairs(_once(_pairs(path, names)), file, run=run, tokens=tokens, seed=seed, parts=parts, to=to)
     else:
         found = _pairs(path, names)
-        if quick:
-            tokens, repeats = _QUICK["tokens"], _QUICK["texts"]
-        if file is not None:
-            run = 0 if simulate_only else limit
-            replay_pairs(_once(found), file, run=run, tokens=tokens, seed=seed, parts=parts, to=to)
-            return
         tasks = [] if simulate_only or no_baselines or wanted or names else _tasks(prompts, embedded["texts"])
-        baseline = Baseline(tasks, embedded["tokens"])
-        result = _run(found, wanted or tuple(TABLES), baseline, tokens, repeats, seed, simulate_only)
-    try:
-        if to is not None:
-            write_json(to, result)
-        if page is not None:
-            _write(page, result)
-        if to != STDOUT:
-            _print(result)
-    except (KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{earlier} is no result of pearl bench paper, or of another version") from None
+        settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
+        _show(_run(found, wanted or tuple(TABLES), tasks, embedded["tokens"], settings), page, to)
 
 
 def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
@@ -147,7 +133,7 @@ def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
 
 
 def _once(found: Sequence[Pair]) -> list[Pair]:
-    """Each pair of models once: recorded texts are no benchmark of the paper's."""
+    """Each pair of models once: recorded texts are not one of the paper's benchmarks."""
     return list({pair.config: pair for pair in reversed(found)}.values())[::-1]
 
 
@@ -160,112 +146,73 @@ def _tasks(prompts: Sequence[str], limit: int) -> list[Task]:
 
 
 def _run(
-    found: Sequence[Pair],
-    wanted: Sequence[str],
-    baseline: Baseline,
-    tokens: int,
-    texts: int,
-    seed: int,
-    simulate_only: bool,
+    found: Sequence[Pair], wanted: Sequence[str], tasks: Sequence[Task], most: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    from pearl.lab.bench import tables
-    from pearl.lab.bench.baselines import expected_seconds, measured_baselines
+    """`tasks`: of the baselines, answered with at most `most` tokens; none: no baselines."""
+    from pearl.lab.papers import emulate
 
-    began, stolen, done, measured = time.monotonic(), Stolen(), [], []
+    clock, done, measured = Conditions(), [], []
     with Bars(SafeConsole(stderr=True)) as bars:
-        if not simulate_only:
-            seconds = tables.expected_seconds(found, wanted, tokens, texts)
-            seconds += expected_seconds(baseline)
-            bars.say(f"about {seconds / 60:.0f} minutes")
-        if baseline.tasks:
-            bars.say("baselines on the embedded target, first: what is missing for them is told at once")
-            measured = measured_baselines(baseline, bars)
+        if tasks:
+            bars.say("baselines on the embedded target, first: they need further packages")
+            measured = emulate.baselines(tasks, most, bars)
         for pair in found:
             bars.say(pair.title)
-            done.append(
-                tables.emulate(pair, wanted, bars, tokens=tokens, texts=texts, seed=seed, runtime=not simulate_only)
-            )
-    settings = {"tokens": tokens, "texts": texts, "seed": seed, "runtime": not simulate_only}
-    about = {"kind": "paper", "emulated": True, "settings": settings, "seconds": time.monotonic() - began}
-    result = about | asdict(stolen.taken()) | {"hardware": hardware()} | tables.document(done) | {"baselines": measured}
+            done.append(emulate.emulate(pair, wanted, bars, **settings))
+    clock.stop()
+    about = {"kind": "paper", "emulated": True, "settings": settings}
+    result = about | clock.as_dict() | emulate.document(done) | {"baselines": measured}
     as_read: dict[str, Any] = json.loads(json.dumps(result, default=structs.asdict))
     return as_read
+
+
+def _show(result: dict[str, Any], page: Path | None, to: Path | None) -> None:
+    """Write and print a result. Beside the page go the JSON and the picture of the run."""
+    if to is not None:
+        write_json(to, result)
+    if page is not None:
+        from pearl.lab.bench import plots
+
+        picture = page.with_name("paper.png")
+        plots.draw(result, picture)
+        write_page(page, result, picture.name)
+        write_json(page.with_name("paper.json"), result)
+    if to != STDOUT:
+        console = table_console()
+        for table in tables(result):
+            _print(console, table)
+        for line in (*pair_lines(result), *shortfall(result), EXPLAINED, conditions(result)):
+            console.print(line, soft_wrap=True)
 
 
 def _study(
     name: str, tasks: Sequence[Task], tokens: int, guessed: Sequence[Task], datastore: Path | None, to: Path | None
 ) -> None:
-    """`guessed`: what is answered for the tables of guesses, which need more texts than times do; none: no tables."""
-    from pearl.lab.bench import guesses, others
+    """`guessed`: prompts for the tables of guesses, which need more texts; none: no such tables."""
+    from pearl.lab.papers import sssd, study
 
-    began, stolen, about = time.monotonic(), Stolen(), others.STUDIES[name]
+    clock, about = Conditions(), study.load(name)
     config = EngineConfig(datastore=None if datastore is None else str(datastore))
     with Bars(SafeConsole(stderr=True)) as bars:
-        found = others.study(name, tasks, tokens, bars, config)
-        sources = guesses.study(config, guessed, tokens, bars) if guessed else None
-    seconds, taken = time.monotonic() - began, stolen.taken()
+        found = study.run_study(about, tasks, tokens, bars, config)
+        guesses = sssd.measure_guesses(config, guessed, tokens, bars) if guessed else None
+    clock.stop()
     if to is not None:
         settings = {"paper": name, "tokens": tokens, "texts": len(tasks)}
-        told = {"title": about.title, "differs": about.differs, "left_out": about.left_out}
-        document = {"kind": "study", "settings": settings, "seconds": seconds} | asdict(taken) | told
-        write_json(to, document | {"hardware": hardware(), "rows": found, "guesses": sources})
+        words = {"title": about.title, "differs": about.differs, "left_out": about.left_out}
+        document = {"kind": "study", "settings": settings, **words, **clock.as_dict()}
+        write_json(to, document | {"rows": found, "guesses": guesses})
     if to != STDOUT:
         console = table_console()
-        console.print(_table(about.title, others.COLUMNS, 2, others.in_words(found)))
+        _print(console, study.in_words(about, found), words=2)
         sets = ", ".join(dict.fromkeys(task.set for task in tasks))
-        console.print(
-            f"{about.differs}\nLeft out: {about.left_out}\n{len(tasks)} prompts ({sets}), up to {tokens} "
-            f"tokens; {seconds:.0f} s; {taken}; {in_words(hardware())}",
-            soft_wrap=True,
-        )
-        if sources is not None:
-            _print_guesses(console, sources)
+        console.print(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {clock}\n", soft_wrap=True)
+        for table in sssd.in_words(guesses) if guesses else ():
+            _print(console, table)
 
 
-def _print_guesses(console: Console, found: dict[str, Any]) -> None:
-    from pearl.lab.bench import guesses
-
-    console.print("", _table("Tokens in a forward", guesses.SIZE_COLUMNS, 1, guesses.sizes_in_words(found)))
-    rows = guesses.temperatures_in_words(found)
-    console.print("", _table("Temperatures", guesses.TEMPERATURE_COLUMNS, 2, rows))
-    console.print(guesses.explained(found), soft_wrap=True)
-
-
-def _write(page: Path, result: dict[str, Any]) -> None:
-    """The page's section; beside the page the JSON and the picture that it is made of."""
-    from pearl.lab.bench import plots, results
-
-    picture = page.with_name("paper.png")
-    plots.draw(result, picture)
-    results.write_page(page, result, picture.name)
-    write_json(page.with_name("paper.json"), result)
-
-
-def _print(result: dict[str, Any]) -> None:
-    from pearl.lab.bench import results
-
-    console = table_console()
-    for name, cells in result["tables"].items():
-        console.print(_table(results.title(name), results.COLUMNS, 2, results.rows(cells)))
-        for note in results.NOTES.get(name, []):
-            console.print(f"  {note}", soft_wrap=True)
-        console.print("")
-    if result["baselines"]:
-        rows = results.baseline_rows(result)
-        console.print(_table(results.BASELINES, results.BASELINE_COLUMNS, 1, rows), "")
-    for line in (*results.pair_lines(result), *results.short_cells(result)):
-        console.print(line, soft_wrap=True)
-    console.print(f"{results.explained()}\n{results.conditions(result)}", soft_wrap=True)
-
-
-def _table(title: str, columns: Sequence[str], words: int, rows: Sequence[Sequence[str]]) -> Table:
-    """`words`: number of leading columns that hold words."""
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        if place < words:
-            table.add_column(column, no_wrap=True)
-        else:
-            table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _print(console: Console, table: Table, words: int = 1) -> None:
+    print_table(console, table.columns, table.rows, words, table.title)
+    for note in table.notes:
+        console.print(f"  {note}", soft_wrap=True)
+    console.print("")

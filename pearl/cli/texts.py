@@ -1,8 +1,7 @@
-"""`pearl bench paper --texts`: the paper's pairs with recorded texts (`pearl.lab.bench.replayed`). Output only."""
+"""`pearl bench paper --texts`: the paper's pairs with recorded texts (`pearl.lab.papers.replayed`). Output only."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,11 @@ from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, write_json
 from pearl.cli.tables import print_table
-from pearl.lab.bench.machine import Stolen, hardware, in_words
-from pearl.lab.bench.paper import Pair
+from pearl.lab.bench.machine import Conditions
+from pearl.lab.papers.pearl import Pair
 
 if TYPE_CHECKING:
-    from pearl.lab.bench.replayed import Replayed
+    from pearl.lab.papers.replayed import Replayed
     from pearl.models.recorded import Header
 
 
@@ -24,15 +23,15 @@ def replay_pairs(
     pairs: Sequence[Pair], file: Path, *, run: int, tokens: int, seed: int, parts: bool, to: Path | None
 ) -> None:
     """Prints each pair with each method, or writes it to `to`; see `replayed`."""
-    from pearl.lab.bench.replayed import Replayed, document, replayed
+    from pearl.lab.papers.replayed import Replayed, replayed
     from pearl.models.recorded import read_texts
 
-    began, stolen, done = time.monotonic(), Stolen(), list[Replayed]()
+    conditions, done = Conditions(), list[Replayed]()
     with Bars(SafeConsole(stderr=True)) as bars:
         for pair in pairs:
             bars.say(pair.name)
             done += replayed(pair, file, bars, seed=seed, run=run, tokens=tokens, parts=parts)
-    seconds, taken = time.monotonic() - began, stolen.taken()
+    conditions.stop()
     if to is not None:
         settings = {
             "tokens": tokens,
@@ -41,10 +40,10 @@ def replay_pairs(
             "parts": parts,
             "texts": read_texts(file).header.model_dump(),
         }
-        about = {"kind": "replayed", "emulated": True, "settings": settings, "seconds": seconds} | asdict(taken)
-        write_json(to, about | {"hardware": hardware(), "pairs": document(done)})
+        about = {"kind": "replayed", "emulated": True, "settings": settings}
+        write_json(to, about | conditions.as_dict() | {"pairs": [asdict(one) for one in done]})
     if to != STDOUT:
-        _print_pairs(done, read_texts(file).header, file, f"{seconds:.0f} s; {taken}; {in_words(hardware())}")
+        _print_pairs(done, read_texts(file).header, file, str(conditions))
 
 
 def _print_pairs(done: Sequence[Replayed], said: Header, file: Path, end: str) -> None:

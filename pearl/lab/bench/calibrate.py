@@ -18,9 +18,10 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.request import Prompt
 from pearl.errors import RequestError
-from pearl.lab.bench.interval import Interval, bootstrapped
+from pearl.lab.bench.interval import Interval, bootstrap
+from pearl.lab.bench.rows import AHEAD, ALL, AR, AUTO, NGRAM
 from pearl.lab.bench.systems import devices_of
-from pearl.lab.experiments.compare import AR, OVERLAPPED, sd_at_best
+from pearl.lab.experiments.compare import OVERLAPPED, sd_at_best
 from pearl.lab.experiments.recorded import interpolated, steps
 from pearl.lab.experiments.workload import independent, run
 from pearl.lab.simulate import Timing
@@ -38,13 +39,14 @@ PROMPTS = (
     "Give three tips for staying healthy.",
     "What is the difference between a list and a tuple?",
 )
-ALL = "all devices"
+_ALONE = {AR: RequestOptions(AR), NGRAM: RequestOptions(NGRAM, look_ahead=LOOK_AHEAD)}
+_IN_TURN = {f"sd, gamma {g}": RequestOptions("sd", "fixed", g) for g in (1, 3, 7)}  # the target is fed 2, 4, 8 tokens
+_AT_ONCE = {f"pearl, {one.window}" if one.method == "pearl" else one.method: one for one in OVERLAPPED}
 _WITH_GUESSES = {
-    "ngram": RequestOptions("ngram", look_ahead=LOOK_AHEAD),
-    "pearl, ahead": RequestOptions("pearl", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
-    "auto": RequestOptions("auto", rule="coupled", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
+    NGRAM: _ALONE[NGRAM],
+    AHEAD: RequestOptions("pearl", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
+    AUTO: RequestOptions(AUTO, rule="coupled", look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES),
 }
-_GAMMAS = (1, 3, 7)  # for sd: the target is fed 2, 4 and 8 tokens
 _TEXTS, _TOKENS = 20, 200  # simulated
 _MIN_SPEEDUP = 1.02  # over ar, for a method to pay: less may be noise of a busy machine
 _WARM_UP = 16  # tokens
@@ -98,13 +100,13 @@ class Calibration:
     Attributes:
         alone, both: times with the other model idle, and with both at work.
         acceptance: accepted / judged draft tokens.
-        given: `acceptance` was given by the caller, not measured.
+        given: whether the caller gave `acceptance`; otherwise it was measured.
         c: the window that `pearl` chooses, tokens.
         ar: tokens per second of `ar`, measured.
         verdicts: one per method, `ar` first.
         pays_from: the lowest acceptance rate at which PEARL beats `ar`; None: it never does.
         advice, flags: the method to use, as a sentence and as command-line flags.
-        profile: for the engines that come after.
+        profile: for engines started later.
     """
 
     alone: Times
@@ -140,46 +142,43 @@ def calibrate(
 
     Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises.
     """
-    with _start_engine(config, say) as engine, TemporaryDirectory() as directory:
-        texts = _Texts(engine, prompts, params, Path(directory), say)
-        ar_texts, first = texts.run("ar", AR)
-        turns = {f"sd, gamma {g}": texts.run(f"sd, gamma {g}", RequestOptions("sd", "fixed", g)) for g in _GAMMAS}
-        rates = turns | {_row_name(decoding): texts.run(_row_name(decoding), decoding) for decoding in OVERLAPPED}
-        rates |= {name: texts.run(name, decoding) for name, decoding in _WITH_GUESSES.items()}
-    judged, accepted = texts.judged, texts.accepted
-    if not judged or not _rate(ar_texts):
+    with _texts(config, prompts, params, say) as texts:
+        ar_texts, first = texts.run(AR, _ALONE[AR])
+        done = {name: texts.run(name, decoding) for name, decoding in (_IN_TURN | _AT_ONCE | _WITH_GUESSES).items()}
+    if not texts.judged or not _rate(ar_texts):
         raise RequestError("the texts ended too soon to measure by: raise max_tokens, or give other prompts")
-    times = Times(), Times()
-    _fill_times(times[0], [first, *(trace for _, trace in turns.values())])
-    _fill_times(times[1], [rates["pearl, stream"][1], rates["pearl, fixed"][1]])
-    rate = acceptance if acceptance is not None else accepted / judged
-    measured = {name: _speedup(of, ar_texts) for name, (of, _) in rates.items()}
-    all_devices = _all_devices(config, prompts, params, say)
-    verdicts = _verdicts(*times, rate, measured)
-    verdicts += tuple(Verdict(name, None, _speedup(of, ar_texts)) for name, of in all_devices.items())
-    advice, flags = _advice(verdicts, config)
-    advice += f". {told}" if (told := shared_gpus(config)) else ""
+    alone = _times([first, *(done[name][1] for name in _IN_TURN)])
+    both = _times([done["pearl, stream"][1], done["pearl, fixed"][1]])
+    measured = {name: _speedup(of, ar_texts) for name, (of, _) in done.items()}
+    rate = acceptance if acceptance is not None else texts.accepted / texts.judged
+    verdicts = predict(alone, both, rate, measured)
+    for name, of in _on_all_devices(config, prompts, params, say).items():
+        verdicts += (Verdict(name, None, _speedup(of, ar_texts)),)
+    advice, flags = advise(verdicts, config)
     return Calibration(
-        *times,
-        rate,
-        acceptance is not None,
-        texts.window,
-        _rate(ar_texts),
-        verdicts,
-        _pays_from(*times),
-        advice,
-        flags,
-        _profile(texts.last, accepted / judged),
+        alone=alone,
+        both=both,
+        acceptance=rate,
+        given=acceptance is not None,
+        c=texts.window,
+        ar=_rate(ar_texts),
+        verdicts=verdicts,
+        pays_from=pays_from(alone, both),
+        advice=f"{advice}. {warning}" if (warning := shared_gpus(config)) else advice,
+        flags=flags,
+        profile=_profile(texts.last, texts.accepted / texts.judged),
     )
 
 
 def _profile(last: Statistics, acceptance: float) -> Profile:
-    """What the engine knew in the end. `last`: of its last text, by method auto."""
+    """What the engine has measured. `last`: of its last text, by method auto."""
     here, there = (tuple((int(n), t) for n, t in times.items()) for times in (last.t_target, last.t_target_spread))
     ways = tuple((way, log(rate), 1) for way, rate in last.rates.items())
     best = max(last.rates, key=lambda way: last.rates[way], default="ngram")
     return Profile(last.t_draft, acceptance, here, there, best, ways)
 
+
+# ---- texts ----
 
 _TextRates = list[tuple[float, float]]  # per text: tokens after the first commit, and their seconds
 
@@ -192,23 +191,21 @@ def _rate(texts: _TextRates) -> float:
 
 def _speedup(texts: _TextRates, ar_texts: _TextRates) -> Interval:
     """Speedup over the texts of `ar` for the same prompts: the ratio of the rates over all texts."""
-    pairs = list(zip(texts, ar_texts, strict=True))
 
     def ratio(some: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> float:
         mine, theirs = (_rate([pair[i] for pair in some]) for i in (0, 1))
         return mine / theirs if theirs else 0.0
 
-    return bootstrapped(pairs, ratio)
-
-
-def _row_name(decoding: RequestOptions) -> str:
-    return f"pearl, {decoding.window}" if decoding.method == "pearl" else decoding.method
+    return bootstrap(list(zip(texts, ar_texts, strict=True)), ratio)
 
 
 @contextmanager
-def _start_engine(config: EngineConfig, say: Callable[[str], None]) -> Iterator[Engine]:
-    with Engine(config=config.model_copy(update={"trace": None, "profile": "none"}), progress=say) as engine:
-        yield engine
+def _texts(
+    config: EngineConfig, prompts: Sequence[Prompt], params: SamplingParams, say: Callable[[str], None]
+) -> Iterator[_Texts]:
+    config = config.model_copy(update={"trace": None, "profile": "none"})
+    with Engine(config=config, progress=say) as engine, TemporaryDirectory() as directory:
+        yield _Texts(engine, prompts, params, Path(directory) / "trace.json", say)
 
 
 class _Texts:
@@ -217,43 +214,50 @@ class _Texts:
     Attributes:
         judged, accepted: draft tokens, summed over the runs of `pearl` without guesses.
         window: the last window c of `pearl` with stream windows.
+        last: statistics of the last text.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        directory: Path,
-        say: Callable[[str], None],
+        self, engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, trace: Path, say: Callable[[str], None]
     ) -> None:
-        self._engine, self._params, self._directory, self._say = engine, params, directory, say
+        self._engine, self._params, self._trace, self._say = engine, params, trace, say
         self._prompts = [engine.encode(prompt, raw=False) for prompt in prompts]
         self.judged = self.accepted = self.window = 0
         self.last = Statistics()
-        method = "pearl" if engine.config.has_draft else "ar"
+        method = "pearl" if engine.config.has_draft else AR
         engine.generate(self._prompts[0], params.model_copy(update={"max_tokens": _WARM_UP}), method=method)
 
     def run(self, name: str, decoding: RequestOptions) -> tuple[_TextRates, Trace]:
         """Decode all prompts: the tokens and seconds of each text, and the trace of both workers."""
         self._say(f"measuring {name}")
-        self._engine.start_trace(self._directory / "trace.json")
-        names = ("method", "window", "gamma", "rule", *AS_PUBLISHED)
-        chosen = DecodingConfig.model_validate({name: getattr(decoding, name) for name in names})
+        self._engine.start_trace(self._trace)
+        fields = ("method", "window", "gamma", "rule", *AS_PUBLISHED)
+        chosen = DecodingConfig.model_validate({name: getattr(decoding, name) for name in fields})
         results = [self._engine.generate(p, self._params, decoding=chosen)[0].statistics for p in self._prompts]
         path, self.last = self._engine.stop_trace(), results[-1]
         if decoding.method == "pearl" and not decoding.look_ahead:
             self.judged += sum(s.num_judged_draft_tokens for s in results)
             self.accepted += sum(s.num_accepted_draft_tokens for s in results)
-            if decoding.window == "stream":
-                self.window = results[-1].window
+            self.window = results[-1].window if decoding.window == "stream" else self.window
         late = [s.seconds - s.seconds_to_first_token for s in results]
         texts = [((s.tokens_per_second or 0.0) * seconds, seconds) for s, seconds in zip(results, late, strict=True)]
         return texts, read(path)
 
 
-def _fill_times(times: Times, traces: Sequence[Trace]) -> None:
-    """Set `times` from the forwards in the traces, prefills left out."""
+def _on_all_devices(
+    config: EngineConfig, prompts: Sequence[Prompt], params: SamplingParams, say: Callable[[str], None]
+) -> dict[str, _TextRates]:
+    """Measure methods without a draft on all cores of the pair. Empty on GPUs, where more devices add no speed."""
+    target, draft = devices_of(config)
+    if (target | draft) == target or target.gpus or draft.gpus or config.target_pace:
+        return {}
+    wide = {"draft": "none", "target_tp": 1, "draft_tp": 1, "target_device": (target | draft).name}
+    with _texts(config.model_copy(update=wide), prompts, params, say) as texts:
+        return {f"{name}, {ALL}": texts.run(f"{name}, {ALL}", decoding)[0] for name, decoding in _ALONE.items()}
+
+
+def _times(traces: Sequence[Trace]) -> Times:
+    """Times of the forwards in the traces, prefills left out."""
     drafts = [pair for trace in traces for pair in steps(trace.draft) if pair[0].name == "draft"]
     target: dict[int, list[tuple[Slice, float]]] = {}
     for trace in traces:
@@ -261,17 +265,22 @@ def _fill_times(times: Times, traces: Sequence[Trace]) -> None:
             if one.name in FORWARDS and one.name != "prefill":
                 target.setdefault(one.args["n"], []).append((one, seconds))
     target = {n: found for n, found in target.items() if len(found) >= _MIN_FORWARDS} or target
-    times.draft = median(one.ran for one, _ in drafts)
-    times.draft_step = mean(seconds for _, seconds in drafts)
-    times.target = {n: median(one.seconds for one, _ in found) for n, found in sorted(target.items())}
-    times.target_step = {n: mean(seconds for _, seconds in found) for n, found in sorted(target.items())}
     alike = [drafts, *target.values()]
     spread = [one.ran / median(o.ran for o, _ in group) - 1 for group in alike for one, _ in group]
-    sixths = quantiles(spread, n=6)
-    times.jitter = (sixths[4] - sixths[0]) / 2  # sixths ignore outliers of a busy machine
+    sixths = quantiles(spread, n=6)  # ignore outliers of a busy machine
+    return Times(
+        draft=median(one.ran for one, _ in drafts),
+        target={n: median(one.seconds for one, _ in found) for n, found in sorted(target.items())},
+        draft_step=mean(seconds for _, seconds in drafts),
+        target_step={n: mean(seconds for _, seconds in found) for n, found in sorted(target.items())},
+        jitter=(sixths[4] - sixths[0]) / 2,
+    )
 
 
-def _verdicts(alone: Times, both: Times, acceptance: float, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
+# ---- what follows ----
+
+
+def predict(alone: Times, both: Times, acceptance: float, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
     """All methods: predicted by the simulator, where it can, and measured.
 
     `sd` is simulated with the times of each model alone, `pearl` with those of both at work. The simulator's texts
@@ -279,34 +288,15 @@ def _verdicts(alone: Times, both: Times, acceptance: float, measured: Mapping[st
     """
     turns = independent(alone.timing(), acceptance, _TEXTS, _TOKENS)
     overlapped = independent(both.timing(), acceptance, _TEXTS, _TOKENS)
-    ar_rate = run(turns, AR).tokens_per_second
-    sd = sd_at_best(turns)
-    best = f"sd, gamma {sd.gamma}"
-    found = [Verdict("ar", 1.0, Interval(1.0, 1.0, 1.0))]
-    found.append(Verdict(best, run(turns, sd).tokens_per_second / ar_rate, measured.get(best)))
-    for decoding in OVERLAPPED:
-        name = _row_name(decoding)
-        found.append(Verdict(name, run(overlapped, decoding).tokens_per_second / ar_rate, measured.get(name)))
-    named = {verdict.method for verdict in found}
-    return (*found, *(Verdict(name, None, of) for name, of in measured.items() if name not in named))
+    ar_rate, sd = run(turns, _ALONE[AR]).tokens_per_second, sd_at_best(turns)
+    rates = {f"sd, gamma {sd.gamma}": run(turns, sd).tokens_per_second}
+    rates |= {name: run(overlapped, decoding).tokens_per_second for name, decoding in _AT_ONCE.items()}
+    found = [Verdict(AR, 1.0, Interval(1.0, 1.0, 1.0))]
+    found += [Verdict(name, rate / ar_rate, measured.get(name)) for name, rate in rates.items()]
+    return (*found, *(Verdict(name, None, of) for name, of in measured.items() if name not in rates))
 
 
-def _all_devices(
-    config: EngineConfig, prompts: Sequence[Prompt], params: SamplingParams, say: Callable[[str], None]
-) -> dict[str, _TextRates]:
-    """Measure methods without a draft on all cores of the pair. Empty on GPUs, where spreading adds no speed."""
-    target, draft = devices_of(config)
-    if (target | draft) == target or target.gpus or draft.gpus or config.target_pace:
-        return {}
-    changes = {"draft": "none", "target_tp": 1, "draft_tp": 1, "trace": None}
-    wide_config = config.model_copy(update=changes | {"target_device": (target | draft).name})
-    with _start_engine(wide_config, say) as engine, TemporaryDirectory() as directory:
-        texts = _Texts(engine, prompts, params, Path(directory), say)
-        alone = {"ar": AR, "ngram": _WITH_GUESSES["ngram"]}
-        return {f"{name}, {ALL}": texts.run(f"{name}, {ALL}", decoding)[0] for name, decoding in alone.items()}
-
-
-def _pays_from(alone: Times, both: Times) -> float | None:
+def pays_from(alone: Times, both: Times) -> float | None:
     """The lowest acceptance rate, in hundredths, at which PEARL with the best fixed window beats `ar`; None: none.
 
     Source: the closed form `expected_rate`.
@@ -320,7 +310,7 @@ def _pays_from(alone: Times, both: Times) -> float | None:
     return next((a / 100 for a in range(101) if best(a / 100) * alone.target_step[1] > _MIN_SPEEDUP), None)
 
 
-def _advice(verdicts: Sequence[Verdict], config: EngineConfig) -> tuple[str, str]:
+def advise(verdicts: Sequence[Verdict], config: EngineConfig) -> tuple[str, str]:
     """The fastest method, measured or else predicted, as a sentence and as flags.
 
     The sentence names the methods whose intervals overlap with the fastest one's.

@@ -46,8 +46,8 @@ def lost(real: Statistics, virtual: Outcome) -> dict[str, float]:
 
     Returns:
         Shares of the real time, from the start of the prefill to the last commit: `WAITS`, for draft tokens that come
-        later than the paced forwards alone would bring them (their draws, their way here); `DRAWS`, in judging and
-        sampling; `BETWEEN`, in messages and the loop's own work. They add up to 1 - the share of the simulated speed.
+        later than after the paced forwards alone; `DRAWS`, in judging and sampling; `BETWEEN`, in messages and the
+        loop's own work. They add up to 1 - the share of the simulated speed.
     """
     seconds = real.seconds - real.queue_seconds
     waits = sum(real.target_wait_seconds.values()) - sum(virtual.watch.waits.values())

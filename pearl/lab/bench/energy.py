@@ -1,8 +1,7 @@
-"""Energy, where the machine tells it: a GPU by NVML, a CPU by RAPL. Never estimated.
+"""Energy counters: GPUs by NVML (needs `nvidia-ml-py`), processors by RAPL. Never estimated.
 
-NVML counts what a whole GPU took since its driver was loaded; it needs `nvidia-ml-py`.  RAPL counts what a processor's
-package took, and its memory where that is a domain of its own; Linux shows it to root, and to no virtual machine.  Both
-count whatever ran there, ours or not.
+NVML counts what a whole GPU used since its driver was loaded.  RAPL counts a processor's package, and its memory where
+that is a domain of its own; Linux shows it to root only, and to no virtual machine.  Both count every process there.
 """
 
 from __future__ import annotations
@@ -19,31 +18,27 @@ _Counter = Callable[[], float]  # joules since some moment
 
 
 class Meter:
-    """What the devices of a measurement take.
+    """Reads the energy counters of a measurement's devices.
 
     Args:
         gpus: numbers of GPUs, as torch has them. cores: whether CPU cores take part too.
 
     Attributes:
-        source: what is counted; empty where any of it cannot be read, so that no part is taken for the whole.
+        source: what is counted; empty if the counter of any of these devices cannot be read.
     """
 
     def __init__(self, gpus: Sequence[int], cores: bool, powercap: Path = POWERCAP) -> None:
-        counters: list[_Counter] = []
-        names = []
+        parts: list[tuple[str, list[_Counter]]] = []
         if gpus:
-            found = _gpu_counters(gpus)
-            names.append(f"{len(found)} GPU{'s' * (len(found) != 1)} (NVML)" if found else "")
-            counters += found
+            parts.append((f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} (NVML)", _gpu_counters(gpus)))
         if cores:
-            found = list(_processor_counters(powercap))
-            names.append("processor (RAPL)" if found else "")
-            counters += found
-        self.source = " and ".join(names) if names and all(names) else ""
-        self._counters = counters if self.source else []
+            parts.append(("processor (RAPL)", list(_processor_counters(powercap))))
+        is_complete = all(counters for _, counters in parts)
+        self.source = " and ".join(name for name, _ in parts) if is_complete else ""
+        self._counters = [counter for _, counters in parts for counter in counters] if is_complete else []
 
     def joules(self) -> float | None:
-        """Since some moment; None where `source` is empty, or has become unreadable."""
+        """Since some moment; None if `source` is empty or has become unreadable."""
         try:
             return sum(counter() for counter in self._counters) if self._counters else None
         except (OSError, ValueError):
@@ -51,7 +46,7 @@ class Meter:
 
 
 def _gpu_counters(gpus: Sequence[int]) -> list[_Counter]:
-    """Of all of these, or of none. Unproven: no GPU was at hand."""
+    """One counter for each GPU; none if any of them has no counter."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -73,7 +68,7 @@ def _gpu_counter(nvml: Any, handle: Any) -> _Counter:
 
 
 def _processor_counters(powercap: Path) -> Iterator[_Counter]:
-    """Of each package, and of each domain of memory, which is in no package's count."""
+    """One counter for each package, and for each memory domain, which no package counts."""
     for domain in sorted(powercap.glob("intel-rapl:*")):
         try:
             name = (domain / "name").read_text().strip()
@@ -86,7 +81,7 @@ def _processor_counters(powercap: Path) -> Iterator[_Counter]:
 
 
 class _Domain:
-    """A counter of microjoules that begins anew beyond its largest value."""
+    """A counter of microjoules that wraps around after its largest value."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"

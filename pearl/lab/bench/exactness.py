@@ -2,8 +2,8 @@
 
 Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
 Texts: every method and window.  Under rules that commit the target's own draw (greedy, coupled) they are compared with
-what the target writes by itself, in this process, from an empty cache; under the ratio rule with each other.  So a bug
-that changes only the law of sampled texts is not seen here: tests/test_verification.py shows the law.
+the target alone, decoded in this process (`reference`); under the ratio rule with each other.  A bug that changes only
+the distribution of sampled texts is not found here but by tests/test_verification.py.
 """
 
 from __future__ import annotations
@@ -14,58 +14,47 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
+from pearl.config import EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.request import Prompt
 from pearl.engine.stream import Stream
 from pearl.errors import DraftLost
-from pearl.lab.bench.alone import Alone, Own, direct_rules
+from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
+from pearl.lab.bench.rows import parse_settings
 from pearl.metrics import Statistics
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.spec.methods import AS_PUBLISHED
 from pearl.worker.build import make_runner, place
 
-_PATIENCE_SECONDS = 300.0  # for a draft that was killed; back-off and a slow start on a busy machine are in it
+_PATIENCE_SECONDS = 300.0  # for a draft that was killed, with its back-off and a slow start on a busy machine
 _ROWS = 300  # tokens whose logits are compared
 _SLOTS = 3
 _REFERENCE_PIECE = 512  # tokens per forward of the reference
 _CUT_SIZES = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
-_OWN = "the target's own"
-_AR = ("ar", "stream", None)
-_DRAFTLESS = (("ngram", "stream", None),)
-_DIRECT = (  # method, window, gamma[, whether guesses are off]
-    ("sd", "stream", None),
-    ("sd", "stream", 3),
-    ("ssd", "stream", None),
-    ("auto", "stream", None),
-    ("pearl", "stream", None, True),
-    ("pearl", "stream", None),
-    ("pearl", "fixed", 3),
-    ("pearl-no-pre-verify", "stream", None),
-    ("pearl-no-post-verify", "stream", None),
+_TARGET = "the target's own"
+_FIXED = "pearl,window=fixed,gamma=3"
+# Settings as of `pearl compare`.
+_DIRECT = (
+    "sd",
+    "sd,gamma=3",
+    "ssd",
+    "auto",
+    "published",
+    "pearl",
+    _FIXED,
+    "pearl-no-pre-verify",
+    "pearl-no-post-verify",
 )
-_SOME = (  # for texts that are shaped, and for several at once
-    ("ngram", "stream", None),
-    ("sd", "stream", 3),
-    ("pearl", "fixed", 3),
-    ("auto", "stream", None),
-)
-_RATIO = (
-    ("auto", "stream", None),
-    ("pearl", "stream", None, True),
-    ("pearl", "fixed", 1),
-    ("pearl", "fixed", 3),
-    ("pearl-no-pre-verify", "stream", None),
-)
+_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for shaped texts, and for several at once
+_RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
 
 
 @dataclass(frozen=True)
@@ -74,8 +63,7 @@ class Finding:
 
     Attributes:
         first: the first difference, in words.
-        guessed: tokens of the texts that were guessed, by source; equal texts prove something about guesses only where
-            there are some.
+        guessed: guessed tokens of the texts, by source; without any, equal texts prove nothing about guesses.
         longest: most tokens that one step of the target has added to a text.
     """
 
@@ -92,40 +80,39 @@ class Finding:
         return self.equal == self.count
 
 
-class Written(NamedTuple):
-    """A text. `longest`: most tokens of one piece."""
-
-    tokens: list[int]
-    statistics: Statistics
-    longest: int
+References = dict[str, list[list[int]]]  # the target's own texts, by rule
 
 
 def check_pair(
     config: EngineConfig, asked: Sequence[Prompt], params: SamplingParams, *, kill: bool, combinations: bool = False
 ) -> Iterator[Finding]:
     """All that `pearl check` compares, one finding each; arguments as of `check_texts`."""
-    plain, shaped, has_slots = list[Own](), list[Own](), False
+    plain, shaped, has_slots = list[Reference](), list[Reference](), False
     for role in config.roles:
         runner = make_runner(config.model(role), place(config, role))
         yield _compare_rows(runner, role, _ROWS)
         if role == "target" and config.target_tp == 1:  # sums over ranks are rounded in another way
             has_slots = runner.capabilities.row_invariant
-            plain, shaped = Alone(config, runner).owns(asked, params)
+            plain, shaped = TargetAlone(config, runner).references(asked, params)
             asked = plain[0].prompts
         del runner  # a GPU may have no room for it beside the engine's
-    known = {own.name: own.texts for own in plain}
+    known = {reference.name: reference.texts for reference in plain}
     if config.datastore is not None:
         with Engine(config=config.model_copy(update={"datastore": None})) as engine:
-            yield from check_guesses(engine, asked, params, known)
+            for rule, sampling in direct_rules(params).items():
+                yield _Texts(engine, asked, sampling, rule).check("ngram", known.get(rule))
     with Engine(config=config) as engine:
         if combinations:
             yield from check_combinations(engine, asked, params, known)
             return
         yield from check_texts(engine, asked, params, kill=kill, known=known)
-        yield from check_some(engine, shaped)
+        yield from _check_some(engine, shaped)
     if has_slots:
         with Engine(config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})) as engine:
-            yield from check_some(engine, plain, together=True)
+            yield from _check_some(engine, plain, together=True)
+
+
+# ---- logits ----
 
 
 def check_rows(config: EngineConfig, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
@@ -172,15 +159,7 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     return Finding(f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first)
 
 
-References = dict[str, list[list[int]]]  # the target's own texts, by rule
-
-
-def check_guesses(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, known: References
-) -> Iterator[Finding]:
-    """Compare the texts of methods that need no draft, one finding each; see `check_texts`."""
-    for rule, sampling in direct_rules(params):
-        yield from _guessing(engine, prompts, sampling, rule, _wanted(engine, prompts, sampling, rule, known))
+# ---- texts ----
 
 
 def check_texts(
@@ -194,41 +173,29 @@ def check_texts(
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
-        known: the target's own texts; what is missing `ar` of this engine writes.
+        known: the target's own texts; missing ones are decoded with `ar` by this engine.
     """
-    known = {} if known is None else known
-    for rule, sampling in direct_rules(params):
-        wanted = _wanted(engine, prompts, sampling, rule, known)
-        texts = [_text(engine, prompt, sampling, rule, *_AR) for prompt in prompts]
-        yield _compare(f"{rule}: ar", _OWN, texts, wanted)
-        yield from _guessing(engine, prompts, sampling, rule, wanted)
-        if not engine.config.has_draft:
-            continue
-        for case in _DIRECT:
-            texts = [_text(engine, prompt, sampling, rule, *case) for prompt in prompts]
-            yield _compare(f"{rule}: {_case_name(*case)}", _OWN, texts, wanted)
-        if kill:
-            case = "pearl", "stream", None
-            texts = [_text(engine, prompt, sampling, rule, *case, strike=signal.SIGKILL) for prompt in prompts]
-            yield _compare(f"{rule}: pearl stream, draft killed", _OWN, texts, wanted)
-    if engine.config.has_draft:
-        wanted = [_drafted(engine, prompt, params, "pearl", "stream", None).tokens for prompt in prompts]
-        for case in _RATIO:
-            texts = [_drafted(engine, prompt, params, *case) for prompt in prompts]
-            yield _compare(f"ratio: {_case_name(*case)}", "pearl stream", texts, wanted)
+    has_draft, known = engine.config.has_draft, known or {}
+    for rule, sampling in direct_rules(params).items():
+        texts = _Texts(engine, prompts, sampling, rule)
+        wanted = known.get(rule) or texts.tokens("ar")
+        for settings in ("ar", "ngram", *(_DIRECT if has_draft else ())):
+            yield texts.check(settings, wanted)
+        if has_draft and kill:
+            yield texts.check("pearl", wanted, strike=signal.SIGKILL)
+    if has_draft:
+        texts = _Texts(engine, prompts, params, "ratio")
+        wanted = texts.tokens("pearl")
+        for settings in _RATIO:
+            yield texts.check(settings, wanted, "pearl")
 
 
-def check_some(engine: Engine, owns: Sequence[Own], *, together: bool = False) -> Iterator[Finding]:
-    """Compare texts of some methods with the target's own, one finding each. `together`: all of a method at once."""
-    cases = [case for case in _SOME if engine.config.has_draft or case[0] in ("ngram", "auto")]
-    for own, case in product(owns, cases):
-        what = own.params, own.name.partition(",")[0], *case
-        if together:
-            texts = [_read(stream) for stream in [_start(engine, prompt, *what) for prompt in own.prompts]]
-        else:
-            texts = [_text(engine, prompt, *what) for prompt in own.prompts]
-        several = f", {len(texts)} texts in {engine.config.slots} slots" if together else ""
-        yield _compare(f"{own.name}: {_case_name(*case)}{several}", _OWN, texts, own.texts)
+def _check_some(engine: Engine, references: Sequence[Reference], *, together: bool = False) -> Iterator[Finding]:
+    """Compare texts of some methods with references, one finding each. `together`: all texts of a method at once."""
+    cases = [case for case in _SOME if engine.config.has_draft or case in ("ngram", "auto")]
+    for reference, settings in product(references, cases):
+        texts = _Texts(engine, reference.prompts, reference.params, reference.name)
+        yield texts.check(settings, reference.texts, together=together)
 
 
 def check_combinations(
@@ -236,131 +203,115 @@ def check_combinations(
 ) -> Iterator[Finding]:
     """Compare the texts of `pearl` with each combination of look-ahead, lookup and branches, and with either window.
 
-    One finding each.  With all three also while the draft's process is killed, or stopped, in the middle of texts:
-    under rules that commit the target's own draw.  Arguments as of `check_texts`.
+    One finding each.  Under rules that commit the target's own draw also with all three while the draft's process is
+    killed, or stopped, in the middle of texts.  Arguments as of `check_texts`.
     """
-    known = {} if known is None else known
-    for rule, sampling in (*direct_rules(params), ("ratio", params)):
-        is_direct = rule != "ratio"
-        if is_direct:
-            wanted = _wanted(engine, prompts, sampling, rule, known)
-        else:
-            wanted = [_drafted(engine, each, sampling, "pearl", "stream", None, True).tokens for each in prompts]
-        reference = _OWN if is_direct else "pearl stream, no guesses"
-        for (window, gamma), chosen in product((("stream", None), ("fixed", 3)), product((False, True), repeat=3)):
-            off = {name: 0 for name, on in zip(AS_PUBLISHED, chosen, strict=True) if not on}
-            case = "pearl", window, gamma
-            texts = [
-                _text(engine, prompt, sampling, rule, *case, off=off)
-                if is_direct
-                else _drafted(engine, prompt, sampling, *case, off=off)
-                for prompt in prompts
-            ]
-            words = " + ".join(name.replace("_", "-") for name in AS_PUBLISHED if name not in off) or "no guesses"
-            yield _compare(f"{rule}: {_case_name('pearl', window, gamma)}, {words}", reference, texts, wanted)
+    known = known or {}
+    for rule, sampling in (*direct_rules(params).items(), ("ratio", params)):
+        texts, is_direct = _Texts(engine, prompts, sampling, rule), rule != "ratio"
+        wanted = known.get(rule) or texts.tokens("ar" if is_direct else "published")
+        reference = _TARGET if is_direct else "published"
+        for window, on in product(("", ",window=fixed,gamma=3"), product((False, True), repeat=len(AS_PUBLISHED))):
+            off = "".join(f",{name}=0" for name, is_on in zip(AS_PUBLISHED, on, strict=True) if not is_on)
+            yield texts.check(f"pearl{window}{off}", wanted, reference)
         for strike in (signal.SIGKILL, signal.SIGSTOP) if is_direct else ():
-            texts = [_text(engine, each, sampling, rule, "pearl", "stream", None, strike=strike) for each in prompts]
-            what = "killed" if strike is signal.SIGKILL else "stopped"
-            yield _compare(f"{rule}: pearl stream, all, draft {what}", reference, texts, wanted)
+            yield texts.check("pearl", wanted, reference, strike=strike)
 
 
-def _wanted(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, rule: str, known: References
-) -> list[list[int]]:
-    if rule not in known:
-        known[rule] = [_text(engine, prompt, params, rule, *_AR).tokens for prompt in prompts]
-    return known[rule]
+class Written(NamedTuple):
+    """A text. `longest`: most tokens that came at once."""
+
+    tokens: list[int]
+    statistics: Statistics
+    longest: int
 
 
-def _guessing(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, rule: str, wanted: list[list[int]]
-) -> Iterator[Finding]:
-    store = ", datastore" if engine.config.datastore is not None else ""
-    for case in _DRAFTLESS:
-        texts = [_text(engine, prompt, params, rule, *case) for prompt in prompts]
-        yield _compare(f"{rule}: {_case_name(*case)}{store}", _OWN, texts, wanted)
+class _Texts:
+    """Decodes the same prompts under one rule with one method after another. `name`: begins with the rule."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> None:
+        self._engine, self._prompts, self._params, self._name = engine, prompts, params, name
+        self._is_ratio = name == "ratio"
+
+    def tokens(self, settings: str) -> list[list[int]]:
+        return [text.tokens for text in self._decode(settings)]
+
+    def check(
+        self,
+        settings: str,
+        wanted: list[list[int]] | None = None,
+        reference: str = _TARGET,
+        *,
+        strike: signal.Signals | None = None,
+        together: bool = False,
+    ) -> Finding:
+        """Compare the texts of a method with `wanted`; None: with those of `ar`.
+
+        Args:
+            strike: sent to the draft's process after three pieces of each text.
+            together: submit all prompts at once.
+        """
+        wanted = self.tokens("ar") if wanted is None else wanted
+        if together:
+            streams = [self._start(prompt, settings) for prompt in self._prompts]
+            written = [_read(stream) for stream in streams]
+        else:
+            written = list(self._decode(settings, strike))
+        struck = f", draft {'killed' if strike is signal.SIGKILL else 'stopped'}" if strike else ""
+        several = f", {len(written)} texts in {self._engine.config.slots} slots" if together else ""
+        store = ", datastore" if settings == "ngram" and self._engine.config.datastore is not None else ""
+        return _compare(f"{self._name}: {settings}{store}{struck}{several}", reference, written, wanted)
+
+    def _decode(self, settings: str, strike: signal.Signals | None = None) -> Iterator[Written]:
+        for prompt in self._prompts:
+            yield (
+                self.drafted(prompt, settings)
+                if self._is_ratio
+                else _read(self._start(prompt, settings), self._engine, strike)
+            )
+
+    def _start(self, prompt: Prompt, settings: str) -> Stream:
+        rule = "ratio" if self._is_ratio else "coupled"
+        decoding = parse_settings(f"{settings},rule={rule}")
+        return self._engine.stream(prompt, self._params, decoding=decoding)
+
+    def drafted(self, prompt: Prompt, settings: str) -> Written:
+        """A text whose every token was decoded with the draft: without it only the distribution is the same.
+
+        Waits for a lost draft, which is restarted with back-off.
+
+        Raises:
+            DraftLost: it has not come back in `_PATIENCE_SECONDS`, or was lost in every text.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (written := _read(self._start(prompt, settings))).statistics.draft_lost:
+            if time.monotonic() > deadline:
+                raise DraftLost(f"in {_PATIENCE_SECONDS:.0f} s no text of the ratio rule had its draft from end to end")
+            time.sleep(0.2)
+        return written
 
 
-def _start(
-    engine: Engine,
-    prompt: Prompt,
-    params: SamplingParams,
-    rule: str,
-    method: str,
-    window: str,
-    gamma: int | None,
-    no_guesses: bool = False,
-    off: Mapping[str, int] = MappingProxyType({}),
-) -> Stream:
-    """`off`: settings of what guesses."""
-    off = AS_PUBLISHED if no_guesses else off
-    rule = "ratio" if rule == "ratio" else "coupled"
-    settings: dict[str, Any] = {"method": method, "window": window, "gamma": gamma, "rule": rule, **off}
-    return engine.stream(prompt, params, decoding=DecodingConfig(**settings))
-
-
-def _read(stream: Stream, after_three: Callable[[], None] = lambda: None) -> Written:
+def _read(stream: Stream, engine: Engine | None = None, strike: signal.Signals | None = None) -> Written:
+    """The whole text. `strike`: sent to the draft's process of `engine` after three pieces."""
     longest = 0
     with stream:
         for done, piece in enumerate(stream, 1):
             longest = max(longest, len(piece.tokens))
-            if done == 3:
-                after_three()
+            if done == 3 and strike is not None and engine is not None and engine.draft_pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(engine.draft_pid, strike)
     return Written(stream.result.tokens, stream.result.statistics, longest)
 
 
-def _text(engine: Engine, *what: Any, strike: signal.Signals | None = None, **more: Any) -> Written:
-    """See `_start`. `strike`: what is sent to the draft's process once three pieces have come."""
-
-    def hit() -> None:
-        if strike is not None and engine.draft_pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(engine.draft_pid, strike)
-
-    return _read(_start(engine, *what, **more), hit)
-
-
-def _drafted(
-    engine: Engine,
-    prompt: Prompt,
-    params: SamplingParams,
-    method: str,
-    window: str,
-    gamma: int | None,
-    no_guesses: bool = False,
-    off: Mapping[str, int] = MappingProxyType({}),
-) -> Written:
-    """A text of the ratio rule in whose every token the draft took part; of one without its draft the law alone holds.
-
-    A draft that was lost is waited for: it is started again later each time.
-
-    Raises:
-        DraftLost: it has not come back in `_PATIENCE_SECONDS`, or was lost in every text.
-    """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    case = method, window, gamma, no_guesses
-    while (result := _text(engine, prompt, params, "ratio", *case, off=off)).statistics.draft_lost:
-        if time.monotonic() > deadline:
-            raise DraftLost(f"in {_PATIENCE_SECONDS:.0f} s no text of the ratio rule had its draft from end to end")
-        time.sleep(0.2)
-    return result
-
-
-def _case_name(method: str, window: str, gamma: int | None, no_guesses: bool = False) -> str:
-    return f"{method} {window}" + (f"({gamma})" if gamma else "") + (", no guesses" if no_guesses else "")
-
-
-def _compare(what: str, reference: str, results: Sequence[Written], wanted: list[list[int]]) -> Finding:
-    texts = [result.tokens for result in results]
-    guessed = Counter[str]()
-    for result in results:
-        guessed.update(result.statistics.guessed_by_source)
-    wrong = [(i, *pair) for i, pair in enumerate(zip(texts, wanted, strict=True)) if pair[0] != pair[1]]
-    first = ""
-    if wrong:
-        number, text, want = wrong[0]
-        at = next((k for k, (a, b) in enumerate(zip(text, want, strict=False)) if a != b), min(len(text), len(want)))
-        first = f"text {number + 1}, token {at}"
-    return Finding(
-        what, reference, len(texts), len(texts) - len(wrong), first, dict(guessed), max(one.longest for one in results)
-    )
+def _compare(what: str, reference: str, written: Sequence[Written], wanted: Iterable[list[int]]) -> Finding:
+    guessed = sum((Counter(one.statistics.guessed_by_source) for one in written), Counter[str]())
+    first, equal = "", 0
+    for number, (one, want) in enumerate(zip(written, wanted, strict=True), 1):
+        if one.tokens == want:
+            equal += 1
+        elif not first:
+            pairs = enumerate(zip(one.tokens, want, strict=False))
+            at = next((k for k, (a, b) in pairs if a != b), min(len(one.tokens), len(want)))
+            first = f"text {number}, token {at}"
+    longest = max(one.longest for one in written)
+    return Finding(what, reference, len(written), equal, first, dict(guessed), longest)

@@ -48,13 +48,13 @@ def main() -> None:
 
 
 class _ArrivalTimes:
-    """A streamer that records (seconds, number of tokens) of each arrival."""
+    """A streamer that records the time and the number of tokens of each arrival."""
 
     def __init__(self) -> None:
-        self.came: list[tuple[float, int]] = []
+        self.arrivals: list[tuple[float, int]] = []
 
     def put(self, value: Any) -> None:
-        self.came.append((time.perf_counter(), value.numel()))
+        self.arrivals.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
         pass
@@ -79,7 +79,7 @@ def _generate(model: Any, assistant: Any, asked: dict[str, Any]) -> dict[str, An
         **asked["sampling"],
     )
     watch = Stopwatch()
-    for now, count in clock.came[1:]:  # the first entry is the prompt
+    for now, count in clock.arrivals[1:]:  # the first entry is the prompt
         watch.committed(count, now)
     assert watch.first is not None
     return {

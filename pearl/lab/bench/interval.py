@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
+from typing import Any
 
-_Item = TypeVar("_Item")
-DRAWS = 2000  # resamples
+_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -20,18 +19,18 @@ class Interval:
     low: float
     high: float
 
-
-def median_of(values: Sequence[float], draws: int = DRAWS) -> Interval:
-    """The median with its interval."""
-    return bootstrapped(values, median, draws)
+    def in_words(self, digits: int = 2) -> str:
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
-def bootstrapped(items: Sequence[_Item], statistic: Callable[[Sequence[_Item]], float], draws: int = DRAWS) -> Interval:
-    """The statistic of `items`, with its 95% interval over `draws` resamples with replacement.
+def bootstrap(
+    items: Sequence[Any], statistic: Callable[[Sequence[Any]], float] = median, resamples: int = _RESAMPLES
+) -> Interval:
+    """The statistic of `items`, with its 95% interval over resamples with replacement.
 
     Deterministic: the resamples depend only on the number of items. Source: Efron 1979, "Bootstrap methods: another
     look at the jackknife".
     """
     noise = random.Random(0)
-    drawn = sorted(statistic(noise.choices(items, k=len(items))) for _ in range(draws))
-    return Interval(statistic(items), drawn[int(0.025 * draws)], drawn[int(0.975 * draws)])
+    drawn = sorted(statistic(noise.choices(items, k=len(items))) for _ in range(resamples))
+    return Interval(statistic(items), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples)])

@@ -1,4 +1,4 @@
-"""The hardware and versions of a measurement, and the CPU time that others took meanwhile."""
+"""The hardware and versions of a measurement, its duration, and the CPU time that other processes took meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ def in_words(where: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Shares of all cores' time, in [0, 1], that others took, and how many wanted it.
+class ForeignLoad:
+    """Shares of all cores' time, in [0, 1], that others took.
 
     Attributes:
         stolen: taken by the host for other virtual machines; 0 on a physical machine.
         others: taken by processes that are not descendants of this one.
-        load: processes that ran or waited for a core, ours included: the load average of the last minute.
+        load: the load average of the last minute: processes that ran or waited for a core, ours included.
     """
 
     stolen: float
@@ -51,7 +51,7 @@ class Taken:
 
     @property
     def is_too_much(self) -> bool:
-        """So much that small differences are noise."""
+        """Whether small differences are noise."""
         return self.stolen + self.others > _MAX_FOREIGN_SHARE
 
     def __str__(self) -> str:
@@ -60,19 +60,37 @@ class Taken:
         return words + (": too much for fine differences" if self.is_too_much else "")
 
 
-class Stolen:
-    """Measures the share of the cores' time that others took since construction. Linux only; elsewhere always 0."""
+class LoadMeter:
+    """Measures the foreign load since its construction. Linux only; elsewhere always 0."""
 
     def __init__(self) -> None:
         self._host, self._others, self._began = *_foreign_seconds(), time.monotonic()
 
-    def taken(self) -> Taken:
+    def read(self) -> ForeignLoad:
         passed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         host, others = _foreign_seconds()
         if not passed:
-            return Taken(0.0, 0.0)
+            return ForeignLoad(0.0, 0.0)
         stolen, taken = (max(0.0, seconds) / passed for seconds in (host - self._host, others - self._others))
-        return Taken(stolen, taken, os.getloadavg()[0])
+        return ForeignLoad(stolen, taken, os.getloadavg()[0])
+
+
+class Conditions:
+    """Duration and foreign load of a measurement, from construction to `stop`."""
+
+    def __init__(self) -> None:
+        self._meter, self._began = LoadMeter(), time.monotonic()
+        self.seconds, self.load = 0.0, ForeignLoad(0.0, 0.0)
+
+    def stop(self) -> None:
+        self.seconds, self.load = time.monotonic() - self._began, self._meter.read()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the hardware."""
+        return {"seconds": self.seconds, **asdict(self.load), "hardware": hardware()}
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s; {self.load}; {in_words(hardware())}"
 
 
 def _foreign_seconds() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Several requests at once: tokens a second by the number of slots, on real runs and under a virtual clock."""
+"""Several requests at once: tokens per second by the number of slots, in real runs and under a virtual clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import median
 from typing import Any
@@ -18,7 +18,8 @@ from pearl.engine.request import encode, submission
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.emulation import paced
-from pearl.lab.bench.run import Watcher, emulated
+from pearl.lab.bench.rows import is_emulated
+from pearl.lab.bench.runner import Watcher
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Timing, VirtualProposer, known_speeds
 from pearl.models.replay import load_scripted
@@ -48,19 +49,20 @@ _TARGET, _DRAFT = 0, 1
 
 @dataclass
 class Together:
-    """What came of requests that were submitted together. `seconds`: until the last one's last token."""
+    """Texts of requests submitted together, by request. `seconds`: until the last commit."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 class Loops:
-    """Target and draft as their workers' loops run them: a forward is for all requests that are ready, a message that
-    comes meanwhile is read at its end, and nothing but forwards takes time.
+    """Target and draft as their workers' loops run them. Only forwards take time.
+
+    A forward serves all requests that are ready; a message that arrives meanwhile is read after it.
 
     Args:
-        slots: requests that are worked on side by side.
-        context: tokens that the draft's model holds.
+        slots: requests decoded at the same time.
+        context: of the draft's model, tokens.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Loops:
         self._found = Together()
 
     def run(self, submits: Sequence[Submit]) -> Together:
-        """Serves all of them, submitted at once."""
+        """Serve all requests, submitted at once."""
         self._left = len(submits)
         joined = DraftJoined(self._context)
         self._push(0.0, _TARGET, [joined, *submits], ends_forward=False)
@@ -100,7 +102,7 @@ class Loops:
         return self._found
 
     def _push(self, after: float, actor: int, events: Sequence[object], ends_forward: bool) -> None:
-        # Of one moment what ends a forward comes last: a loop reads its messages before it begins the next.
+        # At equal times the end of a forward comes last: a loop reads its messages before it begins the next forward.
         order = next(self._order) + (1 << 40) * ends_forward
         heapq.heappush(self._queue, (round(self._now + after, 12), actor, order, events, ends_forward))
 
@@ -108,7 +110,7 @@ class Loops:
         todo, ready = self._todo[actor], self._ready[actor]
         while todo:
             command = todo.popleft()
-            if isinstance(command, Open) and actor == _DRAFT and ready:  # perhaps another request takes their slot
+            if isinstance(command, Open) and actor == _DRAFT and ready:  # another request may take their slot
                 todo.appendleft(command)
                 break
             self._carry_out(actor, command)
@@ -173,16 +175,17 @@ def simulated(
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine with so many slots made of all texts, submitted together. Medians over the rounds.
+    """All texts, submitted together to an engine with this number of slots. Medians over the rounds.
 
     Attributes:
-        rate: tokens a second, of all texts together; `rates`: of each round.
-        over_one: times that of the first number of slots, round by round.
-        of_simulated: the rate over that under the virtual clock, of an emulated pair.
-        each: tokens a second of a text while it is written, median over the texts.
-        p99: seconds between two tokens of one text that 99% do not exceed, median over the texts.
+        rate: tokens per second, of all texts together; `rates`: of each round.
+        over_one: rate / rate with the first number of slots, round by round.
+        of_simulated: rate / rate under the virtual clock; emulated pairs only.
+        each: tokens per second of one text after its first commit, median over the texts.
+        p99: inter-token latency, seconds, of one text, median over the texts.
         whole: seconds from the submission of all to the end of a text, median over the texts.
-        differing: texts that are not those of the first number of slots; 0 where a row's bits do not depend on others.
+        differing: texts that differ from those with the first number of slots; 0 where a row's bits do not depend on
+            other rows.
     """
 
     slots: int
@@ -195,8 +198,8 @@ class Served:
     whole: float
     differing: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+_Round = tuple[float, list[Result]]  # seconds, and the texts
 
 
 def measure_slots(
@@ -210,7 +213,7 @@ def measure_slots(
     watcher: Watcher,
 ) -> list[Served]:
     """All numbers of slots in turns, each on an engine of its own; text n has the n-th sample of the seed."""
-    found: dict[int, list[tuple[float, list[Result]]]] = {count: [] for count in slots}
+    done: dict[int, list[_Round]] = {each: [] for each in slots}
     samples = [params.model_copy(update={"sample": number}) for number in range(len(tasks))]
     with ExitStack() as stack:
         engines = {each: stack.enter_context(Engine(config=_with(config, each))) for each in slots}
@@ -219,51 +222,47 @@ def measure_slots(
         for number in range(rounds + 1):  # the first warms up
             at = number % len(slots)
             for each in (*slots[at:], *slots[:at]):
-                done = _all_at_once(engines[each], prompts, samples, decoding)
+                found = _all_at_once(engines[each], prompts, samples, decoding)
                 watcher.advance(len(tasks))
-                found[each] += [done] if number else []
+                done[each] += [found] if number else []
     virtual = {
-        each: simulated(_with(config, each), decoding, prompts, samples) if emulated(config) else None for each in slots
+        each: simulated(_with(config, each), decoding, prompts, samples) for each in slots if is_emulated(config)
     }
-    first = [tokens / seconds for seconds, tokens in map(_sums, found[slots[0]])]
-    alone = [result for _, texts in found[slots[0]] for result in texts]
-    served = []
-    for each in slots:
-        rates = tuple(tokens / seconds for seconds, tokens in map(_sums, found[each]))
-        results = [result for _, texts in found[each] for result in texts]
-        by_clock = virtual[each]
-        ideal = sum(map(len, by_clock.tokens.values())) / by_clock.seconds if by_clock else None
-        gaps = [s.itl_p99 for s in (result.statistics for result in results) if s.itl_p99 is not None]
-        speeds = [s.tokens_per_second for s in (result.statistics for result in results) if s.tokens_per_second]
-        served.append(
-            Served(
-                each,
-                median(rates),
-                rates,
-                median(rate / one for rate, one in zip(rates, first, strict=True)),
-                median(rates) / ideal if ideal else None,
-                median(speeds) if speeds else None,
-                median(gaps) if gaps else None,
-                median(result.statistics.seconds for result in results),
-                sum(one.tokens != other.tokens for one, other in zip(results, alone, strict=True)),
-            )
-        )
-    return served
+    return [_served(each, done[each], done[slots[0]], virtual.get(each)) for each in slots]
+
+
+def _served(slots: int, rounds: Sequence[_Round], first: Sequence[_Round], virtual: Together | None) -> Served:
+    rates = tuple(map(_rate, rounds))
+    results = [result for _, texts in rounds for result in texts]
+    others = [result for _, texts in first for result in texts]
+    ideal = sum(map(len, virtual.tokens.values())) / virtual.seconds if virtual else None
+    latencies = [s.itl_p99 for s in (result.statistics for result in results) if s.itl_p99 is not None]
+    speeds = [s.tokens_per_second for s in (result.statistics for result in results) if s.tokens_per_second]
+    return Served(
+        slots=slots,
+        rate=median(rates),
+        rates=rates,
+        over_one=median(rate / one for rate, one in zip(rates, map(_rate, first), strict=True)),
+        of_simulated=median(rates) / ideal if ideal else None,
+        each=median(speeds) if speeds else None,
+        p99=median(latencies) if latencies else None,
+        whole=median(result.statistics.seconds for result in results),
+        differing=sum(one.tokens != other.tokens for one, other in zip(results, others, strict=True)),
+    )
+
+
+def _rate(done: _Round) -> float:
+    seconds, results = done
+    return sum(len(result.tokens) for result in results) / seconds
 
 
 def _with(config: EngineConfig, slots: int) -> EngineConfig:
     return config.model_copy(update={"slots": slots})
 
 
-def _sums(done: tuple[float, list[Result]]) -> tuple[float, int]:
-    seconds, results = done
-    return seconds, sum(len(result.tokens) for result in results)
-
-
 def _all_at_once(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], decoding: DecodingConfig
-) -> tuple[float, list[Result]]:
-    """Seconds, and the texts."""
+) -> _Round:
     began = time.monotonic()
     streams = [engine.stream(*asked, decoding=decoding) for asked in zip(prompts, params, strict=True)]
     for stream in streams:

@@ -30,7 +30,7 @@ class Decoded:
         late_tokens, late_seconds: from the first commit to the last; for our engine by the target worker's clock.
         itl_p50, itl_p99: inter-token latency, seconds, as `Statistics` defines it; None where one commit was all.
         statistics: None for `generate`.
-        prompt: what they follow.
+        prompt: the tokens before them.
     """
 
     tokens: tuple[int, ...]
@@ -125,7 +125,7 @@ class Generate:
         self._ask(settings)
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """Nothing to do: `generate` keeps no cache between texts."""
+        """`generate` keeps no cache between texts."""
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
         asked = {
@@ -145,7 +145,7 @@ class Generate:
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         except (OSError, ValueError):
             self.close()
-            raise StartError("transformers' process has ended; its own words stand above") from None
+            raise StartError("transformers' process has ended; its error message stands above") from None
         if "error" in answer:
             self.close()
             raise StartError(f"transformers' process: {answer['error']}")

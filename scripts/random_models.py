@@ -1,4 +1,4 @@
-"""Random Llamas of the shapes of published models, made in memory: a forward takes as long whatever the weights are."""
+"""Random Llamas of the shapes of published models, for timing: the duration of a forward does not depend on weights."""
 
 from __future__ import annotations
 
@@ -54,11 +54,9 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
 def save_pair(shape: str, share: float, into: Path, device: torch.device, dtype: torch.dtype, eps: float) -> None:
     """Save a pair whose draft is the first layers of its target, as `into`/target and `into`/draft.
 
-    What the target's other layers add is scaled by `eps`: with 0 the two are the same model and the draft is never
-    wrong, with more it is wrong the more often.
-
     Args:
         share: of the target's layers that the draft has.
+        eps: scale of the output of the target's other layers; with 0 the draft is never wrong.
     """
     model = random_model(shape, device, dtype)
     kept = round(share * len(model.model.layers))
@@ -76,7 +74,7 @@ def save_pair(shape: str, share: float, into: Path, device: torch.device, dtype:
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Bytes, and names for all other ids that a random model says."""
+    """Bytes, and names for all other token ids."""
     pieces = [_END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces += [f"<{number}>" for number in range(len(pieces), vocab_size)]
     found = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))

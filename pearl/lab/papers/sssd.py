@@ -1,8 +1,8 @@
-"""Guesses without a draft model, beside what the SSSD paper says of its own: by source, by cost and by temperature.
+"""SSSD (Marzollo et al. 2024): guesses without a draft model, by source, by number and by temperature.
 
-The target writes texts at several temperatures, each once, as `ar` does.  They are replayed with guesses from the text,
-from a datastore and from both: how many are accepted is a matter of the texts alone, whatever else the machine does.
-Only what a forward of s tokens takes is measured, and wants a quiet machine.
+The target decodes texts at several temperatures, once each, as `ar` does.  They are replayed with guesses from the
+text, from a datastore and from both, so acceptance does not depend on the load of the machine.  Only the duration of a
+forward of s tokens is measured, and needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore, check_tokenizer
+from pearl.engine.conversation import Conversation
 from pearl.engine.request import resolve_sampling
-from pearl.lab.bench.interval import bootstrapped
-from pearl.lab.bench.run import Watcher
+from pearl.lab.bench.interval import bootstrap
+from pearl.lab.bench.rows import AR, NGRAM
+from pearl.lab.bench.runner import Watcher
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.experiments.recorded import interpolated
 from pearl.lab.experiments.texts import answers
+from pearl.lab.papers.page import Table
+from pearl.lab.papers.study import Study, StudyRow
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source
@@ -35,7 +39,7 @@ SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one incl
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 UNFILTERED: dict[str, Any] = {"top_k": 0, "top_p": 1.0}
-_AT_ONCE = 8  # texts that are written side by side
+_AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS, _TREES = 9, 3  # rounds of all sizes; trees of each size, from all over the texts
 PAPER = {  # section 4 of the paper
@@ -46,25 +50,37 @@ PAPER = {  # section 4 of the paper
     1.0: "-1 to -2%",
     2.0: "around -20%",
 }
+_WARM: dict[str, Any] = {"temperature": 1.0, **FILTERED}
+_AR, _NGRAM = DecodingConfig(method=AR), DecodingConfig(method=NGRAM)
+STUDY = Study(
+    "SSSD (Marzollo et al. 2024), prose: guesses without a draft model, one request at a time",
+    [
+        StudyRow(AR, _AR, paper="1.00"),
+        StudyRow(NGRAM, _NGRAM, paper="2.05 to 2.61"),
+        StudyRow("ar, temperature 1", _AR, _WARM, base="ar, temperature 1"),
+        StudyRow("ngram, temperature 1", _NGRAM, _WARM, "ar, temperature 1", "acceptance 1 to 2% lower"),
+    ],
+    "Theirs are Llama 2 7B and Llama 3 8B on an Ascend 910B4 with a datastore of conversations; ours is the embedded "
+    "target on one core, guessing from prompt and own text, and from --datastore if given. Top-k 50 and top-p 0.7, as "
+    "theirs.",
+    "Batches of 8 to 64 requests.",
+)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a target's forward by the tokens that it is fed, as a chain and as trees that guesses made."""
+    """Seconds of a target's forward by the number of tokens fed, as a chain and as trees of guesses."""
 
     chain: dict[int, float]
     tree: dict[int, float]
 
-    def over_one(self, fed: int, tree: bool) -> float:
-        return (self.tree if tree else self.chain)[fed] / self.chain[1]
 
-
-def study(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher) -> dict[str, Any]:
+def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher) -> dict[str, Any]:
     """All figures, for JSON: see `by_size` and `by_temperature`.
 
     Args:
         config: of the target, and of the datastore if there is one.
-        tasks: of which each first turn is answered.
+        tasks: the first turn of each is answered.
         tokens: the most of an answer.
     """
     slots, room = min(_AT_ONCE, len(tasks)), config.max_context or 8192
@@ -76,28 +92,25 @@ def study(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Wat
         directory = Path(config.datastore)
         store = Datastore(directory, target.vocab_size, verified=True)
         check_tokenizer(store.header, tokenizer, directory)
-    prompts = [
-        tokenizer.apply_chat([{"role": "user", "content": task.turns[0]}]) or tokenizer.encode(task.turns[0])
-        for task in tasks
-    ]
+    raw = tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
+    prompts = [Conversation(tokenizer, raw).prompt(task.turns[0]) for task in tasks]
 
-    def written(temperature: float, filters: dict[str, Any]) -> list[Generated]:
+    def decode(temperature: float, filters: dict[str, Any]) -> list[Generated]:
         params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **filters)
         sampling = resolve_sampling(params, defaults, 0)
         samplings = [sampling.changed(seed=task.number) for task in tasks]
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
-        said = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
-        return [Generated((*p, *a), len(p)) for p, a in zip(prompts, said, strict=True)]
+        found = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
+        return [Generated((*p, *a), len(p)) for p, a in zip(prompts, found, strict=True)]
 
-    texts = {(0.0, False): written(0.0, UNFILTERED)}
+    texts = {(0.0, False): decode(0.0, UNFILTERED)}
     for filtered, filters in ((True, FILTERED), (False, UNFILTERED)):
-        texts |= {(t, filtered): written(t, filters) for t in TEMPERATURES if t}
+        texts |= {(t, filtered): decode(t, filters) for t in TEMPERATURES if t}
     greedy = texts[0.0, False]
-    found = replay(greedy, store, max(SIZES) - 1)
-    times = measured(target, found.trees, watcher)
+    times = measure_times(target, replay(greedy, store, max(SIZES) - 1).trees, watcher)
     return {
         "sizes": by_size(greedy, store, times),
-        "chosen": chosen(greedy, store, times),
+        "chosen": fastest(greedy, store, times),
         "temperatures": by_temperature(texts, store),
         "texts": len(tasks),
         "tokens": sum(len(text.tokens) - text.start for text in greedy),
@@ -107,13 +120,13 @@ def study(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Wat
     }
 
 
-# ---- what a forward takes ----
+# ---- the duration of a forward ----
 
 
-def measured(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Watcher) -> Times:
-    """Medians over rounds in which every size and shape takes its turn.
+def measure_times(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Watcher) -> Times:
+    """Medians over rounds in which all sizes and shapes take turns.
 
-    `trees`: of a replay; the largest are cut to each size, from the guesses that it held likeliest.
+    `trees`: of a replay; the largest are cut to each size, keeping the likeliest guesses.
     """
     base = max(1, min(_CONTEXT, target.context - max(SIZES)))
     target.rollback(0)
@@ -121,7 +134,7 @@ def measured(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Wat
     shapes = _shapes(trees, target.capabilities.tree_nodes)
     taken: dict[tuple[int, bool], list[float]] = {}
     watcher.begin("forward times", _ROUNDS)
-    for round_ in range(_ROUNDS + 1):  # the first pays for what later ones do not
+    for round_ in range(_ROUNDS + 1):  # the first warms up
         for fed in SIZES:
             for parents in (None, *shapes.get(fed, [])):
                 seconds = _seconds(target, base, fed, parents)
@@ -134,7 +147,7 @@ def measured(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Wat
 
 
 def _shapes(trees: Sequence[tuple[int, ...]], most: int) -> dict[int, list[tuple[int, ...]]]:
-    """By size some trees of it. One that is too small goes on as a chain below its last node."""
+    """Some trees of each size. A tree that is too small is continued as a chain below its last node."""
     large = sorted(trees, key=len, reverse=True)[: max(_TREES, len(trees) // 10)]
     some = large[:: max(1, len(large) // _TREES)][:_TREES]
     sizes = [fed for fed in SIZES if 1 < fed <= most]
@@ -150,25 +163,25 @@ def _seconds(target: ModelRunner, base: int, fed: int, parents: tuple[int, ...] 
     return time.perf_counter() - began
 
 
-# ---- what guesses make of texts ----
+# ---- guesses on texts ----
 
 
 def by_size(texts: Sequence[Generated], store: Datastore | None, times: Times) -> list[dict[str, Any]]:
-    """A row for each number of tokens in a forward, all fed that are found; see `_row`."""
+    """A row for each number of tokens in a forward, all found guesses fed; see `_row`."""
     return [_row(texts, store, size - 1, size, times) for size in SIZES]
 
 
-def chosen(texts: Sequence[Generated], store: Datastore | None, times: Times) -> dict[str, Any]:
-    """The same where each forward takes those of up to `LOOK_AHEAD` guesses that make most tokens a second."""
+def fastest(texts: Sequence[Generated], store: Datastore | None, times: Times) -> dict[str, Any]:
+    """The row whose forwards are fed the number of guesses, up to `LOOK_AHEAD`, that gives most tokens per second."""
     return _row(texts, store, LOOK_AHEAD, None, times)
 
 
 def _row(
     texts: Sequence[Generated], store: Datastore | None, most: int, size: int | None, times: Times
 ) -> dict[str, Any]:
-    """Tokens a step from each source alone and from both, as a tree and as a chain; and what follows in speed.
+    """Tokens a step from each source alone and from both, as a tree and as a chain; and the resulting speedup.
 
-    `size`: tokens fed; None: what pays.
+    `size`: tokens fed; None: the fastest number.
     """
     tree, chain = interpolated(times.tree), interpolated(times.chain)
 
@@ -178,8 +191,8 @@ def _row(
     both, line = steps(tree), steps(chain, branches=False)
     return {
         "size": size,
-        "t_tree": None if size is None else times.over_one(size, True) if size > 1 else 1.0,
-        "t_chain": None if size is None else times.over_one(size, False),
+        "t_tree": None if size is None else times.tree[size] / times.chain[1] if size > 1 else 1.0,
+        "t_chain": None if size is None else times.chain[size] / times.chain[1],
         "fed": both.fed_per_step,
         "text": steps(tree, store=None).tokens_per_step,
         "store": None if store is None else steps(tree, make=store_alone).tokens_per_step,
@@ -194,14 +207,14 @@ def _row(
 def by_temperature(texts: dict[tuple[float, bool], list[Generated]], store: Datastore | None) -> list[dict[str, Any]]:
     """Tokens a step with up to `LOOK_AHEAD` guesses, all fed, and against greedy; 95% over the prompts.
 
-    `texts`: by temperature and whether it was filtered; those of the same prompts.
+    `texts`: of the same prompts, by temperature and whether they were filtered.
     """
     each = {key: [replay([text], store, LOOK_AHEAD) for text in those] for key, those in texts.items()}
     greedy, rows = each[0.0, False], []
     for (temperature, filtered), replays in each.items():
-        per_step, total = bootstrapped(replays, _per_step), sum(replays, Replayed())
+        per_step, total = bootstrap(replays, _per_step), sum(replays, Replayed())
         pairs = list(zip(replays, greedy, strict=True))
-        change = bootstrapped(pairs, _change) if temperature else None
+        change = bootstrap(pairs, _change) if temperature else None
         rows.append(
             {
                 "temperature": temperature,
@@ -231,41 +244,15 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 
 # ---- in words ----
 
-SIZE_COLUMNS = (
-    "s",
-    "t(s)/t(1):\ntree, chain",
-    "tokens a step:\ntext alone",
-    "datastore\nalone",
-    "both",
-    "accepted a step:\nn-gram, datastore",
-    "both, as\na chain",
-    "over ar:\ntree, chain",
-)
-TEMPERATURE_COLUMNS = ("temperature", "filters", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
 
-
-def sizes_in_words(found: dict[str, Any]) -> list[list[str]]:
-    """A row for each s, one word for each of `SIZE_COLUMNS`; the last is of what pays, with what it feeds."""
-    return [_size_in_words(row) for row in (*found["sizes"], found["chosen"])]
-
-
-def _size_in_words(row: dict[str, Any]) -> list[str]:
-    times = "" if row["size"] is None else "{t_tree:.2f}, {t_chain:.2f}".format(**row)
-    return [
-        f"what pays: {row['fed']:.1f}" if row["size"] is None else str(row["size"]),
-        times,
-        f"{row['text']:.2f}",
-        "" if row["store"] is None else f"{row['store']:.2f}",
-        f"{row['tree']:.2f}",
-        ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
-        f"{row['chain']:.2f}",
-        "{speedup_tree:.2f}, {speedup_chain:.2f}".format(**row),
-    ]
-
-
-def temperatures_in_words(found: dict[str, Any]) -> list[list[str]]:
-    """A row for each way to sample, one word for each of `TEMPERATURE_COLUMNS`."""
-    return [
+def in_words(found: dict[str, Any]) -> list[Table]:
+    """The table by tokens in a forward, its last row the fastest; and the table by temperature."""
+    columns = (
+        *("s", "t(s)/t(1):\ntree, chain", "tokens a step:\ntext alone", "datastore\nalone", "both"),
+        *("accepted a step:\nn-gram, datastore", "both, as\na chain", "over ar:\ntree, chain"),
+    )
+    sizes = [_size_in_words(row) for row in (*found["sizes"], found["chosen"])]
+    rows = [
         [
             f"{row['temperature']:g}",
             "top-k 50, top-p 0.7" if row["filtered"] else "none",
@@ -276,28 +263,43 @@ def temperatures_in_words(found: dict[str, Any]) -> list[list[str]]:
         ]
         for row in found["temperatures"]
     ]
+    temperatures = ("temperature", "filters", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
+    return [
+        Table("Tokens in a forward", columns, sizes),
+        Table("Temperatures", temperatures, rows, _explained(found)),
+    ]
 
 
-def explained(found: dict[str, Any]) -> str:
-    """What stands above the tables in words: settings, and what the paper has in prose."""
-    store = found["datastore"]
+def _size_in_words(row: dict[str, Any]) -> list[str]:
+    return [
+        f"fastest: {row['fed']:.1f}" if row["size"] is None else str(row["size"]),
+        "" if row["size"] is None else "{t_tree:.2f}, {t_chain:.2f}".format(**row),
+        f"{row['text']:.2f}",
+        "" if row["store"] is None else f"{row['store']:.2f}",
+        f"{row['tree']:.2f}",
+        ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
+        f"{row['chain']:.2f}",
+        "{speedup_tree:.2f}, {speedup_chain:.2f}".format(**row),
+    ]
+
+
+def _explained(found: dict[str, Any]) -> list[str]:
+    """Settings, and the paper's statements in prose."""
+    store, most = found["datastore"], found["sizes"][-1]
     best = max(found["sizes"], key=lambda row: row["speedup_tree"])
-    most = found["sizes"][-1]
     lines = [
         f"s: tokens in a forward, the last committed one included. {found['texts']} texts, {found['tokens']} tokens "
         f"greedy; t(1) {found['t_one'] * 1e3:.1f} ms, {found['threads']} threads, {_CONTEXT} tokens in the cache; "
         + (f"datastore {store[0]} of {store[1]:,} tokens" if store else "no datastore"),
         f"over ar: only forwards take time. Ours at its best s, {best['size']}: {best['speedup_tree']:.2f}; theirs: "
         f"{PAPER['speedup']}",
+        f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; theirs: acceptance with "
+        "top-k 50 and top-p 0.7",
     ]
     if store and most["tree"] > 1:
         added = (most["text"] + most["store"] - 2) / (most["tree"] - 1)
         lines.append(
-            f"what each source gives alone adds up, at s = {most['size']}, to {added:.2f} times what both give; "
+            f"the gains of the sources alone add up, at s = {most['size']}, to {added:.2f} times the gain of both; "
             f'theirs "{PAPER["sources"]}"'
         )
-    lines.append(
-        f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; theirs: acceptance with "
-        "top-k 50 and top-p 0.7"
-    )
-    return "\n".join(lines)
+    return lines

@@ -1,7 +1,7 @@
-"""The paper's pairs and figures, and what a closed form makes of them.
+"""PEARL (Liu et al. 2024): its pairs, its figures, and their predictions in closed form. Without torch.
 
-The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  What it then
-measured of every method (Tables 1 to 3, 5 and 6) is predicted from these: see `tables`.
+The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  The paper's
+results of every method (Tables 1 to 3, 5 and 6) are predicted from these: see `emulate`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from pearl.errors import ConfigError
 from pearl.lab import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-AR, SD = "ar", "sd"  # as `lab.bench.run` names them, which takes torch
-NO_PRE, NO_POST = "pearl-no-pre-verify", "pearl-no-post-verify"
-OTHERS = ("ouroboros", "lookahead", "distillspec")  # baselines of the paper that we cannot run: its figures only
+OTHERS = ("ouroboros", "lookahead", "distillspec")  # baselines that we cannot run: the paper's figures only
 HUMANEVAL, VOCABULARY, GREEDY = "HumanEval", "vocabulary", "greedy"
 MODES: dict[str, dict[str, Any]] = {
     GREEDY: {"temperature": 0.0},
@@ -48,7 +46,7 @@ class _Strict(BaseModel):
 
 
 class Idle(_Strict):
-    """Seconds of a step of sd: how long the draft idles while the target verifies, and the other way round."""
+    """Seconds of a step of sd: the draft's idle time while the target verifies, and the target's meanwhile."""
 
     draft: float = Field(gt=0)
     target: float = Field(gt=0)
@@ -74,7 +72,7 @@ class Pair(_Strict):
 
     Attributes:
         set: the benchmark.
-        tables: names of the tables that it is in; one that is in none of the paper's shows another vocabulary.
+        tables: names of the tables that it is in; none: it shows another vocabulary only.
         config: name of the real pair's file in configs/.
         vocabulary: number of token ids.
         draft_speed, target_speed: of each model alone, tokens per second.
@@ -95,7 +93,7 @@ class Pair(_Strict):
 
     @property
     def title(self) -> str:
-        """Its name, and the benchmark where that is not HumanEval."""
+        """Its name, and the benchmark unless that is HumanEval."""
         return self.name if self.set == HUMANEVAL else f"{self.name}, {self.set}"
 
     @property
@@ -137,7 +135,7 @@ def _fit_rate(curve: Callable[[float], float], value: float) -> float:
 
 def pairs(path: Path | None = None) -> list[Pair]:
     """The pairs of the paper, or of a file of the same format. Raises `ConfigError`."""
-    source = path if path is not None else files("pearl.lab.bench") / "paper.yaml"
+    source = path if path is not None else files("pearl.lab.papers") / "paper.yaml"
     try:
         return TypeAdapter(list[Pair]).validate_python(parse_yaml(source.read_text(encoding="utf-8")))
     except OSError as error:
@@ -152,7 +150,7 @@ def pairs(path: Path | None = None) -> list[Pair]:
 
 @dataclass(frozen=True)
 class Run:
-    """What runtime and simulator decode: a method with a window, sampled in one way.
+    """One way to decode, for runtime and simulator.
 
     Attributes:
         window: tokens: gamma of sd, or PEARL's; None: `ar`, or PEARL by stream.
@@ -167,17 +165,17 @@ class Run:
     def label(self) -> str:
         if self.method == "pearl":
             return "pearl, stream" if self.window is None else f"pearl, fixed({self.window})"
-        return f"{self.method}, gamma {self.window}" if self.method == SD else self.method
+        return f"{self.method}, gamma {self.window}" if self.method == "sd" else self.method
 
     def decoding(self) -> DecodingConfig:
         window: Literal["stream", "fixed"] = "stream" if self.window is None else "fixed"
         published = AS_PUBLISHED if self.method == "pearl" else {}
         return DecodingConfig(method=self.method, window=window, gamma=self.window, **published)
 
-    def closed(self, pair: Pair) -> float | None:
-        """How many times as fast as the target alone it is in closed form; None for stream, which has none."""
+    def closed_form(self, pair: Pair) -> float | None:
+        """The speedup over the target alone in closed form; None for stream, which has none."""
         a, window = pair.acceptance()[0], self.window or 0
-        match self.method if window else AR:
+        match self.method if window else "ar":
             case "sd":
                 return theory.sd_improvement(a, window, 1 / pair.c)
             case "pearl-no-pre-verify":
@@ -186,12 +184,12 @@ class Run:
                 return theory.no_post_verify_improvement(a, window, pair.c)
             case "pearl":
                 return theory.pearl_improvement(a, window, pair.c)
-        return 1.0 if self.method == AR else None
+        return 1.0 if self.method == "ar" else None
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A cell to be filled. `run`: None where there are the paper's figures only. `label`: of its row."""
+    """A cell to be filled. `run`: None if there are only the paper's figures. `label`: of its row."""
 
     run: Run | None
     label: str
@@ -200,68 +198,39 @@ class Wanted:
 
 
 def wanted(pair: Pair, table: str) -> list[Wanted]:
-    """The cells that a pair has in a table; none where it is not in it."""
-    is_in = pair.tables or [VOCABULARY]
-    if table not in (*is_in, *(("7", VOCABULARY) if pair.tables else ())):
-        return []
-    return _CELLS[table](pair)
+    """The cells of a pair in a table; none if it is not in it."""
+    known, sd = pair.published, Run("sd", pair.gamma)
+    fixed, stream = Run("pearl", pair.window), Run("pearl")
+    own = {*pair.tables, "7", VOCABULARY} if pair.tables else {VOCABULARY}
+    match table if table in own else None:
+        case "1" | "2":
+            cells = [_speed(one, known.speedup.get(one.method)) for one in (sd, fixed, stream)]
+            return [*cells, *(Wanted(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
+        case "3":
+            ablations = [Run(f"pearl-no-{half}-verify", pair.window) for half in ("pre", "post")]
+            return [_speed(one, known.speedup.get(one.method)) for one in (*ablations, fixed)]
+        case "4":  # as the authors count, without the correction or bonus, and as their theorem 2 does, with it
+            units: list[tuple[Unit, str]] = [("accepted", "accepted"), ("run", "correction included")]
+            return [
+                Wanted(one, f"{one.label}, {words}", unit, known.mean_accepted.get(one.method))
+                for one in (sd, fixed)
+                for unit, words in units
+            ]
+        case "5" | "6":
+            return [_speed(Run("pearl", window), paper, "tokens/s") for window, paper in known.windows.items()]
+        case "7":
+            return [_speed(Run("ar"), pair.target_speed, "tokens/s")]
+        case "figure 2a":
+            idle = known.idle
+            return [
+                Wanted(sd, "the draft idles", "draft idle", idle.draft if idle else None),
+                Wanted(sd, "the target idles", "target idle", idle.target if idle else None),
+            ]
+        case "vocabulary":
+            modes = [name for name in MODES if name != GREEDY or not pair.tables]
+            return [_speed(replace(one, mode=mode)) for mode in modes for one in (sd, fixed, stream)]
+    return []
 
 
 def _speed(run: Run, paper: float | None = None, unit: Unit = "speed-up") -> Wanted:
     return Wanted(run, run.label if run.mode == GREEDY else f"{run.label}, {run.mode}", unit, paper)
-
-
-def _methods(pair: Pair) -> list[Wanted]:
-    known = pair.published.speedup
-    ours = [(Run(SD, pair.gamma), SD), (Run("pearl", pair.window), "pearl"), (Run("pearl"), "pearl")]
-    cells = [_speed(run, known.get(name)) for run, name in ours]
-    return [*cells, *(Wanted(None, name, "speed-up", known[name]) for name in OTHERS if name in known)]
-
-
-def _ablations(pair: Pair) -> list[Wanted]:
-    known = pair.published.speedup
-    runs = [Run(NO_PRE, pair.window), Run(NO_POST, pair.window), Run("pearl", pair.window)]
-    return [_speed(run, known.get(run.method)) for run in runs]
-
-
-def _lengths(pair: Pair) -> list[Wanted]:
-    """As the authors count, without the correction or bonus, and as their theorem 2 does, with it."""
-    known, runs = pair.published.mean_accepted, [Run(SD, pair.gamma), Run("pearl", pair.window)]
-    units: list[tuple[Unit, str]] = [("accepted", "accepted"), ("run", "with what follows them")]
-    return [Wanted(run, f"{run.label}, {words}", unit, known.get(run.method)) for run in runs for unit, words in units]
-
-
-def _windows(pair: Pair) -> list[Wanted]:
-    return [_speed(Run("pearl", window), paper, "tokens/s") for window, paper in pair.published.windows.items()]
-
-
-def _alone(pair: Pair) -> list[Wanted]:
-    return [_speed(Run(AR), pair.target_speed, "tokens/s")]
-
-
-def _idle(pair: Pair) -> list[Wanted]:
-    known = pair.published.idle
-    run = Run(SD, pair.gamma)
-    return [
-        Wanted(run, "the draft idles", "draft idle", known.draft if known else None),
-        Wanted(run, "the target idles", "target idle", known.target if known else None),
-    ]
-
-
-def _vocabulary(pair: Pair) -> list[Wanted]:
-    runs = [Run(SD, pair.gamma), Run("pearl", pair.window), Run("pearl")]
-    modes = [name for name in MODES if name != GREEDY or not pair.tables]
-    return [_speed(replace(run, mode=mode)) for mode in modes for run in runs]
-
-
-_CELLS: dict[str, Callable[[Pair], list[Wanted]]] = {
-    "1": _methods,
-    "2": _methods,
-    "3": _ablations,
-    "4": _lengths,
-    "5": _windows,
-    "6": _windows,
-    "7": _alone,
-    "figure 2a": _idle,
-    VOCABULARY: _vocabulary,
-}

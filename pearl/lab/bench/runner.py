@@ -1,4 +1,4 @@
-"""A benchmark: rows (a method on devices) decode each task in turn, so that a slow phase of the machine hits all."""
+"""Run a benchmark: its rows decode each task in turn, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -6,46 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.conversation import Conversation
-from pearl.errors import ConfigError, ModelError, RequestError
+from pearl.errors import ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.energy import Meter
-from pearl.lab.bench.machine import Stolen
-from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, System, devices_of
+from pearl.lab.bench.machine import LoadMeter
+from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
+from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System, devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.recorded import interpolated
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
-from pearl.models.checkpoint import is_toy
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.events import Phase
-from pearl.spec.methods import AS_PUBLISHED
 from pearl.spec.stops import FIXED as FIXED_STOP
 
-AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
-NGRAM, AHEAD, AUTO = "ngram", "pearl, ahead", "auto"
-PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
-_PAIR, _ALL = "pair", "all devices"
-AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {_ALL}", f"{NGRAM}, {_ALL}"
 _WARM_UP = 16  # tokens
 _GAMMA_TASKS = 3  # decoded to find the gamma of sd
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row. `system`: name of the system that decodes it. `generate` ignores `decoding`.
-
-    `params`: how this row samples; None: as the plan says. Of it the seed is the plan's.
-    """
-
-    name: str
-    system: str
-    devices: Devices
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    params: SamplingParams | None = None
+_MAX_STOLEN = 0.01  # measure a sample again if the host took a larger share of the cores' time
 
 
 @dataclass(frozen=True)
@@ -63,9 +44,9 @@ class Sample:
         window: the window c at the end.
         itl_p50, itl_p99: inter-token latency, seconds; of several turns the median, and the largest.
         of_simulated: speed / speed of the same text in virtual time, both with the prefill; emulated pairs only.
-        lost: what the time is spent on that the simulator does without -> share of the time; see `emulation.lost`.
-        bias: see `Statistics`; 0 where nothing is biased.
-        joules: what the pair's devices took meanwhile; None where the machine does not tell.
+        lost: see `emulation.lost`; emulated pairs only.
+        bias: see `Statistics`; 0 for an exact rule.
+        joules: energy of the pair's devices; None if the machine has no counters.
     """
 
     row: str
@@ -92,7 +73,7 @@ class Sample:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second after the first commit."""
+        """Tokens per second after the first commit."""
         return self.late_tokens / self.late_seconds if self.late_tokens and self.late_seconds else None
 
 
@@ -111,11 +92,11 @@ class Plan:
     """What to measure.
 
     Attributes:
-        repeats: of all rows, or row name -> repeats.
+        raw: take prompts without a chat template.
+        repeats: rounds over all tasks.
         together: load all systems at once and let them take turns; otherwise run one system after the other, which
             needs less memory.
-        gamma: for sd; None: the fastest.
-        most_stolen: measure a sample again if the host took a larger share of the cores' time.
+        gamma: for rows of sd and ssd without one; None: the fastest.
         attempts: measurements of one sample at most; the least disturbed one counts.
     """
 
@@ -124,35 +105,30 @@ class Plan:
     tasks: Sequence[Task]
     params: SamplingParams
     raw: bool = False
-    repeats: int | Mapping[str, int] = 1
+    repeats: int = 1
     together: bool = True
     gamma: int | None = None
-    most_stolen: float = 0.01
     attempts: int = 1
-
-    def repeats_of(self, row: Row) -> int:
-        return self.repeats if isinstance(self.repeats, int) else self.repeats[row.name]
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a row wrote behind a prompt."""
+    """The answer of a row to one prompt. `statistics`: None for `generate`."""
 
     row: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
+    statistics: Statistics | None = None
 
 
 @dataclass
 class Measured:
-    """The measurements.
+    """The results of a benchmark.
 
     Attributes:
-        texts: of all samples.
-        energy_of: what `Sample.joules` counts; empty where the machine does not tell.
-        gammas: gamma tried for sd -> tokens per second.
-        gamma: the one that sd ran with.
-        skipped: turns that did not fit the context.
+        energy_of: what `Sample.joules` counts; empty: nothing.
+        gammas: gammas tried for sd -> tokens per second. gamma: the one taken.
+        skipped: turns left out because they do not fit the context.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -161,62 +137,6 @@ class Measured:
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
-
-
-def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list[Row]:
-    """All rows that this pair can have.
-
-    `ar`, `ngram` and `generate` run on the target's devices; second rows run on all devices of the pair, if those are
-    more.
-
-    Args:
-        baselines: whether to add rows of `generate`, which cannot load toys.
-    """
-    target, draft = devices_of(config)
-    both = target | draft
-    methods = {
-        AR: {"method": "ar"},
-        SD: {"method": "sd"},
-        SSD: {"method": "ssd"},
-        "pearl-no-pre-verify": {"method": "pearl-no-pre-verify"},
-        "pearl-no-post-verify": {"method": "pearl-no-post-verify"},
-        FIXED: PUBLISHED | {"window": "fixed"},
-        PEARL: PUBLISHED,
-        NGRAM: {"method": "ngram"},
-        AHEAD: {"method": "pearl"},
-        AUTO: {"method": "auto"},
-    }
-    alone = {AR, NGRAM}
-
-    def by_rule(name: str) -> dict[str, str]:
-        return {} if name == AUTO else {"rule": rule}  # auto picks the rule under which its choices change no text
-
-    rows = [
-        Row(name, _PAIR, target if name in alone else both, DecodingConfig(**settings | by_rule(name)))
-        for name, settings in methods.items()
-    ]
-    if both != target and not emulated(config):
-        rows += [Row(AR_ON_ALL, _ALL, both, DecodingConfig(method=AR))]
-        rows += [Row(NGRAM_ON_ALL, _ALL, both, DecodingConfig(method=NGRAM))]
-    if baselines:
-        rows.append(Row("generate", "generate", target))
-        if both != target:
-            rows.append(Row("generate, all devices", "generate, all", both))
-        rows.append(Row("generate, assisted", "assisted", both))
-        rows.append(Row("generate, prompt lookup", "lookup", both))
-    return rows
-
-
-def emulated(config: EngineConfig) -> bool:
-    """Whether the pair is toys with given forward times, which can be simulated too."""
-    toys = is_toy(config.target) and is_toy(config.draft)
-    return bool(toys and config.target_pace and config.draft_pace)
-
-
-def check_comparable(config: EngineConfig) -> None:
-    """Raises `ConfigError` where a row would learn the texts that it decodes from the rows before it."""
-    if config.habits:
-        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
@@ -228,14 +148,12 @@ class _Run:
     def __init__(self, plan: Plan, watcher: Watcher) -> None:
         self._plan, self._watcher = plan, watcher
         self._tokenizer, self._defaults = load_tokenizer(plan.config.target)
-        probe = [{"role": "user", "content": "."}]
-        self._raw = plan.raw or self._tokenizer.apply_chat(probe) is None
+        self._raw = plan.raw or self._tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
         self._rows = list(plan.rows)
         target, draft = devices_of(plan.config)
-        used = target | draft
-        self._meter = Meter(used.gpus, cores=not (target.gpus and draft.gpus))
+        self._meter = Meter((target | draft).gpus, cores=not (target.gpus and draft.gpus))
         self._measured = Measured(energy_of=self._meter.source)
-        self._context: int | None = None  # tokens; of our engines, the same for all
+        self._context: int | None = None  # tokens, the same for all engines
 
     def run(self) -> Measured:
         names = list(dict.fromkeys(row.system for row in self._rows))
@@ -246,19 +164,19 @@ class _Run:
                 if not systems:
                     continue
                 self._warm_up(systems)
-                if _PAIR in systems:
-                    self._choose_gamma(systems[_PAIR])
+                if PAIR in systems:
+                    self._choose_gamma(systems[PAIR])
                 self._take_turns(systems)
         return self._measured
 
     def _open_system(self, name: str, stack: ExitStack) -> System | None:
-        self._watcher.say(f"starting {'the pair' if name == _PAIR else name}")
+        self._watcher.say(f"starting {'the pair' if name == PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
         devices = next(row.devices for row in self._rows if row.system == name)
         system: System
-        if name == _PAIR:
+        if name == PAIR:
             system = OurSystem(config)
-        elif name == _ALL:
+        elif name == ALL:
             ranks = {"target_tp": max(1, len(devices.gpus)), "draft_tp": 1}
             wide = ranks | {"draft": "none", "target_device": devices.name}
             try:
@@ -281,32 +199,32 @@ class _Run:
     def _rows_on(self, systems: Mapping[str, System]) -> list[Row]:
         return [row for row in self._rows if row.system in systems]
 
-    # ---- sd at its best ----
+    # ---- the gamma of sd ----
 
     def _choose_gamma(self, pair: System) -> None:
         """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others.
 
-        A row that has one keeps it, and one whose windows a stop policy ends has that policy's bound.
+        Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
         """
         chosen = (row.decoding for row in self._rows)
-        wanted = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
-        rows = [i for i, is_wanted in enumerate(wanted) if is_wanted]
-        if not rows:
+        needs = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
+        if not any(needs):
             return
-        if self._plan.gamma is None and emulated(self._plan.config):
+        if self._plan.gamma is None and is_emulated(self._plan.config):
             best = self._theoretical_gamma(pair)  # exact for an emulated pair
         else:
             best = self._plan.gamma or self._fastest_gamma(pair, self._theoretical_gamma(pair))
         self._measured.gamma = best
-        for i in rows:
-            decoding = self._rows[i].decoding.model_copy(update={"gamma": best})
-            self._rows[i] = replace(self._rows[i], decoding=decoding)
+        self._rows = [
+            replace(row, decoding=row.decoding.model_copy(update={"gamma": best})) if needs_one else row
+            for row, needs_one in zip(self._rows, needs, strict=True)
+        ]
 
     def _theoretical_gamma(self, pair: System) -> int:
-        """The gamma that is best in theory for the speeds and the acceptance rate of one text."""
+        """The best gamma by theory, for the speeds and the acceptance rate of one text."""
         s = self._decode_one_turn(pair)
         acceptance = s.acceptance_rate or 0.0
-        if emulated(self._plan.config):
+        if is_emulated(self._plan.config):
             timing = paced(self._plan.config)
             return sd_best_gamma(acceptance, timing.t_draft, timing.t_target)
         times = interpolated({int(fed): seconds for fed, seconds in s.t_target.items()})
@@ -322,13 +240,14 @@ class _Run:
 
     def _fastest_gamma(self, pair: System, start: int) -> int:
         """The gamma found by hill climbing from `start` over measured tokens per second."""
-        some = _pick_tasks(self._plan.tasks, _GAMMA_TASKS)
+        count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
+        tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]  # the first of each set come first
         rates, top, before = self._measured.gammas, start, 0
         while top != before:
             before = top
             new = [g for g in (top - 1, top, top + 1) if 1 <= g <= MOST_GAMMA and g not in rates]
             totals = {g: [0, 0.0] for g in new}
-            for task in some:  # the candidates take turns too
+            for task in tasks:  # the candidates take turns too
                 for g in new:
                     decoding = DecodingConfig(method="sd", gamma=g)
                     for decoded in self._decode_turns(pair, decoding, task, 0, self._plan.params):
@@ -342,11 +261,9 @@ class _Run:
     # ---- the measurement ----
 
     def _take_turns(self, systems: Mapping[str, System]) -> None:
-        plan = self._plan
-        repeats = {row: plan.repeats_of(row) for row in self._rows_on(systems)}
-        self._watcher.begin("measuring", sum(repeats.values()) * len(plan.tasks))
-        for repeat in range(max(repeats.values())):
-            rows = [row for row in repeats if repeats[row] > repeat]
+        plan, rows = self._plan, self._rows_on(systems)
+        self._watcher.begin("measuring", len(rows) * plan.repeats * len(plan.tasks))
+        for repeat in range(plan.repeats):
             for i, task in enumerate(plan.tasks):
                 start = (i + repeat) % len(rows)  # rotate the order, so that no row gains by its place
                 for row in rows[start:] + rows[:start]:
@@ -362,32 +279,25 @@ class _Run:
     def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
         params, attempts = self._params_of(row), list[tuple[Sample, list[Decoded]]]()
         while len(attempts) < self._plan.attempts:
-            stolen, before = Stolen(), self._meter.joules()
+            meter, before = LoadMeter(), self._meter.joules()
             turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
             if not turns:
                 return None
             after = self._meter.joules()
             joules = None if before is None or after is None else after - before
-            sample = replace(_sample(row, task, repeat, turns, stolen.taken().stolen), joules=joules)
+            sample = replace(make_sample(row, task, repeat, turns, meter.read().stolen), joules=joules)
             attempts.append((sample, turns))
-            if sample.stolen <= self._plan.most_stolen:
+            if sample.stolen <= _MAX_STOLEN:
                 break
         best, turns = min(attempts, key=lambda attempt: attempt[0].stolen)  # the least disturbed, not the fastest
-        self._measured.texts += [Text(row.name, turn.prompt, turn.tokens) for turn in turns]
-        if emulated(self._plan.config):
-            prompt, seeded = self._first_prompt(task), self._seeded(params, task, repeat)
-            virtual = simulated(self._plan.config, row.decoding, prompt, seeded)
-            rate = len(virtual.tokens) / virtual.seconds
-            known = turns[0].statistics
-            best = replace(
-                best,
-                of_simulated=best.tokens / best.seconds / rate,
-                lost=lost(known, virtual) if known is not None else None,
-            )
-        return best
-
-    def _first_prompt(self, task: Task) -> list[int]:
-        return Conversation(self._tokenizer, self._raw).prompt(task.turns[0])
+        self._measured.texts += [Text(row.name, turn.prompt, turn.tokens, turn.statistics) for turn in turns]
+        known = turns[0].statistics
+        if known is None or not is_emulated(self._plan.config):
+            return best
+        seeded = self._seeded(params, task, repeat)
+        virtual = simulated(self._plan.config, row.decoding, turns[0].prompt, seeded)
+        share = best.tokens / best.seconds * virtual.seconds / len(virtual.tokens)
+        return replace(best, of_simulated=share, lost=lost(known, virtual))
 
     def _decode_turns(
         self, system: System, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
@@ -396,7 +306,7 @@ class _Run:
         conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task, repeat)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
-            if not self._fits(len(prompt), params):
+            if self._context is not None and len(prompt) + (params.max_tokens or 1) > self._context:
                 self._skip(f"{task.set} {task.number}, turn {number}")
                 return
             if number == 1:  # an earlier row has decoded the same prompt
@@ -411,23 +321,13 @@ class _Run:
         """One seed per task and repeat, the same for all rows."""
         return params.model_copy(update={"seed": (self._plan.params.seed or 0) + 1000 * repeat + task.number})
 
-    def _fits(self, prompt: int, params: SamplingParams) -> bool:
-        return self._context is None or prompt + (params.max_tokens or 1) <= self._context
-
     def _skip(self, what: str) -> None:
         if what not in self._measured.skipped:
             self._measured.skipped.append(what)
             self._watcher.say(f"{what} does not fit the context: left out")
 
 
-def _pick_tasks(tasks: Sequence[Task], count: int) -> list[Task]:
-    """The first task of each set, and further tasks up to `count` in all."""
-    first = {task.set: task for task in reversed(tasks)}
-    rest = [task for task in tasks if task not in first.values()]
-    return [*reversed(first.values()), *rest][: max(count, len(first))]
-
-
-def _sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], stolen: float) -> Sample:
+def make_sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], stolen: float) -> Sample:
     known = [t.statistics for t in turns if t.statistics is not None]
     return Sample(
         row=row.name,
@@ -443,9 +343,14 @@ def _sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], stolen:
         judged=sum(s.num_judged_draft_tokens for s in known),
         accepted=sum(s.num_accepted_draft_tokens for s in known),
         runs=sum(sum(s.run_histogram.values()) for s in known),
-        steps=sum(n for s in known for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value),
+        steps=sum(map(target_steps, known)),
         window=known[-1].window if known else 0,
         itl_p50=median(latencies) if (latencies := [t.itl_p50 for t in turns if t.itl_p50 is not None]) else None,
         itl_p99=max((t.itl_p99 for t in turns if t.itl_p99 is not None), default=None),
         bias=sum(s.bias or 0.0 for s in known),
     )
+
+
+def target_steps(statistics: Statistics) -> int:
+    """Target forwards after the prefill."""
+    return sum(n for phase, n in statistics.target_steps.items() if phase != Phase.PREFILL.value)

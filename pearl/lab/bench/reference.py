@@ -1,4 +1,4 @@
-"""What the target writes by itself: the reference of `pearl check`, made without what decodes in the engine."""
+"""Reference texts for `pearl check`: the target alone, decoded without the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pearl.protocol.scheduler import PREFILL_CHUNK
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream
 
-CHECKED = (  # the second begins as the first; the third repeats itself, so that much is guessed of its text
+PROMPTS = (  # the second has a prefix of the first; the third repeats itself, so that many tokens are guessed
     "Explain gravity to a beginner.",
     "Explain gravity to a child of five.",
     "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
@@ -32,8 +32,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Own:
-    """What the target writes by itself: of each prompt, sampled by `params`."""
+class Reference:
+    """The target's texts for some prompts, sampled with `params`. `name` begins with the rule: greedy or coupled."""
 
     name: str
     params: SamplingParams
@@ -41,39 +41,36 @@ class Own:
     texts: list[list[int]]
 
 
-class Alone:
-    """The target by itself, in this process: one token a forward, from an empty cache.
+class TargetAlone:
+    """The target in this process, one token a forward, from an empty cache.
 
-    Of the runtime only the runner, the draw and the shaper have a hand in its texts: what else there is to get wrong is
-    got right here, or wrong in another way.
+    Shares only the runner, the draw and the shaper with the engine, so other bugs change its texts in another way.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self._runner, self._is_toy = runner, is_toy(config.target)
         self._tokenizer, self._defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
 
-    def owns(self, asked: Sequence[Prompt], params: SamplingParams) -> tuple[list[Own], list[Own]]:
-        """The texts of prompts, and of a second turn of the first, under each direct rule; and some that are shaped."""
+    def references(self, asked: Sequence[Prompt], params: SamplingParams) -> tuple[list[Reference], list[Reference]]:
+        """Texts of prompts and of a second turn of the first, under each direct rule; and texts with shaped logits."""
         prompts = [encode(self._tokenizer, prompt) for prompt in asked]
-        second = self._second_turn(prompts[0], direct_rules(params)[0][1])
+        first = self._text(prompts[0], direct_rules(params)["greedy"])
+        second = prompts[0] + first + self._tokenizer.encode(_SECOND_TURN, special=False)
         if len(second) + (params.max_tokens or 0) <= self._runner.context:
             prompts.insert(1, second)
-        plain = [self._own(*each, prompts) for each in direct_rules(params)]
+        plain = [self._reference(rule, sampling, prompts) for rule, sampling in direct_rules(params).items()]
         shapes = dict(_SHAPES)
         if not self._defaults.eos or self._is_toy or not find_spec("llguidance"):  # a toy has no space
             del shapes["grammar"]
         shaped = [
-            self._own(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:2])
+            self._reference(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:2])
             for name, shape in shapes.items()
-            for rule, sampling in direct_rules(params)
+            for rule, sampling in direct_rules(params).items()
         ]
         return plain, shaped
 
-    def _second_turn(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        return prompt + self._text(prompt, params) + self._tokenizer.encode(_SECOND_TURN, special=False)
-
-    def _own(self, name: str, params: SamplingParams, prompts: list[list[int]]) -> Own:
-        return Own(name, params, prompts, [self._text(prompt, params) for prompt in prompts])
+    def _reference(self, name: str, params: SamplingParams, prompts: list[list[int]]) -> Reference:
+        return Reference(name, params, prompts, [self._text(prompt, params) for prompt in prompts])
 
     def _text(self, prompt: list[int], params: SamplingParams) -> list[int]:
         decoding, runner = DecodingConfig(method="ar"), self._runner
@@ -97,6 +94,6 @@ class Alone:
         return tokens[len(prompt) :]
 
 
-def direct_rules(params: SamplingParams) -> tuple[tuple[str, SamplingParams], ...]:
-    """Rules that commit the target's own draw, and how to sample under them."""
-    return ("greedy", params.model_copy(update={"temperature": 0.0})), ("coupled", params)
+def direct_rules(params: SamplingParams) -> dict[str, SamplingParams]:
+    """Rules that commit the target's own draw -> how to sample under them."""
+    return {"greedy": params.model_copy(update={"temperature": 0.0}), "coupled": params}

@@ -1,0 +1,254 @@
+"""Figures of benchmark rows: medians over texts with bootstrap intervals, and the JSON document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from pearl.config import EngineConfig
+from pearl.lab.bench.interval import Interval, bootstrap
+from pearl.lab.bench.machine import Conditions
+from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, NGRAM, Row
+from pearl.lab.bench.runner import Measured, Plan, Sample, Text
+from pearl.models.runner import ModelRunner, feed_chain
+from pearl.spec.rules import RULES
+from pearl.worker.build import make_runner, place
+
+_PIECE = 64  # positions of one forward whose rows, each as long as the vocabulary, are held at once
+_TextKey = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one row.
+
+    Attributes:
+        rule: its acceptance rule; empty: none, all tokens are the target's own draws.
+        exact: whether its texts have the target's distribution.
+        rate: tokens per second after the first commit, median over texts.
+        speedup: rate / rate of the row's base on the same text, median over texts; None if that was not measured.
+        by_set: set -> the speedup over its texts.
+        first_seconds: median seconds to the first token of the first turn.
+        itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
+        acceptance: accepted / judged draft tokens.
+        tokens_per_run: mean tokens committed up to and including a correction or bonus.
+        tokens_per_step: tokens per target forward, prefills left out.
+        of_simulated: speed / simulated speed; emulated pairs only.
+        bias: total variation distance between the distribution sampled from and the target's, per committed token.
+        perplexity: of the texts under the target, at temperature 1 and unfiltered.
+        energy: joules per token, of all devices; None if the machine has no counters.
+    """
+
+    name: str
+    devices: str
+    rule: str
+    exact: bool
+    texts: int
+    tokens: int
+    rate: Interval | None
+    speedup: Interval | None
+    by_set: dict[str, Interval]
+    first_seconds: float
+    itl_p50: float | None
+    itl_p99: float | None
+    acceptance: float | None
+    tokens_per_run: float | None
+    tokens_per_step: float | None
+    window: int
+    of_simulated: Interval | None
+    bias: Interval
+    perplexity: Interval | None
+    energy: Interval | None
+
+
+def figures(plan: Plan, measured: Measured, surprise: Callable[[Text], float] | None = None) -> list[Figures]:
+    """The figures of each row, in the plan's order; rows without a sample are left out.
+
+    Args:
+        surprise: see `Surprise`; None: no perplexity.
+    """
+    found = []
+    for row in plan.rows:
+        samples = [s for s in measured.samples if s.row == row.name]
+        base_rates = {_text_key(s): s.rate for s in measured.samples if s.row == row.base and s.rate}
+        texts = [text for text in measured.texts if text.row == row.name and text.tokens]
+        read = [(surprise(text), len(text.tokens)) for text in texts] if surprise else []
+        if samples:
+            found.append(_figures(row, samples, base_rates, read))
+    return found
+
+
+def _figures(
+    row: Row, samples: Sequence[Sample], base_rates: Mapping[_TextKey, float], read: Sequence[tuple[float, int]]
+) -> Figures:
+    """`read`: surprise and length of each text."""
+    rule, drafts = RULES[row.decoding.rule_in_use], row.decoding.method not in (AR, NGRAM)
+    judged, accepted, runs, steps = (
+        sum(getattr(s, n) for s in samples) for n in ("judged", "accepted", "runs", "steps")
+    )
+    sets = dict.fromkeys(s.set for s in samples)
+    by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
+    energy = [(s.joules, s.tokens) for s in samples if s.joules is not None and s.tokens]
+    return Figures(
+        name=row.name,
+        devices=row.devices.in_words(),
+        rule=rule.name if drafts else "",
+        exact=rule.is_exact or not drafts,
+        texts=len(samples),
+        tokens=sum(s.tokens for s in samples),
+        rate=_interval(s.rate for s in samples),
+        speedup=_speedup(samples, base_rates),
+        by_set={name: speedup for name, speedup in by_set.items() if speedup},
+        first_seconds=median(s.first_seconds for s in samples),
+        itl_p50=_median(s.itl_p50 for s in samples),
+        itl_p99=_median(s.itl_p99 for s in samples),
+        acceptance=accepted / judged if judged else None,
+        tokens_per_run=1 + accepted / runs if runs else None,
+        tokens_per_step=sum(s.tokens for s in samples) / steps if steps else None,
+        window=samples[-1].window,
+        of_simulated=_interval(s.of_simulated for s in samples),
+        bias=bootstrap([(s.bias, s.tokens) for s in samples], _per_token),
+        perplexity=bootstrap(read, lambda items: math.exp(_per_token(items))) if read else None,
+        energy=bootstrap(energy, _per_token) if len(energy) == len(samples) else None,
+    )
+
+
+def _per_token(items: Sequence[tuple[float, int]]) -> float:
+    return sum(value for value, _ in items) / max(1, sum(count for _, count in items))
+
+
+def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) -> Interval | None:
+    return _interval(s.rate / base for s in samples if s.rate and (base := base_rates.get(_text_key(s))))
+
+
+def _text_key(sample: Sample) -> _TextKey:
+    return sample.set, sample.task, sample.repeat
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _interval(values: Iterable[float | None]) -> Interval | None:
+    known = [value for value in values if value is not None]
+    return bootstrap(known) if known else None
+
+
+# ---- auto against the target alone ----
+
+
+@dataclass(frozen=True)
+class OverAlone:
+    """`auto` over the target alone, on the devices where that is faster.
+
+    Attributes:
+        base: the row of the target alone, `AR` or `AR_ON_ALL`; `devices`: where it ran.
+        base_rate, rate: tokens per second of both: all tokens over all seconds of the texts that both have decoded.
+        speedup: the ratio of the two; `by_set`: likewise of each set.
+    """
+
+    base: str
+    devices: str
+    base_rate: float
+    rate: float
+    speedup: Interval
+    by_set: dict[str, Interval]
+
+    def __str__(self) -> str:
+        by_set = ", ".join(f"{name} {one.value:.2f}" for name, one in self.by_set.items())
+        return (
+            f"auto makes {self.rate:.1f} tokens/s and the target alone at its fastest (on {self.devices}) "
+            f"{self.base_rate:.1f}: {self.speedup.value:.2f} times over the same texts "
+            f"({self.speedup.low:.2f} to {self.speedup.high:.2f}{f'; {by_set}' if len(self.by_set) > 1 else ''})"
+        )
+
+
+def over_alone(plan: Plan, measured: Measured) -> OverAlone | None:
+    """None unless `auto` and the target alone were measured on one text or more."""
+    timed = [sample for sample in measured.samples if sample.rate]
+    auto = {_text_key(sample): sample for sample in timed if sample.row == AUTO}
+    bases = {name: [s for s in timed if s.row == name and _text_key(s) in auto] for name in (AR, AR_ON_ALL)}
+    base = max((name for name in bases if bases[name]), key=lambda name: _rate(bases[name]), default=None)
+    if base is None:
+        return None
+    pairs = [(one, auto[_text_key(one)]) for one in bases[base]]
+    devices = next(row.devices.in_words() for row in plan.rows if row.name == base)
+    sets = dict.fromkeys(one.set for one, _ in pairs)
+    by_set = {name: bootstrap([pair for pair in pairs if pair[0].set == name], _ratio) for name in sets}
+    rates = _rate(one for one, _ in pairs), _rate(one for _, one in pairs)
+    return OverAlone(base, devices, *rates, bootstrap(pairs, _ratio), by_set)
+
+
+def _rate(samples: Iterable[Sample]) -> float:
+    """Tokens per second after the first commit, over all of them."""
+    tokens, seconds = map(sum, zip(*((one.late_tokens, one.late_seconds) for one in samples), strict=True))
+    return tokens / seconds
+
+
+def _ratio(pairs: Sequence[tuple[Sample, Sample]]) -> float:
+    return _rate(one for _, one in pairs) / _rate(one for one, _ in pairs)
+
+
+# ---- perplexity ----
+
+
+class Surprise:
+    """The negative log likelihood of texts under the target, by its own forward in this process."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
+        self._runner = runner or make_runner(config.model("target"), place(config, "target"))
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}  # equal texts are read once
+
+    def __call__(self, text: Text) -> float:
+        """Nats, at temperature 1 and unfiltered."""
+        key = (text.prompt, text.tokens)
+        if key not in self._known:
+            self._known[key] = self._read(*key)
+        return self._known[key]
+
+    @torch.inference_mode()
+    def _read(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+        self._runner.rollback(0)
+        if len(prompt) > 1:
+            feed_chain(self._runner, prompt[:-1], 0)
+        fed, total = [prompt[-1], *tokens[:-1]], 0.0
+        for first in range(0, len(fed), _PIECE):
+            piece, targets = fed[first : first + _PIECE], tokens[first : first + _PIECE]
+            rows = torch.log_softmax(feed_chain(self._runner, piece, len(piece)).double(), -1)
+            total -= float(rows[torch.arange(len(targets)), torch.tensor(targets, device=rows.device)].sum())
+        return total
+
+
+# ---- the document ----
+
+
+def document(
+    kind: str, plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions
+) -> dict[str, Any]:
+    """For JSON: settings, conditions, figures, and every sample. `kind`: "bench" or "compare"."""
+    over = over_alone(plan, measured)
+    return {
+        "kind": kind,
+        "settings": {
+            "engine": plan.config.model_dump(),
+            "sampling": plan.params.model_dump(),
+            "ways": {row.name: row.decoding.in_use().model_dump() for row in plan.rows},
+            "repeats": plan.repeats,
+            "raw": plan.raw,
+            "together": plan.together,
+            "sets": {name: sum(task.set == name for task in plan.tasks) for name in {t.set: 0 for t in plan.tasks}},
+        },
+        **conditions.as_dict(),
+        "energy_of": measured.energy_of,
+        "gamma": {"best": measured.gamma, "tried": measured.gammas},
+        "skipped": measured.skipped,
+        "rows": [asdict(row) for row in found],
+        "over_alone": asdict(over) if over else None,
+        "texts": [asdict(sample) for sample in measured.samples],
+    }

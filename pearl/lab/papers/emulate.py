@@ -1,0 +1,282 @@
+"""PEARL's tables from this runtime: emulated pairs in two real processes, and in virtual time.
+
+The real models do not fit on small machines.  Toys have their forward times, vocabulary and acceptance rate; nothing
+else of a model matters to the runtime.  So each cell comes from four sources: paper, closed form, simulator, runtime.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.lab import theory
+from pearl.lab.bench.emulation import simulated
+from pearl.lab.bench.figures import figures
+from pearl.lab.bench.rows import AR, GENERATE, LOOKUP, NGRAM, Row, rows_for
+from pearl.lab.bench.runner import Measured, Plan, Sample, Watcher, devices_of, measure
+from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments.workload import Totals, independent, run
+from pearl.lab.papers.pearl import MODES, TABLES, Pair, Run, Unit, Wanted, wanted
+from pearl.lab.simulate import Timing
+from pearl.models.tokenizers import load_tokenizer
+from pearl.protocol.options import RequestOptions
+from pearl.trace.reading import read
+from pearl.trace.recorder import CONSUMER
+from pearl.trace.report import report
+
+_SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
+_PROMPTS = 6
+_IDLE = ("draft idle", "target idle")
+_ALONE = Run(AR)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure from each of four sources; None if a source does not have it.
+
+    Attributes:
+        paper: the published figure.
+        theory: by the closed form.
+        simulator: in virtual time, over many texts.
+        runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
+        ratio: runtime / paper.
+        of_simulated: runtime speed / simulated speed of the same text: (median, minimum, maximum).
+        lost: see `emulation.lost`, mean over the texts.
+    """
+
+    pair: str
+    label: str
+    mode: str
+    unit: str
+    paper: float | None
+    theory: float | None = None
+    simulator: float | None = None
+    runtime: float | None = None
+    ratio: float | None = None
+    of_simulated: tuple[float, float, float] | None = None
+    lost: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """The results of one pair: table -> cells."""
+
+    pair: Pair
+    samples: list[Sample]
+    tables: dict[str, list[Cell]]
+
+    def as_dict(self) -> dict[str, Any]:
+        acceptance, origin = self.pair.acceptance()
+        return {
+            "title": self.pair.title,
+            "config": self.pair.config,
+            "vocabulary": self.pair.vocabulary,
+            "t_draft": self.pair.t_draft,
+            "t_target": self.pair.t_target,
+            "acceptance": acceptance,
+            "acceptance_from": origin,
+            "texts": [asdict(sample) for sample in self.samples],
+        }
+
+
+def runs_of(pair: Pair, tables: Sequence[str]) -> list[Run]:
+    """The runs that these tables need, each once; `ar` first, the base of every speedup."""
+    cells = [cell for name in TABLES if name in tables for cell in wanted(pair, name)]
+    found = [cell.run for cell in cells if cell.run is not None and cell.unit not in _IDLE]
+    return list(dict.fromkeys([_ALONE, *found])) if found else []
+
+
+def emulate(
+    pair: Pair, tables: Sequence[str], watcher: Watcher, *, tokens: int, texts: int, seed: int, runtime: bool = True
+) -> Emulated:
+    """Run and simulate one pair for the given tables.
+
+    Args:
+        tokens: length of each text.
+        texts: decoded by each row. Each has a prompt of its own, see `_typical_prompt`; text n is sampled with
+            seed + n.
+        runtime: False: simulate only.
+    """
+    runs = runs_of(pair, tables)
+    measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and runs else Measured()
+    cells = {name: wanted(pair, name) for name in TABLES if name in tables}
+    traced = next((cell.run for some in cells.values() for cell in some if cell.unit in _IDLE), None)
+    idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else None
+    sources = _Sources(pair, seed, measured.samples, idle)
+    return Emulated(pair, measured.samples, {name: [_cell(sources, cell) for cell in cells[name]] for name in cells})
+
+
+def engine_config(pair: Pair) -> EngineConfig:
+    """Two toys with the pair's vocabulary, acceptance rate and forward times."""
+    spec = f"toy:vocab={pair.vocabulary},alpha={pair.acceptance()[0]:.6f},seed=1,coin=1"
+    return EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft)
+
+
+def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -> Plan:
+    config = engine_config(pair)
+    target, draft = devices_of(config)
+    params = {mode: SamplingParams(**options, seed=seed, max_tokens=tokens) for mode, options in MODES.items()}
+    return Plan(
+        config,
+        [Row(_name(one), "pair", target | draft, one.decoding(), params[one.mode], _name(_ALONE)) for one in runs],
+        [Task(pair.title, number, (_typical_prompt(pair, number, tokens),)) for number in range(1, texts + 1)],
+        params[runs[0].mode],
+        attempts=3,
+        gamma=pair.gamma,
+    )
+
+
+def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
+    """Of `_PROMPTS` prompts the one whose greedy text comes nearest to the pair's acceptance rate, when simulated.
+
+    Reduces the variance of a few short texts, as the hypercube of a `Workload` does; all rows decode the same prompts.
+    """
+    config, params = engine_config(pair), SamplingParams(temperature=0.0, seed=0, max_tokens=tokens)
+    tokenizer, acceptance = load_tokenizer(config.target)[0], pair.acceptance()[0]
+    decoding = Run("pearl", pair.window).decoding()
+
+    def error(prompt: str) -> float:
+        counts = simulated(config, decoding, tokenizer.encode(prompt), params).counts
+        return abs(counts.accepted / counts.judged - acceptance) if counts.judged else 1.0
+
+    return min((f"text {number}, {variant}" for variant in range(_PROMPTS)), key=error)
+
+
+def _name(one: Run) -> str:
+    return f"{one.label}, {one.mode}"
+
+
+# ---- the four sources ----
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """The figures of a run by one source.
+
+    Attributes:
+        rate, alone: tokens per second, and those of the target alone.
+        accepted: mean accepted tokens up to a correction or bonus.
+        idle: seconds of a step of sd, (draft, target).
+    """
+
+    rate: float | None
+    alone: float
+    accepted: float | None
+    idle: tuple[float, float] | None
+
+    def value(self, unit: Unit) -> float | None:
+        match unit:
+            case "tokens/s":
+                return self.rate
+            case "speed-up":
+                return None if self.rate is None else self.rate / self.alone
+            case "draft idle":
+                return None if self.idle is None else self.idle[0]
+            case "target idle":
+                return None if self.idle is None else self.idle[1]
+        return None if self.accepted is None else self.accepted + (unit == "run")
+
+
+class _Sources:
+    """Closed form, simulator (20 texts with i.i.d. acceptance) and runtime of one pair."""
+
+    def __init__(self, pair: Pair, seed: int, samples: Sequence[Sample], idle: tuple[float, float] | None) -> None:
+        self.pair, self._samples, self._idle = pair, samples, idle
+        timing = Timing(pair.t_draft, lambda fed: pair.t_target)
+        self._workload = independent(timing, pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
+        self._done: dict[RequestOptions, Totals] = {}
+
+    def closed_form(self, one: Run) -> _Figures:
+        pair, window, speedup = self.pair, one.window or 0, one.closed_form(self.pair)
+        a = pair.acceptance()[0]
+        per_run = theory.sd_tokens_per_step(a, window) if one.method == "sd" else theory.run_committed(a)
+        idle = pair.t_target, window * pair.t_draft
+        rate = None if speedup is None else speedup * pair.target_speed
+        return _Figures(rate, pair.target_speed, per_run - 1, idle)
+
+    def simulator(self, one: Run) -> _Figures:
+        decoding = RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window)
+        if decoding not in self._done:
+            self._done[decoding] = run(self._workload, decoding)
+        totals = self._done[decoding]
+        idle = totals.draft_waits / totals.steps, sum(totals.target_waits.values()) / totals.steps
+        return _Figures(totals.tokens_per_second, self.pair.target_speed, totals.accepted_per_run or 0.0, idle)
+
+    def runtime(self, one: Run) -> _Figures:
+        samples = self.samples(one)
+        rates, alone = ([s.rate for s in some if s.rate] for some in (samples, self.samples(_ALONE)))
+        runs = sum(s.runs for s in samples)
+        accepted = sum(s.accepted for s in samples) / runs if runs else None
+        return _Figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
+
+    def samples(self, one: Run) -> list[Sample]:
+        return [sample for sample in self._samples if sample.row == _name(one)]
+
+
+def _cell(sources: _Sources, cell: Wanted) -> Cell:
+    title = sources.pair.title
+    if cell.run is None:
+        return Cell(title, cell.label, "", cell.unit, cell.paper)
+    runtime = sources.runtime(cell.run).value(cell.unit)
+    samples = [] if cell.unit in _IDLE else sources.samples(cell.run)
+    shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
+    losses = [s.lost for s in samples if s.lost is not None]
+    return Cell(
+        pair=title,
+        label=cell.label,
+        mode=cell.run.mode,
+        unit=cell.unit,
+        paper=cell.paper,
+        theory=sources.closed_form(cell.run).value(cell.unit),
+        simulator=sources.simulator(cell.run).value(cell.unit),
+        runtime=runtime,
+        ratio=runtime / cell.paper if runtime is not None and cell.paper else None,
+        of_simulated=(median(shares), shares[0], shares[-1]) if shares else None,
+        lost={name: mean(each[name] for each in losses) for name in losses[0]} if losses else None,
+    )
+
+
+def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float, float]:
+    """(draft, target): seconds per step that each waits for the other, by the trace of one text."""
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=tokens)
+    with tempfile.TemporaryDirectory() as folder, Engine(config=engine_config(pair)) as engine:
+        engine.generate("warm", params.model_copy(update={"max_tokens": 20}), decoding=decoding)
+        engine.start_trace(Path(folder) / "sd.json")
+        engine.generate("text", params, decoding=decoding)
+        found = report(read(engine.stop_trace()))
+    assert found.draft is not None
+    steps = sum(found.steps.values())
+    draft, target = (
+        sum(share for cause, share in worker.waits.items() if cause != CONSUMER) * found.wall / steps
+        for worker in (found.draft, found.target)
+    )
+    return draft, target
+
+
+def baselines(tasks: Sequence[Task], tokens: int, watcher: Watcher) -> list[dict[str, Any]]:
+    """Guesses from the text itself, on the embedded target, greedy; for JSON, with the `Figures` of each method.
+
+    The nearest to the paper's lookahead decoding that can be run here: method `ngram`, and prompt lookup of
+    `transformers`. Each is compared with plain decoding by the same program.
+    """
+    config, bases = EngineConfig(), {NGRAM: AR, LOOKUP: GENERATE}
+    rows = [row for row in rows_for(config, baselines=True) if row.name in (AR, NGRAM, GENERATE, LOOKUP)]
+    rows = [replace(row, base=bases.get(row.name, row.name)) for row in rows]
+    plan = Plan(config, rows, tasks, SamplingParams(temperature=0.0, seed=0, max_tokens=tokens))
+    found = figures(plan, measure(plan, watcher))
+    return [{"method": one.name, "base": bases[one.name]} | asdict(one) for one in found if one.name in bases]
+
+
+def document(done: Sequence[Emulated]) -> dict[str, Any]:
+    """For JSON: the tables as lists of cells; per pair its settings and texts."""
+    names = [name for name in TABLES if any(one.tables.get(name) for one in done)]
+    return {
+        "tables": {name: [asdict(cell) for one in done for cell in one.tables[name]] for name in names},
+        "pairs": [one.as_dict() for one in done],
+    }

@@ -1,0 +1,200 @@
+"""One run of `pearl bench paper` in words: tables for a terminal, and the section of RESULTS.md.
+
+Made from the run's JSON document alone, so that no figure of a page can be of another run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from pearl.errors import ConfigError
+from pearl.lab.bench.machine import ForeignLoad, in_words
+from pearl.lab.papers.pearl import GREEDY, TABLES, VOCABULARY
+
+AIM = 0.97  # of the simulator's speed
+BEGIN, END = "<!-- paper -->", "<!-- /paper -->"
+EXPLAINED = (
+    "EMULATION: two real processes run toys with the pair's vocabulary, forward times (the paper's Table 7) and "
+    "acceptance rate (its Table 4). Greedy, unless a row names a temperature. Each cell: paper/simulator/runtime. The "
+    "simulator runs the same state machines under a virtual clock, on 20 texts of 1,000 tokens; it agrees with "
+    "the closed forms. Of simulated: the runtime's speed over the simulator's on the same texts, lowest and highest "
+    "median of the row; the rest is the runtime's own cost. The prompt of a greedy text is the one of six "
+    "whose simulated acceptance is nearest to the pair's."
+)
+NOTES = {
+    "1": [
+        "Acceptance is that of Table 4 and times are those of Table 7: the columns of `sd` and `pearl` are "
+        "predictions. Llama 2 has no row in Table 4: its acceptance is fitted to its figure of `sd`, which therefore "
+        "says nothing.",
+    ],
+    "2": [
+        "Acceptance is fitted to the column of `sd`; those of `pearl` are predictions. The paper disagrees with itself "
+        "on GSM8K: 2.87 here, but 42.20 tokens/s in its Table 6 over 15.30 in its Table 7 make 2.76.",
+    ],
+    "3": ["Without either half the window is PEARL's, and `sd` has twice that, as in the authors' scripts."],
+    "4": [
+        "The authors' code counts accepted tokens alone; theorem 2 of the paper counts the next token too. "
+        "Acceptance is 1 - 1/M of PEARL's M, as in theorem 2: the last column is an input, and those of `sd` are "
+        "predictions.",
+    ],
+    "5": ["Below c every source is above the paper: there the target verifies fewer tokens than it has time for."],
+    "7": ["The paper's figure is what the emulation was given."],
+    "figure 2a": ["The runtime's figures are from a trace of one text by `sd`; the paper's are rounded."],
+    VOCABULARY: [
+        "Texts drawn by the ratio rule, whose draft sends its distributions: dense, or with top-p 0.95 the 80 to 90 "
+        "tokens left. Another draw is another text: compare the last column.",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, named columns and rows of words. `notes`: lines below it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """The run's tables; a row for each pair, a column for each method."""
+    found = [_table(name, cells) for name, cells in result["tables"].items()]
+    return [*found, _baselines(result["baselines"])] if result.get("baselines") else found
+
+
+def title(name: str) -> str:
+    if name == VOCABULARY:
+        return f"Sampled: {TABLES[name]}"
+    return f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name]}"
+
+
+def _table(name: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for cell in cells:
+        mode = f", {cell['mode']}" if name == VOCABULARY and cell["mode"] != GREEDY else ""
+        method = cell["label"].removesuffix(mode)
+        if name not in ("5", "6"):  # there the window is the column
+            method = re.sub(r", gamma \d+|\(\d+\)", "", method)
+        rows.setdefault(cell["pair"] + mode, {})[method] = cell
+    methods = list(dict.fromkeys(method for row in rows.values() for method in row))
+    words = [
+        [pair, *(_figure(row[method]) if method in row else "" for method in methods), _shares(row.values())]
+        for pair, row in rows.items()
+    ]
+    return Table(title(name), ["pair", *methods, "of simulated"], words, NOTES.get(name, []))
+
+
+def _figure(cell: Mapping[str, Any]) -> str:
+    digits = {"tokens/s": 1, "draft idle": 3, "target idle": 3}.get(cell["unit"], 2)
+    values = [cell[source] for source in ("paper", "simulator", "runtime")]
+    if values[1] is None:
+        return f"{values[0]:.{digits}f}"  # a method that we cannot run
+    return "/".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+
+
+def _shares(cells: Any) -> str:
+    medians = [cell["of_simulated"][0] for cell in cells if cell["of_simulated"]]
+    return f"{min(medians):.3f}-{max(medians):.3f}" if medians else ""
+
+
+def _baselines(found: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [
+        [
+            one["method"],
+            str(one["texts"]),
+            f"{one['speedup']['value']:.2f} ({one['speedup']['low']:.2f}-{one['speedup']['high']:.2f}) x {one['base']}",
+            ", ".join(f"{name} {value['value']:.2f}" for name, value in one["by_set"].items()),
+        ]
+        for one in found
+    ]
+    about = "Baselines that can be run here: the embedded target, greedy, with 95% bootstrap intervals over texts"
+    return Table(about, ["method", "texts", "speedup", "by set"], rows)
+
+
+def pair_lines(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{pair['title']}: t_draft {pair['t_draft'] * 1e3:.2f} ms, t_target {pair['t_target'] * 1e3:.2f} ms, "
+        f"acceptance {pair['acceptance']:.4f} ({pair['acceptance_from']}), {pair['vocabulary']:,} ids; "
+        + ", ".join(_windows(result, pair["title"]))
+        for pair in result["pairs"]
+    ]
+
+
+def _windows(result: Mapping[str, Any], pair: str) -> list[str]:
+    """The windows of `sd` and `pearl` in all tables but those that vary them."""
+    cells = [cell for name, some in result["tables"].items() if name not in ("5", "6") for cell in some]
+    labels = " ".join(cell["label"] for cell in cells if cell["pair"] == pair)
+    return list(dict.fromkeys(re.findall(r"gamma \d+|fixed\(\d+\)", labels)))
+
+
+def shortfall(result: Mapping[str, Any]) -> list[str]:
+    """How many runs reach the aim, and where the time of the others went; empty if nothing ran."""
+    runs: dict[tuple[Any, ...], Mapping[str, Any]] = {}  # some are in two tables
+    for cell in (cell for some in result["tables"].values() for cell in some if cell["of_simulated"]):
+        runs.setdefault((cell["pair"], *cell["of_simulated"]), cell)
+    below = sorted(
+        (run for run in runs.values() if run["of_simulated"][0] < AIM), key=lambda run: run["of_simulated"][0]
+    )
+    lines = []
+    if runs:
+        lines.append(f"{len(runs) - len(below)} of {len(runs)} runs reach the aim, {AIM:.0%} of the simulator's speed.")
+    if below:
+        parts = {name: mean(run["lost"][name] for run in below if run["lost"]) for name in below[0]["lost"]}
+        where = ", ".join(f"{part:.1%} {name}" for name, part in parts.items())
+        last = below[0]
+        lines.append(
+            f"The others spend, on average, {where}; the slowest is {last['pair']}, {last['label']}: "
+            f"{last['of_simulated'][0]:.3f}."
+        )
+    return lines
+
+
+def conditions(result: Mapping[str, Any]) -> str:
+    """Settings, duration, hardware and foreign load."""
+    settings, load = result["settings"], ForeignLoad(result["stolen"], result["others"], result["load"])
+    texts = "1 text" if settings["texts"] == 1 else f"{settings['texts']} texts"
+    return (
+        f"{texts} of {settings['tokens']} tokens for each row, seed {settings['seed']}; "
+        f"{result['seconds'] / 60:.1f} minutes; {load}; {in_words(result['hardware'])}"
+    )
+
+
+# ---- the page ----
+
+
+def section(result: Mapping[str, Any], picture: str | None = None) -> str:
+    """Markdown, without the markers. `picture`: link to the run's PNG."""
+    lines = [EXPLAINED, "", f"This run: {conditions(result)}.", "", *(f"* {line}" for line in pair_lines(result))]
+    if picture is not None:
+        lines += ["", f"![Bars of paper and runtime side by side, a panel for each table]({picture})"]
+    for table in tables(result):
+        lines += ["", " ".join([f"**{table.title}.**", *table.notes]), "", *markdown(table)]
+    below = shortfall(result)
+    return "\n".join([*lines, "", " ".join(below)] if below else lines)
+
+
+def markdown(table: Table) -> list[str]:
+    return [f"| {' | '.join(each)} |" for each in (table.columns, ["---"] * len(table.columns), *table.rows)]
+
+
+def page_with(page: str, result: Mapping[str, Any], picture: str | None) -> str:
+    """The page with its section replaced. Raises `ConfigError` if it has no markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"the page has no {BEGIN} and {END}, between which the tables go")
+    return f"{before}{BEGIN}\n{section(result, picture)}\n{END}{after}"
+
+
+def write_page(path: Path, result: Mapping[str, Any], picture: str | None) -> None:
+    """Raises `ConfigError`."""
+    try:
+        path.write_text(page_with(path.read_text(encoding="utf-8"), result, picture), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
