@@ -237,5 +237,5 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         stale=counts.stale,
         duplicate=counts.duplicate,
         resyncs=counts.resyncs,
-        draft_lost=watch.draft_lost,
+        draft_lost=watch.draft_lost or bool(counts.draft_lost),
     )

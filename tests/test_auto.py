@@ -279,11 +279,11 @@ def test_the_draft_has_its_cores_again() -> None:
     program = f"""if True:
         import os, torch
         from pearl.config import EngineConfig
-        from pearl.worker.build import _pin, _spreader, settled
+        from pearl.worker.placement import pin, settled, spreader
         config = EngineConfig(target={TOY!r}, draft={TOY!r})
         every, own = os.sched_getaffinity(0), settled(config, "target").cores
-        spread = _spreader(config)
-        _pin(config, "target")
+        spread = spreader(config)
+        pin(config, "target")
         for _ in range(2):
             assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(own), {{own[0]}})
             spread(True)

@@ -33,7 +33,7 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from pearl.worker.build import devices_of
+from pearl.worker.placement import devices_of
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.screen import BOUND, CTRL_C, CTRL_D, Person

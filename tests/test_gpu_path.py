@@ -32,8 +32,8 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.memory import memory_channels
 from pearl.worker import build
-from pearl.worker.draft_link import DraftLink, TargetSettings
-from pearl.worker.settings import WorkerSettings
+from pearl.worker.draft_link import DraftLink
+from pearl.worker.settings import TargetSettings, WorkerSettings
 from pearl.worker.startup import allow_expandable_segments
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens

@@ -32,6 +32,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.scheduler import Scheduler
 from pearl.spec.methods import MAX_WINDOW
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode
@@ -41,9 +42,9 @@ from pearl.transport.memory import MemoryEndpoint, memory_hub
 from pearl.worker import admission
 from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
-from pearl.worker.draft_link import TargetSettings
 from pearl.worker.fronts import Fronts
 from pearl.worker.notices import Notices
+from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
 from tests.replace import replace
@@ -51,6 +52,7 @@ from tests.test_transport import show_keys
 
 BOUND = 60.0  # seconds
 CONTEXT = (1 << 20) + 2
+SETTINGS = TargetSettings(32, CONTEXT, b"", 30.0, False)
 SPEC = f"toy:vocab=32,alpha=0.5,context={CONTEXT}"
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 MIB = 1 << 20
@@ -76,7 +78,7 @@ def take(limits: Admission, owners: dict[int, tuple[bytes, int]], front: bytes, 
 
 
 def test_a_front_may_have_so_many_requests_and_another_as_many(owners: dict[int, tuple[bytes, int]]) -> None:
-    limits = Admission(owners, 32, CONTEXT)
+    limits = Admission(owners, SETTINGS)
     first, *_ = [take(limits, owners, b"a", submit()) for _ in range(admission.MAX_REQUESTS)]
     with pytest.raises(RequestError, match="try again later"):
         take(limits, owners, b"a", submit())
@@ -88,7 +90,7 @@ def test_a_front_may_have_so_many_requests_and_another_as_many(owners: dict[int,
 @pytest.mark.parametrize("asked", [submit(tokens=1 << 20), submit(tokens=(1 << 20) - 40_000, stops=("x" * 1000,) * 64)])
 def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, int]], asked: Submit) -> None:
     """Tokens and stop strings; the longest prompt still fits into an engine that is idle."""
-    limits = Admission(owners, 32, CONTEXT)
+    limits = Admission(owners, SETTINGS)
     first = take(limits, owners, b"a", asked)
     with pytest.raises(RequestError, match="would hold"):
         take(limits, owners, b"b", asked)
@@ -98,7 +100,7 @@ def test_what_waiting_requests_hold_has_an_end(owners: dict[int, tuple[bytes, in
 
 def test_who_fills_the_room_leaves_others_their_share(owners: dict[int, tuple[bytes, int]]) -> None:
     """One front's two long prompts had every other refused until the first of them was written."""
-    limits = Admission(owners, 32, CONTEXT)
+    limits = Admission(owners, SETTINGS)
     share = submit(tokens=admission.MAX_SHARE // 2 - admission.REQUEST)
     take(limits, owners, b"a", submit(tokens=1 << 20))
     take(limits, owners, b"a", submit(tokens=admission.MAX_HELD - (1 << 20) - 2 * admission.REQUEST))
@@ -113,7 +115,7 @@ def test_who_fills_the_room_leaves_others_their_share(owners: dict[int, tuple[by
 
 def test_what_each_token_is_looked_at_for_is_bounded(owners: dict[int, tuple[bytes, int]]) -> None:
     """Two thousand stops of a thousand characters took a second, again and again, in the loop that all share."""
-    limits = Admission(owners, 32, CONTEXT)
+    limits = Admission(owners, SETTINGS)
     for stops in (("x",) * 65, ("x" * 1001,)):
         with pytest.raises(RequestError, match="at most 64 strings of at most 1000 characters"):
             take(limits, owners, b"a", submit(stops=stops))
@@ -124,9 +126,9 @@ def test_what_each_token_is_looked_at_for_is_bounded(owners: dict[int, tuple[byt
 def test_a_wide_window_is_for_an_engine_of_one_slot(owners: dict[int, tuple[bytes, int]]) -> None:
     """One of 1024 tokens made another text wait for six seconds."""
     asked = replace(submit(), decoding=RequestOptions("sd", "fixed", MAX_WINDOW + 1))
-    take(Admission(owners, 32, CONTEXT), owners, b"a", asked)
+    take(Admission(owners, SETTINGS), owners, b"a", asked)
     with pytest.raises(RequestError, match="gamma 65 is more than 64"):
-        take(Admission(owners, 32, CONTEXT, slots=2), owners, b"a", asked)
+        take(Admission(owners, replace(SETTINGS, slots=2)), owners, b"a", asked)
     decoding = DecodingConfig(method="sd", window="fixed", gamma=MAX_WINDOW + 1)
     EngineConfig().check_decoding(decoding)
     with pytest.raises(ConfigError, match="gamma 65 is more than 64"):
@@ -139,22 +141,19 @@ def test_a_wide_window_is_for_an_engine_of_one_slot(owners: dict[int, tuple[byte
 
 def test_fronts_take_turns() -> None:
     """And are told how many texts of others come before theirs."""
-    fronts = Fronts(lambda message, peer: None, 32, CONTEXT)
+    fronts = Fronts(lambda message, peer: None, SETTINGS)
     for peer in (b"a", b"b", b"c"):
         fronts.meet(peer, Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-    first, *waiting = [fronts.submit(b"a", submit(request=number)) for number in range(4)]
-    begun = fronts.next()
-    assert begun is not None
-    assert begun.request == first
-    others = [fronts.submit(peer, submit()) for peer in (b"b", b"c")]
-    assert [fronts.ahead(peer, {first}) for peer in (b"a", b"b", b"c")] == [0, 2, 3]
-    assert fronts.withdraw(first) is None
-    end = fronts.withdraw(waiting.pop(1))
-    assert end is not None
-    assert fronts.withdraw(end.request) is None
-    order = [asked.request for asked in iter(fronts.next, None)]
-    assert order == [waiting[0], *others, waiting[1]]
-    assert fronts.ahead(b"c", {others[1]}) == 0
+    scheduler = Scheduler()
+    for peer in (b"a", b"a", b"a", b"a", b"b", b"c"):
+        scheduler.submit(fronts.number(peer, submit(request=7)))
+    assert scheduler.admit() is not None
+    assert scheduler.cancel(3), "the second that a waits for"
+    assert not scheduler.cancel(3)
+    assert [fronts.owner(waiting.request) for waiting in scheduler.waiting] == [b"b", b"c", b"a", b"a"]
+    assert [fronts.ahead(peer, scheduler.waiting) for peer in (b"a", b"b", b"c")] == [0, 2, 3], (
+        "cancelled ones end later"
+    )
 
 
 # ---- what is logged of it ----

@@ -623,7 +623,7 @@ def test_each_thread_that_computes_has_a_core_of_its_own() -> None:
     program = """if True:
         import contextlib, os, sys, threading
         import torch
-        from pearl.worker.cores import occupy
+        from pearl.worker.placement import occupy
         one, other = sorted(os.sched_getaffinity(0))[:2]
         def cores():
             found = {}

@@ -37,7 +37,7 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.options import Sampling
 from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
-from pearl.worker.build import _equal_part, place
+from pearl.worker.placement import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.settings import WorkerSettings
 from tests.conftest import AS_PUBLISHED

@@ -58,9 +58,10 @@ from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
-from pearl.worker.draft_link import DraftLink, TargetSettings, weigh
+from pearl.worker.draft_link import DraftLink, weigh
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker, packed
+from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
 from tests.replace import replace

@@ -70,7 +70,8 @@ class LocalPair:
             raise ConfigError("this compares the models' own distributions: leave out penalties and logit_bias")
 
     def runners(self) -> tuple[ModelRunner, ModelRunner]:
-        from pearl.worker.build import make_runner, place
+        from pearl.worker.build import make_runner
+        from pearl.worker.placement import place
 
         target, draft = (
             make_runner(self._config.model(role), place(self._config, role)) for role in self._config.roles

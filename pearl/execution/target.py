@@ -57,8 +57,8 @@ def _of_memory(error: Exception) -> OutOfMemory | None:
 
 
 @contextmanager
-def memory_told() -> Iterator[None]:
-    """Raises `OutOfMemory` for an error that is one of memory."""
+def memory_errors() -> Iterator[None]:
+    """Raise `OutOfMemory` for an error that is one of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -186,12 +186,12 @@ class TargetExecutor:
 
         Raises `ForwardError` where it gives nothing that can be used.
         """
-        with memory_told():
+        with memory_errors():
             return self._execute(command)
 
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of the model for several requests; what answers each. Raises as `execute`."""
-        with memory_told():
+        with memory_errors():
             return self._forward(commands)
 
     def _execute(self, command: object) -> Event | None:

@@ -349,6 +349,14 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftDropped:
+    """The draft cannot go on with this request, whose text the target writes alone: log it."""
+
+    reason: str
+    request: int = field(default=-1, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Nothing to do until a message comes."""
 

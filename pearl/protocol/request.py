@@ -39,6 +39,7 @@ class Counts:
     odds: Odds | None = None  # of these judgements
     pauses: int = 0  # windows that the draft's stop policy has ended
     late: int = 0  # draft tokens equal to what the target had committed before they came
+    draft_lost: str = ""  # why the draft was lost on the way
     steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
     runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> number of such runs

@@ -22,6 +22,7 @@ from pearl.protocol.auto_text import AutoText
 from pearl.protocol.draft_view import DraftView, Received
 from pearl.protocol.events import (
     Cause,
+    DraftDropped,
     DraftGone,
     DraftJoined,
     End,
@@ -186,12 +187,14 @@ class RequestMachine(Machine):
     def _draft_gone(self, event: DraftGone, do: Do) -> None:
         if event.request is not None and self.draft.is_lost:
             return
+        self.request.counts.draft_lost = event.reason
         if event.request is None:
             self.draft.context = self.draft.known = 0
             self.auto.lose_draft()
         else:
             self.draft.is_lost = True
             self.draft.finish(do)  # it may have been given the prefix again since
+            do(DraftDropped(event.reason, request=event.request))
         self.request.discard_pending()
         if self.is_waiting:
             self._decide(do)
@@ -258,8 +261,11 @@ class RequestMachine(Machine):
             self.request.preview(do)
 
     def _resynchronise(self, _: object, do: Do) -> None:
-        """Give the draft the whole prefix again, in a new epoch."""
+        """Give the draft the whole prefix again, in a new epoch; or drop the draft if it had that too often."""
         self.request.counts.resyncs += 1
+        if self.draft.resyncs_too_often and not self.draft.is_lost:
+            self._draft_gone(DraftGone("it was given the whole prefix too often", self.request.number), do)
+            return
         self.request.discard_pending()
         self.draft.begin(do)
 

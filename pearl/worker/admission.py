@@ -1,6 +1,6 @@
-"""What a target worker takes on: which requests it can serve, and how many fronts and requests at a time.
+"""Which requests a target worker accepts, and how many fronts and requests at a time.
 
-What is refused is refused to the front that asked, so one front cannot fill the memory of the engine that others use.
+Limits are per front, so that one front cannot fill the memory of an engine that others use.
 """
 
 from __future__ import annotations
@@ -13,37 +13,30 @@ from pearl.protocol.messages import Submit
 from pearl.spec.methods import MAX_WINDOW
 from pearl.spec.stops import STOPS
 from pearl.transport.base import Peer
+from pearl.worker.settings import TargetSettings
 
 MAX_FRONTS = 256
-MAX_REQUESTS = 64  # of one front, the one in work included
-MAX_HELD = 1 << 21  # tokens, and characters of stop strings, in the requests of all fronts
-MAX_SHARE = MAX_HELD // MAX_FRONTS  # so much of it a front may have however much the others hold
-REQUEST = 1 << 10  # what a request counts beside its tokens
-MAX_RECORDINGS = 16  # wishes to begin or end one
+MAX_REQUESTS = 64  # of one front, running ones included
+MAX_HELD = 1 << 21  # tokens, and characters of stop strings and grammars, in the requests of all fronts
+MAX_SHARE = MAX_HELD // MAX_FRONTS  # what a front may hold however much the others do
+REQUEST = 1 << 10  # tokens that a request counts beside its own
+MAX_RECORDINGS = 16  # that wait to begin or end
 _LATER = "try again later"
 
 
 class Admission:
-    """Keeps what each request holds. `owners` is the worker's: number -> front, its number.
+    """Keeps what each request holds.
 
-    `has_classifier`: of stop policy disco. `slots`: requests that are worked on side by side.
+    Args:
+        owners: the worker's: number -> front, its number.
     """
 
-    def __init__(
-        self,
-        owners: Mapping[int, tuple[Peer, int]],
-        vocab_size: int,
-        context: int,
-        has_classifier: bool = False,
-        slots: int = 1,
-    ) -> None:
-        self._owners = owners
-        self._vocab_size, self._context = vocab_size, context
-        self._has_classifier, self._slots = has_classifier, slots
+    def __init__(self, owners: Mapping[int, tuple[Peer, int]], settings: TargetSettings) -> None:
+        self._owners, self._settings = owners, settings
         self._held: dict[int, int] = {}
 
     def admit(self, number: int, front: Peer, submit: Submit) -> None:
-        """Raises `RequestError` where it cannot be served, or not now: who waits has asked for too much already."""
+        """Raises `RequestError` if the request cannot be served, or its front has too much waiting already."""
         problem = self._problem(submit) or self._excess(front)
         if problem:
             raise RequestError(problem)
@@ -64,19 +57,18 @@ class Admission:
     def _problem(self, submit: Submit) -> str | None:
         if not submit.prompt:
             return "the prompt is empty: give at least one token"
-        options = submit.options
+        options, vocab, context = submit.options, self._settings.vocab_size, self._settings.context
         if problem := options.problem():
             return problem
-        if STOPS[options.draft_stop].is_trained and not self._has_classifier:
+        if STOPS[options.draft_stop].is_trained and not self._settings.has_classifier:
             return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
-        if self._slots > 1 and (submit.options.gamma or 0) > MAX_WINDOW:
-            return wide_window(submit.options.gamma)
-        if max(submit.prompt) >= self._vocab_size:
-            return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {self._vocab_size - 1}"
+        if self._settings.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
+            return wide_window(options.gamma)
+        if max(submit.prompt) >= vocab:
+            return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {vocab - 1}"
         shaping = options.sampling.shaping
-        if shaping is not None and (beyond := [token for token, _ in shaping.logit_bias if token >= self._vocab_size]):
-            return f"logit_bias names token id {beyond[0]}, the model has ids up to {self._vocab_size - 1}"
-        if submit.limit > self._context or submit.limit <= len(submit.prompt):
-            length = len(submit.prompt)
-            return f"prompt of {length} tokens and limit {submit.limit} do not fit a context of {self._context}"
+        if shaping is not None and (beyond := [token for token, _ in shaping.logit_bias if token >= vocab]):
+            return f"logit_bias names token id {beyond[0]}, the model has ids up to {vocab - 1}"
+        if submit.limit > context or submit.limit <= len(submit.prompt):
+            return f"prompt of {len(submit.prompt)} tokens and limit {submit.limit} do not fit a context of {context}"
         return None

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pearl.cache import Progress, silent
-from pearl.config import EngineConfig, ModelConfig, ModelRole
-from pearl.device import Device, usable_cores
+from pearl.config import EngineConfig, ModelConfig
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.disco import classifier_of
 from pearl.drafting.habits import Habits
@@ -41,15 +40,14 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
-from pearl.worker.cores import occupy
 from pearl.worker.draft import DraftWorker
-from pearl.worker.draft_link import TargetSettings
 from pearl.worker.lifeline import Lifeline
+from pearl.worker.placement import devices_of, occupy, pin, place, settled, shared_gpus, spreader
 from pearl.worker.profile import load as load_profile
 from pearl.worker.profile import times
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
-from pearl.worker.settings import WorkerSettings
+from pearl.worker.settings import TargetSettings, WorkerSettings
 from pearl.worker.startup import Startup
 from pearl.worker.target import TargetWorker
 
@@ -71,11 +69,11 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        spread, profile, (known, keep) = _spreader(config), load_profile(config), times(config)
+        spread, profile, (known, keep) = spreader(config), load_profile(config), times(config)
         taken = devices_of(config, model.role)
         if told := shared_gpus(config):
             log.warning("%s", told)
-        _pin(config, model.role)  # from here on the draft's cores are none that we may use
+        pin(config, model.role)  # from here on the draft's cores are none that we may use
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
@@ -120,7 +118,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
 def run_follower(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
     """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
     device = place(settings.config, settings.role, settings.rank)
-    _pin(settings.config, settings.role, settings.rank)
+    pin(settings.config, settings.role, settings.rank)
     group = _group(settings, device)
     assert group is not None
     startup.passed("device and ranks")
@@ -140,7 +138,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
         make_channel = _channel(settings, 1, device, tracer)
         taken = devices_of(config, model.role)
         cores = settled(config, model.role).cores
-        _pin(config, model.role)
+        pin(config, model.role)
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
@@ -314,113 +312,6 @@ def make_runner(
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     return PacedRunner(runner, model.pace) if model.pace else runner
-
-
-def place(config: EngineConfig, role: ModelRole, rank: int = 0) -> torch.device:
-    """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    model, device, gpus = config.model(role), settled(config, role, rank), torch.cuda.device_count()
-    if device.kind == "cpu":
-        return torch.device("cpu")
-    free = len(_free_gpus(config, role))
-    if model.part().kind == "auto" and 1 < model.tp > free:
-        raise ModelError(f"{role}_tp {model.tp} takes a GPU a rank, and torch sees {free} for it")
-    index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
-    if index >= gpus or len(device.gpus) > gpus:
-        raise ModelError(f"device {model.device} is not there: torch sees {gpus} GPUs")
-    return _cuda(index)
-
-
-def settled(config: EngineConfig, role: ModelRole, rank: int = 0) -> Device:
-    """What `auto` comes to on this host; other devices are themselves.
-
-    GPUs: one for each of the target's ranks, then the draft's; a draft of one shares the last where there are no more.
-    Otherwise as many cores for each worker of this host.
-    """
-    device = config.model(role).part(rank)
-    if device.kind != "auto":
-        return device
-    if gpus := torch.cuda.device_count():
-        free = _free_gpus(config, role)
-        return Device("cuda", gpus=(free[rank] if rank < len(free) else gpus - 1,))
-    here = config.roles if config.one_host else (role,)
-    workers = [(each, which) for each in here for which in range(config.model(each).tp)]
-    cores = sorted(usable_cores())
-    return Device("cpu", cores=_equal_part(cores, workers.index((role, rank)), len(workers)))
-
-
-def devices_of(config: EngineConfig, role: ModelRole) -> str:
-    """The devices of all ranks of a model, as users name them. To be asked before this process is pinned."""
-    parts = [settled(config, role, rank) for rank in range(config.model(role).tp)]
-    numbers = sorted({number for part in parts for number in part.gpus or part.cores or ()})
-    is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
-    listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
-    return f"{parts[0].kind}:{listed}" if numbers else parts[0].kind
-
-
-def shared_gpus(config: EngineConfig) -> str:
-    """What it means that target and draft have a GPU in common; empty where they have none."""
-    if not config.has_draft or not config.one_host:
-        return ""
-    target, draft = (_gpus(config, role) for role in config.roles)
-    if not (shared := sorted(target & draft)):
-        return ""
-    return (
-        f"target and draft share cuda:{','.join(map(str, shared))}: two processes take turns on a GPU, so their "
-        "forwards do not overlap, and pearl has little to gain. Methods ngram and sd lose nothing by it; "
-        "pearl calibrate compares them"
-    )
-
-
-def _gpus(config: EngineConfig, role: ModelRole) -> set[int]:
-    """Of all ranks of a model."""
-    return {gpu for rank in range(config.model(role).tp) for gpu in settled(config, role, rank).gpus}
-
-
-def _free_gpus(config: EngineConfig, role: ModelRole) -> list[int]:
-    """Those that `auto` may give to the ranks of `role`: of a draft those that the target leaves.
-
-    Where the two may be on two hosts, the draft's own has perhaps too few for that, and the target none of them.
-    """
-    every = list(range(torch.cuda.device_count()))
-    if role == "target":
-        return every
-    taken = {gpu for rank in range(config.target_tp) for gpu in settled(config, "target", rank).gpus}
-    left = [gpu for gpu in every if gpu not in taken]
-    return left if config.one_host or len(left) >= config.draft_tp else every
-
-
-def _cuda(index: int) -> torch.device:
-    """Made the current device too: pinned memory would otherwise open a context on the first GPU, the other's."""
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _pin(config: EngineConfig, role: ModelRole, rank: int = 0) -> None:
-    """Pins this thread, and those it starts, to the cores of its device. Those that run already (of the sockets) stay
-    unpinned.
-    """
-    cores = settled(config, role, rank).cores
-    if cores is not None:
-        occupy(cores)
-
-
-def _spreader(config: EngineConfig) -> Callable[[bool], None]:
-    """What gives the target the draft's cores too (True), or its own alone; nothing where they are not of one host.
-
-    To be made before the target is pinned: what `auto` comes to goes by the cores that this process may have.
-    """
-    own = settled(config, "target").cores
-    theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
-    if own is None or theirs is None or config.target_tp > 1:
-        return lambda everywhere: None
-    every = (*own, *sorted({*theirs} - {*own}))
-    return lambda everywhere: occupy(every if everywhere else own)
-
-
-def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
-    """The first have one more where they cannot be equal; where there are too few, some have the same one."""
-    first, end = (-(-i * len(cores) // of) for i in (which, which + 1))
-    return tuple(cores[first:end]) or (cores[which % len(cores)],)
 
 
 def _channel(

@@ -1,69 +1,54 @@
-"""The target worker's side of its draft: whether it fits, whether it answers, and the distributions that it sends."""
+"""The draft as a peer of the target worker: its messages as events of the protocol, its health, its distributions."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 
 from pearl.decoding.distribution import AnnouncedRow, PackedRow, are_probabilities
 from pearl.errors import DraftLost, RemoteProtocolError
 from pearl.execution.target import TargetExecutor
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.events import DraftGone, DraftJoined, Stalled
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     DraftTokens,
     Error,
+    Heartbeat,
     Hello,
     Message,
     Ping,
+    Resync,
 )
 from pearl.transport.base import Peer, TensorChannel
 from pearl.transport.mailbox import Mailbox
 from pearl.worker.health import DraftHealth
+from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
-_CLOCK_PINGS = 8  # where there is a trace: to tell how far the two clocks are apart
-_UNPACKED_AT_ONCE = 64 << 20  # bytes of distributions in one message; of more each is unpacked where it is judged
-_NOBODYS = DraftTokens(-1, 0, 0, ())  # of no request: in place of what has not been looked at
-
-
-_OF_TOKEN, _OF_ROW = 64, 256  # bytes of Python's own
-
-
-@dataclass(frozen=True)
-class TargetSettings:
-    """`vocab_digest`: of the target's tokens; a draft must bring the same. Times in seconds.
-
-    `slots`: how many requests are worked on side by side. `has_classifier`: whether the draft has what stop policy
-    disco needs.
-    """
-
-    vocab_size: int
-    context: int
-    vocab_digest: bytes
-    draft_timeout: float
-    expects_draft: bool
-    slots: int = 1
-    has_classifier: bool = False
+_CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
+_UNPACKED_AT_ONCE = 64 << 20  # bytes of distributions in one message; larger ones are unpacked where they are judged
+_IGNORED = DraftTokens(-1, 0, 0, ())  # of no request: in place of what is not examined
+_PER_TOKEN, _PER_ROW = 64, 256  # bytes of Python's own
 
 
 def weigh(message: Message) -> int:
-    """Bytes that a draft's tokens take while they wait to be looked at, roughly."""
+    """Bytes that a draft's tokens take while they wait in the inbox, roughly."""
     if not isinstance(message, DraftTokens):
         return 0
-    return _OF_TOKEN * len(message.tokens) + sum(_OF_ROW + row.nbytes for row in message.rows)
+    return _PER_TOKEN * len(message.tokens) + sum(_PER_ROW + row.nbytes for row in message.rows)
 
 
 class DraftLink:
-    """One draft after the other, none at first.
+    """The draft that is connected, none at first.
 
     Args:
-        channel: opens the tensor channel; only for the draft that is there at start, for a process group cannot be
+        channel: opens the tensor channel; only for the draft that is there at start, as a process group cannot be
             rejoined.
     """
 
@@ -78,23 +63,25 @@ class DraftLink:
         self._channel: TensorChannel | None = None
         self._probed = 0.0
 
-    def fits(self, hello: Hello) -> bool:
-        """Whether this draft speaks our version, and has the target's tokens."""
-        return hello.version == PROTOCOL_VERSION and hello.vocab_digest == self._settings.vocab_digest
+    # ---- connecting ----
 
-    def refuse(self, peer: Peer, hello: Hello) -> None:
-        why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
-        self._mailbox.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
-
-    def meet(self, peer: Peer, hello: Hello) -> None:
+    def meet(self, peer: Peer, hello: Hello) -> bool:
+        """Take a draft that speaks our version and has the target's tokens; else tell it why not, and return False."""
+        if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
+            why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
+            self._mailbox.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
+            return False
+        if self.peer is not None:
+            self.lose("its successor is here")
         self.peer, self.context = peer, hello.context
+        return True
 
     def open_channel(self) -> None:
         if self._open_channel is not None:
             self._channel = self._open_channel()
 
     def lose(self, why: str) -> None:
-        """One that still listens ends by what it is told, and its launcher starts a sound one."""
+        """Give the draft up. One that is still connected exits on this error; its launcher restarts it."""
         self.post(Error(-1, "DraftLost", why))
         self.close()
 
@@ -105,28 +92,99 @@ class DraftLink:
             self._channel = None
 
     def send(self, message: Message) -> None:
-        """Sends at once, if there is a draft."""
+        """Send at once, if there is a draft."""
         if self.peer is not None:
             self._mailbox.send(message, self.peer)
 
     def post(self, message: Message) -> None:
-        """Leaves sending to the mailbox's thread."""
+        """Leave sending to the mailbox's thread."""
         if self.peer is not None:
             self._mailbox.post(message, self.peer)
 
-    def examined(self, peer: Peer, message: Message) -> Message:
-        """In the mailbox's thread: what can be told of a draft's message by itself. Distributions become tensors.
+    @property
+    def _mailbox(self) -> Mailbox:
+        assert self.mail is not None
+        return self.mail
 
-        Only the draft's: a few bytes of anybody else's would be made into a vocabulary for each token.  Rows that were
-        announced are waited for here, beside the forwards of the loop.
+    # ---- its messages ----
+
+    def events(self, message: DraftTokens | Resync | Heartbeat | Error, coordinator: Coordinator) -> Iterator[object]:
+        """The protocol's events that a message means; each must be handled before the next is taken.
+
+        Raises `DraftLost` where the draft is not worth waiting for any more.
+        """
+        match message:
+            case DraftTokens():
+                yield from self._tokens(message, coordinator)
+            case Resync():
+                yield message
+            case Heartbeat():
+                yield from self._heartbeat(message, coordinator)
+            case Error(request, "NumericalError", text) if request >= 0:
+                yield DraftGone(text, request)
+            case Error(_, kind, text):
+                raise DraftLost(f"the draft failed: {kind}: {text}")
+
+    def _tokens(self, received: DraftTokens, coordinator: Coordinator) -> Iterator[object]:
+        self.health.drafted(received.request)
+        message = self.with_needed_rows(received)
+        if message is None:
+            return
+        running = coordinator.running.get(message.request)
+        # A token of a block took a search of as many levels, each a forward of many rows or many forwards.
+        levels = 1 if running is None else running.request.block
+        yield message
+        self.health.took(message.request, message.seconds / levels, coordinator.speeds)
+
+    def _heartbeat(self, heartbeat: Heartbeat, coordinator: Coordinator) -> Iterator[object]:
+        """The one that says how long a token takes it admits the draft."""
+        if heartbeat.work == "prefill":
+            self.health.announced(heartbeat.seconds)
+        waiting = list(coordinator.waiting)
+        neglected = self.health.neglected(waiting)
+        if self.health.stalled(heartbeat.work, bool(waiting)):
+            log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
+            neglected = waiting
+        elif neglected:
+            log.warning("the draft goes on without %d that wait for it: a message was lost; likewise", len(neglected))
+        for number in neglected:
+            yield Stalled(request=number)
+        if heartbeat.work == "calibrated":
+            yield DraftJoined(self.context, heartbeat.seconds)
+
+    def overdue(self, coordinator: Coordinator, now: float) -> Iterator[object]:
+        """Probe a silent draft; events that end the drafting of requests it has sent nothing of for too long.
+
+        Raises `DraftLost` if it has been silent for too long.
+        """
+        silent = self.health.silent
+        if silent > self._settings.draft_timeout:
+            raise DraftLost(f"silent for {silent:.1f} s")
+        if silent > PROBE_SECONDS and now - self._probed > PROBE_SECONDS:
+            self._probed = now
+            self.post(Ping(time.monotonic_ns()))
+        for number in self.health.overdue(coordinator.waiting, now):
+            yield DraftGone("nothing has come of it for too long", number)
+
+    def compare_clocks(self) -> None:
+        for _ in range(_CLOCK_PINGS):
+            self.post(Ping(time.monotonic_ns()))
+
+    # ---- its distributions ----
+
+    def examined(self, peer: Peer, message: Message) -> Message:
+        """Check a message of the draft by itself and make tensors of its distributions; runs in the mailbox's thread.
+
+        Only of the draft: a few bytes of any other peer would become a vocabulary for each token. Waits here, beside
+        the forwards of the loop, for announced rows.
 
         Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them, `TransportError`
-        where announced rows do not come.
+        if announced rows do not come.
         """
         if not isinstance(message, DraftTokens):
             return message
         if peer != self.peer:
-            return _NOBODYS
+            return _IGNORED
         vocab = self._settings.vocab_size
         most = max((*message.tokens, *(message.after or ())[1:]), default=0)
         if most >= vocab:
@@ -146,10 +204,10 @@ class DraftLink:
         return message.changed(rows=tuple(rows)) if rows else message
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
-        """What the rule of its request judges: with a distribution for each token, or with none for any.
+        """The message with the distributions that its request's rule judges with, or without any.
 
-        None for a request that was not opened: no draft has been told of it yet. Raises `RemoteProtocolError` where
-        distributions are missing.
+        None for a request that was not opened: no draft knows it yet. Raises `RemoteProtocolError` if distributions
+        are missing.
         """
         needs = self._executor.needs_rows(message.request)
         if needs and not message.rows:
@@ -161,30 +219,12 @@ class DraftLink:
     def _receive_announced(self, count: int) -> torch.Tensor:
         """Receive announced rows [count, vocab] at once, stale ones included, so that the channel stays in step.
 
-        Raises `RemoteProtocolError` for what is no distribution, `TransportError` where nothing comes.
+        Raises `RemoteProtocolError` for what is no distribution, `TransportError` if nothing comes.
         """
-        channel = self._channel  # the loop may give it up meanwhile
+        channel = self._channel  # the loop may close it at any time
         if channel is None:
             raise RemoteProtocolError("draft announced rows on a channel that is not open")
         rows = channel.receive(count)
         if not are_probabilities(rows):
             raise RemoteProtocolError("draft sent what is no distribution")
         return rows
-
-    def probe(self, now: float) -> None:
-        """Ask a silent draft for a sign of life. Raises `DraftLost` where it has been silent for too long."""
-        silent = self.health.silent
-        if silent > self._settings.draft_timeout:
-            raise DraftLost(f"silent for {silent:.1f} s")
-        if silent > PROBE_SECONDS and now - self._probed > PROBE_SECONDS:
-            self._probed = now
-            self.post(Ping(time.monotonic_ns()))
-
-    def compare_clocks(self) -> None:
-        for _ in range(_CLOCK_PINGS):
-            self.post(Ping(time.monotonic_ns()))
-
-    @property
-    def _mailbox(self) -> Mailbox:
-        assert self.mail is not None
-        return self.mail

@@ -1,13 +1,14 @@
-"""The fronts that are attached to a target worker, and whose request is whose. Knows no models and no draft."""
+"""The fronts that are attached to a target worker: which requests are whose, their times and their results."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
-from pearl.metrics import Statistics
+from pearl.metrics import Stopwatch, fold
 from pearl.protocol.events import End
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -19,8 +20,10 @@ from pearl.protocol.messages import (
     Preview,
     Submit,
 )
+from pearl.protocol.speeds import Speeds
 from pearl.transport.base import Peer
 from pearl.worker.admission import MAX_FRONTS, Admission
+from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
@@ -28,28 +31,26 @@ Post = Callable[[Message, Peer], None]
 
 
 class Fronts:
-    """Gives each request a number of the worker's own, keeps it until it can begin, and sends what concerns it to the
-    front that asked.
+    """Gives each request a number of the worker's own, and sends its results to the front that submitted it.
 
     Args:
         post: sends a message to a front.
-        vocab_size, context: the target's.
-        has_classifier: of stop policy disco.
     """
 
-    def __init__(self, post: Post, vocab_size: int, context: int, has_classifier: bool = False, slots: int = 1) -> None:
+    def __init__(self, post: Post, settings: TargetSettings) -> None:
         self._post = post
         self._attached: set[Peer] = set()
-        self._unwelcomed: list[Peer] = []  # said hello before requests could be served
+        self._unwelcomed: list[Peer] = []  # attached before requests could be served
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
-        self._admission = Admission(self._owners, vocab_size, context, has_classifier, slots)
+        self._admission = Admission(self._owners, settings)
         self._numbers = count(1)
+        self.times = Times()
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._attached
 
     def meet(self, peer: Peer, hello: Hello) -> None:
-        """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` where it is refused."""
+        """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
         if len(self._attached) >= MAX_FRONTS:
@@ -57,14 +58,14 @@ class Fronts:
         self._attached.add(peer)
         self._unwelcomed.append(peer)
 
-    def welcome(self, introduction: Callable[[], Message]) -> None:
-        """Send the target's introduction to all who have not had it."""
+    def welcome(self, introduction: Message) -> None:
+        """Send the target's introduction to all fronts that have not received it."""
         for peer in self._unwelcomed:
-            self._post(introduction(), peer)
+            self._post(introduction, peer)
         self._unwelcomed.clear()
 
     def lose(self, peer: Peer) -> list[int]:
-        """Forget a front that is gone; return its requests, which nobody waits for."""
+        """Forget a front that is gone; return its requests, whose results nobody reads."""
         self._attached.discard(peer)
         numbers = [number for number, (owner, _) in self._owners.items() if owner == peer]
         for number in numbers:
@@ -73,10 +74,11 @@ class Fronts:
         return numbers
 
     def number(self, peer: Peer, submit: Submit) -> Submit:
-        """A front's request with a number of our own. Raises `RequestError` if it cannot be served."""
+        """A front's request under a number of our own. Raises `RequestError` if it cannot be served."""
         number = next(self._numbers)
         self._admission.admit(number, peer, submit)
         self._owners[number] = (peer, submit.request)
+        self.times.submit(number)
         return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
 
     def numbers(self, peer: Peer, request: int) -> list[int]:
@@ -84,11 +86,11 @@ class Fronts:
         return [number for number, owner in self._owners.items() if owner == (peer, request)]
 
     def owner(self, number: int) -> Peer:
-        """The front that asked for a request; empty where it is gone."""
+        """The front that submitted a request; empty if it is gone."""
         return self._owners[number][0] if number in self._owners else b""
 
     def ahead(self, peer: Peer, waiting: Sequence[Submit]) -> int:
-        """How many requests come before all of a front's; 0 where one of its own runs. `waiting`: in their order."""
+        """How many requests come before all of a front's; 0 if one of its own runs. `waiting`: in their order."""
         queued = [self.owner(submit.request) for submit in waiting]
         own = [number for number, (owner, _) in self._owners.items() if owner == peer]
         if not own or len(own) > queued.count(peer):
@@ -97,24 +99,84 @@ class Fronts:
 
     @property
     def waiting(self) -> set[Peer]:
-        """Those that wait for a text."""
+        """Fronts that wait for a text."""
         return {peer for peer, _ in self._owners.values()}
 
     @property
     def to_reassure(self) -> set[Peer]:
-        """Those that must be known to live: who waits for nothing may not be reading; but where there are many, those
-        that are gone must be found."""
+        """Fronts to send signs of life to: those that wait, for others may not be reading. If there are many fronts,
+        all: sending finds those that are gone.
+        """
         return set(self._attached) if len(self._attached) > MAX_FRONTS // 2 else self.waiting
 
     def deliver(self, message: Committed | Preview) -> None:
+        if isinstance(message, Committed):
+            self.times.commit(message.request, len(message.tokens))
         owner = self._owners.get(message.request)
         if owner is not None:
             self._post(message.changed(request=owner[1]), owner[0])
 
-    def end(self, end: End, failure: ForwardError | None, statistics: Callable[[], Statistics]) -> None:
-        """Send the last word on a request: why it failed, or how it went."""
+    def end(self, end: End, failure: ForwardError | None, speeds: Speeds) -> None:
+        """Send the last message of a request: why it failed, or its statistics."""
         peer, number = self._owners.pop(end.request, (b"", -1))
+        watch = self.times.end(end.request)
         if peer and failure is not None:
             self._post(Error(number, type(failure).__name__, str(failure)), peer)
         elif peer:
-            self._post(Finished(number, end.reason, statistics().to_json()), peer)
+            statistics = fold(end.counts, watch, speeds, end.prompt_tokens, end.window)
+            self._post(Finished(number, end.reason, statistics.to_json()), peer)
+
+
+class Times:
+    """A stopwatch for each request, in seconds of the monotonic clock. Ignores requests that are not running, since
+    peers name such ones too.
+    """
+
+    def __init__(self) -> None:
+        self._submitted: dict[int, float] = {}
+        self._running: dict[int, Stopwatch] = {}
+        self._waiting: dict[int, tuple[str, float]] = {}  # request -> cause, since
+
+    @property
+    def waiting(self) -> set[int]:
+        """Running requests that wait."""
+        return self._waiting.keys() & self._running.keys()
+
+    def submit(self, request: int) -> None:
+        self._submitted[request] = time.monotonic()
+
+    def begin(self, request: int, *, draft_lost: bool) -> None:
+        now = time.monotonic()
+        self._running[request] = Stopwatch(self._submitted.get(request, now), now, draft_lost=draft_lost)
+
+    def wait(self, request: int, cause: str) -> None:
+        self._waiting.setdefault(request, (cause, time.monotonic()))
+
+    def resume(self, request: int) -> None:
+        """`request` waits no longer."""
+        if request in self._waiting:
+            cause, since = self._waiting.pop(request)
+            if request in self._running:
+                self._running[request].waited(cause, time.monotonic() - since)
+
+    def work(self, requests: Iterable[int], seconds: float) -> None:
+        """The target was busy for all of `requests`."""
+        for request in requests:
+            if request in self._running:
+                self._running[request].busy += seconds
+
+    def commit(self, request: int, tokens: int) -> None:
+        if request in self._running:
+            self._running[request].committed(tokens, time.monotonic())
+
+    def draft_waited(self, request: int, seconds: float) -> None:
+        """The draft has waited for `seconds` since it began with `request`."""
+        if request in self._running:
+            watch = self._running[request]
+            watch.draft_waited = max(watch.draft_waited, seconds)
+
+    def end(self, request: int) -> Stopwatch:
+        """What was measured; forgotten here."""
+        self._waiting.pop(request, None)
+        self._submitted.pop(request, None)
+        return self._running.pop(request, Stopwatch())

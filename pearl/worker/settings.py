@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from pearl.config import EngineConfig, ModelConfig, ModelRole
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """What a target's loop takes.
+
+    Attributes:
+        vocab_digest: of the target's tokens; a draft must bring the same.
+        draft_timeout: seconds of silence after which the draft is lost.
+        slots: how many requests run side by side.
+        has_classifier: whether the draft has what stop policy disco needs.
+    """
+
+    vocab_size: int
+    context: int
+    vocab_digest: bytes
+    draft_timeout: float
+    expects_draft: bool
+    slots: int = 1
+    has_classifier: bool = False
 
 
 class WorkerSettings(BaseModel):

@@ -31,7 +31,7 @@ from pearl.protocol.options import RequestOptions
 from pearl.protocol.speeds import Profile, expected_rate
 from pearl.spec.methods import AS_PUBLISHED, BRANCHES, DRAFT_LOOKUP, DRAFTLESS, LOOK_AHEAD, WINDOWS
 from pearl.trace.reading import FORWARDS, Slice, Trace, read
-from pearl.worker.build import shared_gpus
+from pearl.worker.placement import shared_gpus
 
 PROMPTS = (
     "Explain gravity to a beginner.",

@@ -32,7 +32,8 @@ from pearl.metrics import Statistics
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.spec.methods import AS_PUBLISHED
-from pearl.worker.build import make_runner, place
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
 
 _PATIENCE_SECONDS = 300.0  # for a draft that was killed, with its back-off and a slow start on a busy machine
 _ROWS = 300  # tokens whose logits are compared

@@ -17,7 +17,8 @@ from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, NGRAM, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, Text
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.spec.rules import RULES
-from pearl.worker.build import make_runner, place
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
 
 _PIECE = 64  # positions of one forward whose rows, each as long as the vocabulary, are held at once
 _TextKey = tuple[str, int, int]

@@ -26,7 +26,7 @@ def main() -> None:
 
     from pearl.errors import PearlError
     from pearl.models.loading import load_model
-    from pearl.worker.cores import occupy
+    from pearl.worker.placement import occupy
 
     transformers.logging.set_verbosity_error()  # assisted generation warns about its own arguments
     if settings["cores"]:

@@ -17,7 +17,7 @@ from pearl.errors import ConfigError, StartError
 from pearl.metrics import Statistics
 from pearl.protocol.options import Shaping
 from pearl.text.tokenizer import GenerationDefaults
-from pearl.worker.build import settled
+from pearl.worker.placement import settled
 
 
 @dataclass(frozen=True)

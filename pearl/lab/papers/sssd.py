@@ -33,7 +33,8 @@ from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source
 from pearl.spec.methods import LOOK_AHEAD
-from pearl.worker.build import make_runner, place
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
 
 SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one included: the paper's speculation length
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)

@@ -22,7 +22,8 @@ from pearl.lab.papers.page import Table
 from pearl.metrics import Statistics
 from pearl.models.runner import ModelRunner
 from pearl.models.tokenizers import load_tokenizer
-from pearl.worker.build import make_runner, place
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 MoreRows = Callable[[ModelRunner, Sequence[Sequence[int]], int, Sequence[int], Watcher], list[dict[str, Any]]]

@@ -1,0 +1,151 @@
+"""Which device and cores each worker computes on.
+
+A forward on several cores is hundreds of short parallel regions, at the end of each of which the threads wait for one
+another, spinning. If the kernel may choose, it lets two of them take turns on one core as soon as any other process
+wants a core: each region then lasts until both have had their turn, milliseconds. Measured with one busy process on two
+cores: 1,600 ms a forward on both cores, 82 on one alone, and 116 with a core of its own for each thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pearl.config import EngineConfig, ModelRole
+from pearl.device import Device, usable_cores
+from pearl.errors import ModelError
+
+_GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
+_own = threading.local()  # `pool`: the threads with which this one computes, in their order in OpenMP's team
+
+
+def occupy(cores: Sequence[int]) -> None:
+    """From here on the calling thread computes on these cores, with a thread on each of them: on the first itself.
+
+    Threads that it starts itself run on the first one, too.
+    """
+    os.sched_setaffinity(0, cores[:1])
+    torch.set_num_threads(len(cores))
+    if len(cores) == 1:  # no other thread takes part
+        return
+    before = _threads() | {each.native_id for each in threading.enumerate()}
+    torch.zeros(len(cores) * _GRAIN).add_(1)  # starts those that are missing; of those that are too many the last end
+    now = _threads()
+    known = [thread for thread in getattr(_own, "pool", ()) if thread in now]
+    _own.pool = [*known, *sorted(now - before)][: len(cores) - 1]
+    for thread, core in zip(_own.pool, cores[1:], strict=False):
+        os.sched_setaffinity(thread, (core,))
+
+
+def _threads() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def place(config: EngineConfig, role: ModelRole, rank: int = 0) -> torch.device:
+    """The (first) device of this worker. Raises `ModelError` where it is not there."""
+    model, device, gpus = config.model(role), settled(config, role, rank), torch.cuda.device_count()
+    if device.kind == "cpu":
+        return torch.device("cpu")
+    free = len(_free_gpus(config, role))
+    if model.part().kind == "auto" and 1 < model.tp > free:
+        raise ModelError(f"{role}_tp {model.tp} takes a GPU a rank, and torch sees {free} for it")
+    index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
+    if index >= gpus or len(device.gpus) > gpus:
+        raise ModelError(f"device {model.device} is not there: torch sees {gpus} GPUs")
+    return _cuda(index)
+
+
+def settled(config: EngineConfig, role: ModelRole, rank: int = 0) -> Device:
+    """What `auto` comes to on this host; other devices are themselves.
+
+    GPUs: one for each of the target's ranks, then the draft's; a draft of one shares the last where there are no more.
+    Otherwise as many cores for each worker of this host.
+    """
+    device = config.model(role).part(rank)
+    if device.kind != "auto":
+        return device
+    if gpus := torch.cuda.device_count():
+        free = _free_gpus(config, role)
+        return Device("cuda", gpus=(free[rank] if rank < len(free) else gpus - 1,))
+    here = config.roles if config.one_host else (role,)
+    workers = [(each, which) for each in here for which in range(config.model(each).tp)]
+    cores = sorted(usable_cores())
+    return Device("cpu", cores=_equal_part(cores, workers.index((role, rank)), len(workers)))
+
+
+def devices_of(config: EngineConfig, role: ModelRole) -> str:
+    """The devices of all ranks of a model, as users name them. To be asked before this process is pinned."""
+    parts = [settled(config, role, rank) for rank in range(config.model(role).tp)]
+    numbers = sorted({number for part in parts for number in part.gpus or part.cores or ()})
+    is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
+    return f"{parts[0].kind}:{listed}" if numbers else parts[0].kind
+
+
+def shared_gpus(config: EngineConfig) -> str:
+    """What it means that target and draft have a GPU in common; empty where they have none."""
+    if not config.has_draft or not config.one_host:
+        return ""
+    target, draft = (_gpus(config, role) for role in config.roles)
+    if not (shared := sorted(target & draft)):
+        return ""
+    return (
+        f"target and draft share cuda:{','.join(map(str, shared))}: two processes take turns on a GPU, so their "
+        "forwards do not overlap, and pearl has little to gain. Methods ngram and sd lose nothing by it; "
+        "pearl calibrate compares them"
+    )
+
+
+def _gpus(config: EngineConfig, role: ModelRole) -> set[int]:
+    """Of all ranks of a model."""
+    return {gpu for rank in range(config.model(role).tp) for gpu in settled(config, role, rank).gpus}
+
+
+def _free_gpus(config: EngineConfig, role: ModelRole) -> list[int]:
+    """Those that `auto` may give to the ranks of `role`: of a draft those that the target leaves.
+
+    Where the two may be on two hosts, the draft's own has perhaps too few for that, and the target none of them.
+    """
+    every = list(range(torch.cuda.device_count()))
+    if role == "target":
+        return every
+    taken = {gpu for rank in range(config.target_tp) for gpu in settled(config, "target", rank).gpus}
+    left = [gpu for gpu in every if gpu not in taken]
+    return left if config.one_host or len(left) >= config.draft_tp else every
+
+
+def _cuda(index: int) -> torch.device:
+    """Made the current device too: pinned memory would otherwise open a context on the first GPU, the other's."""
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def pin(config: EngineConfig, role: ModelRole, rank: int = 0) -> None:
+    """Pins this thread, and those it starts, to the cores of its device. Those that run already (of the sockets) stay
+    unpinned.
+    """
+    cores = settled(config, role, rank).cores
+    if cores is not None:
+        occupy(cores)
+
+
+def spreader(config: EngineConfig) -> Callable[[bool], None]:
+    """What gives the target the draft's cores too (True), or its own alone; nothing where they are not of one host.
+
+    To be made before the target is pinned: what `auto` comes to goes by the cores that this process may have.
+    """
+    own = settled(config, "target").cores
+    theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
+    if own is None or theirs is None or config.target_tp > 1:
+        return lambda everywhere: None
+    every = (*own, *sorted({*theirs} - {*own}))
+    return lambda everywhere: occupy(every if everywhere else own)
+
+
+def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
+    """The first have one more where they cannot be equal; where there are too few, some have the same one."""
+    first, end = (-(-i * len(cores) // of) for i in (which, which + 1))
+    return tuple(cores[first:end]) or (cores[which % len(cores)],)
