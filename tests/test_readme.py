@@ -24,7 +24,7 @@ from tests.test_imports import LAYERS
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 HOUSE = ROOT / "pearl" / "README.md"
-MECHANISM = ROOT / "pearl" / "protocol" / "README.md"
+MECHANISM = ROOT / "pearl" / "protocol" / "STATES.md"
 PAGES = sorted(
     page
     for page in (README, ROOT / "SECURITY.md", *ROOT.glob("launch/*.md"), *ROOT.glob("pearl/**/*.md"))

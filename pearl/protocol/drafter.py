@@ -1,6 +1,6 @@
-"""The draft's state machines, counterpart of the coordinator: draft on from the newest prefix known, up to a bound.
+"""The draft's state machines, counterpart of the coordinator: draft on from the newest known prefix, up to a bound.
 
-They decide nothing about the text.  While one may draft it never waits; what it has drafted it sends at once.
+They decide nothing about the text, never wait while they may draft, and send drafted tokens at once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pearl.protocol.sequence import TokenSequence, extend_digest
 class State(Enum):
     IDLE = "idle"  # no request
     DRAFTING = "drafting"  # a forward is running, for the text or for other outcomes
-    WAITING = "waiting"  # drafted up to the bound, or as far as the stop policy lets it: waits for a verdict
-    LOST = "lost"  # asked for the whole prefix
+    WAITING = "waiting"  # drafted up to the bound, or ended by the stop policy: waits for a verdict
+    LOST = "lost"  # has requested the whole prefix
 
 
-# As in the coordinator: state -> event -> states that may follow. Messages may come while a forward runs.
+# state -> event -> states that may follow. Messages may come while a forward runs.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.IDLE: {Begin: frozenset({State.DRAFTING, State.WAITING})},
     State.DRAFTING: {Drafted: frozenset({State.DRAFTING, State.WAITING, State.IDLE, State.LOST})},
@@ -57,7 +57,7 @@ class Counts:
     wasted: int = 0  # drafted tokens that a verdict overtook
     resyncs: int = 0
     branched: int = 0  # tokens drafted for other outcomes
-    foreseen: int = 0  # of these the ones that were sent for the outcome that came
+    foreseen: int = 0  # of these, those sent for the outcome that came
 
 
 class DraftMachine(Machine):
@@ -84,13 +84,13 @@ class DraftMachine(Machine):
         self.draft_until = 0
         self.counts = counts
         self._lost = False
-        self._paused = False  # by the stop policy, until all that was drafted is judged
-        self._is_hedged = False  # nothing more is worth preparing, until the target says something
+        self._paused = False  # the stop policy has ended drafting until all drafted tokens are judged
+        self._is_hedged = False  # no more branches are worth a forward until the next verdict
         self._in_flight = 0  # tokens that the running forward was fed
-        self._searched = 0.0  # seconds of forwards that have looked for the next block so far
+        self._searched = 0.0  # seconds of the forwards that have searched for the next block so far
         self._hedges = False  # the running forward is for other outcomes alone
-        self._overtaken = False  # the running forward's tokens would continue a prefix that no longer stands
-        self._branches: dict[tuple[int, int], tuple[int, ...]] = {}  # by outcome: what was sent for it
+        self._overtaken = False  # the running forward's tokens would continue an outdated prefix
+        self._branches: dict[tuple[int, int], tuple[int, ...]] = {}  # tokens sent for each outcome
         self._followed: tuple[int, int] | None = None  # the outcome whose branch the text follows
 
     # ---- events ----
@@ -111,7 +111,7 @@ class DraftMachine(Machine):
     def _verdict(self, verdict: Verdict, do: Do) -> None:
         seq = self.sequence
         old = self.begun is None or verdict.request != self.begun.request or verdict.epoch < self.epoch
-        if self._lost and not old and verdict.epoch > self.epoch:  # our Resync was overtaken by a rejection
+        if self._lost and not old and verdict.epoch > self.epoch:  # a rejection has overtaken our Resync
             self._lose(verdict, do)
             return
         if old or self._lost or verdict.start < seq.committed:
@@ -150,7 +150,7 @@ class DraftMachine(Machine):
             self.sequence.feed(event.cached)
             self.counts.drafted += len(event.tokens)
             self._paused = event.paused
-            # A prefix's forward says nothing of how long a token takes.
+            # The forward of a whole prefix is no measure of a token's time.
             seconds = (self._searched + event.seconds) / len(event.tokens) if self._in_flight == 1 else 0.0
             self._searched = 0.0
             tokens, rows, known = event.tokens, event.rows, self.sequence.committed
@@ -165,7 +165,7 @@ class DraftMachine(Machine):
         self._go_on(do)
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Sends what is new of the continuations for other outcomes."""
+        """Send new tokens of the continuations for other outcomes."""
         assert self.begun is not None
         seq = self.sequence
         has_bonus = self.begun.options.prepares_bonus and len(seq.tokens) >= self._until
@@ -184,7 +184,7 @@ class DraftMachine(Machine):
             do(Send(message.changed(after=branch.after, known=seq.committed)))
 
     def _follow(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Sends what the running forward has added to the branch that has become the text meanwhile."""
+        """Send the tokens that the last forward has added to a branch which has become the text since."""
         seq = self.sequence
         for branch in branches:
             if self.begun is None or branch.after != self._followed:
@@ -201,15 +201,15 @@ class DraftMachine(Machine):
                 do(Send(message.changed(source=Source.BRANCH)))
 
     def _part(self) -> None:
-        """What is being drafted, and what was prepared, would continue a prefix that no longer stands."""
+        """The prefix has changed: drop the tokens being drafted, and the branches."""
         self._overtaken, self._paused, self._searched = True, False, 0.0
         self._branches.clear()
         self._followed = None
 
     def _give_up(self, why: str, do: Do) -> None:
-        """Drafts no more for this request, unless the prefix that the model choked on no longer stands."""
+        """Draft no more for this request, unless the prefix that the model failed on is outdated."""
         self.sequence.drop_pending()
-        self.sequence.fed = 0  # what the cache holds may be what the model choked on
+        self.sequence.fed = 0  # the cache may hold what the model failed on
         if self.begun is not None and not self._overtaken:
             do(Send(Error(self.begun.request, "NumericalError", why)))
             self.begun = None
@@ -218,7 +218,7 @@ class DraftMachine(Machine):
     # ---- what to do next ----
 
     def _go_on(self, do: Do) -> None:
-        """Starts the next forward, unless one is running or there is nothing that may be drafted."""
+        """Start the next forward, unless one is running or nothing may be drafted."""
         if self.state is State.DRAFTING:
             return
         seq = self.sequence
@@ -236,7 +236,7 @@ class DraftMachine(Machine):
     def _forward(self, do: Do) -> None:
         assert self.begun is not None
         seq = self.sequence
-        # The last token is fed again where it was fed before a verdict made it final: its row is gone.
+        # A last token fed before a verdict made it final is fed again: its row is gone.
         seq.fed = min(seq.fed, len(seq.tokens) - 1)
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
@@ -254,7 +254,7 @@ class DraftMachine(Machine):
 
     @property
     def _may_hedge(self) -> bool:
-        """Whether it waits for a verdict, and may prepare for other outcomes meanwhile."""
+        """Whether it waits for a verdict, and may draft branches until it comes."""
         assert self.begun is not None
         seq = self.sequence
         is_full = self.draft_until <= len(seq.tokens) or self._paused
@@ -262,7 +262,7 @@ class DraftMachine(Machine):
         return self.begun.options.branches > 0 and is_full and may_go_on and not self._is_hedged
 
     def _hedge(self, do: Do) -> None:
-        """Starts a forward that prepares for other outcomes."""
+        """Start a forward of branches."""
         assert self.begun is not None
         seq = self.sequence
         if seq.cached > seq.fed:
@@ -283,7 +283,7 @@ class DraftMachine(Machine):
     # ---- following the target ----
 
     def _apply(self, verdict: Verdict) -> bool:
-        """Commits the verdict's tokens; False where the prefix then has not the verdict's digest."""
+        """Commit the verdict's tokens; whether the prefix then has the verdict's digest."""
         seq = self.sequence
         for token in verdict.tokens:
             if seq.pending[:1] == [token]:
@@ -357,7 +357,7 @@ class Drafter:
                 return machine.handle(event)
         if type(event) is Begin:
             return self._free(event.tokens).handle(event)
-        return self.machines[0].handle(event)  # of no request here: a verdict that came late, say
+        return self.machines[0].handle(event)  # of no request here, such as a late verdict
 
     def _computing(self, event: Drafted) -> DraftMachine:
         for machine in self.machines:
@@ -366,8 +366,8 @@ class Drafter:
         return self.machines[0]
 
     def _free(self, prefix: Sequence[int]) -> DraftMachine:
-        """Of the slots without a request the one whose cache has most of the prefix; where all have one the target has
-        given up the oldest, and said so or will.
+        """The free slot whose cache has most of the prefix; if none is free, the target has given up the oldest, whose
+        `Finish` is on its way.
         """
         free = [machine for machine in self.machines if machine.begun is None]
         if free:
@@ -377,7 +377,7 @@ class Drafter:
 
     @property
     def state(self) -> State:
-        """Of the slot that is busiest: one that drafts, or waits, before one that does not."""
+        """The state of the busiest slot."""
         states = [machine.state for machine in self.machines]
         return next(one for one in _BUSIEST if one in states)
 

@@ -1,7 +1,7 @@
-"""What happens inside one process: events that go into a state machine, commands that come out.
+"""Inside one process: events that go into a state machine, commands that come out.
 
-Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; `Guess`, `Forward`, `Judge`,
-`Sample` and `Draft` are each answered by exactly one event.  Every one of them names its request; -1 is none.
+Messages (`protocol/messages.py`) are events too. A worker carries out commands in order; each `Guess`, `Forward`,
+`Judge`, `Sample` and `Draft` is answered by exactly one event. `request` -1: none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cause(Enum):
 class Forwarded:
     """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
 
-    `beside`: tokens that it was fed for other requests; None: parts of their prompts too.
+    `beside`: tokens fed for other requests; None: parts of prompts were among all that was fed.
     """
 
     seconds: float = 0.0
@@ -49,13 +49,13 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """What was to be expected of some judgements, by the two distributions at each position judged.
+    """Expectations for some judgements, from the two distributions at each judged position.
 
     Attributes:
-        rejections: their expected number: the sum of the chances of being rejected.
-        variance: of that number, for given chances: the sum of chance times 1 - chance.
-        bias: the sum of the total variation distances between what was committed by and the target's distribution; 0
-            for an exact rule. The text's own distance is at most its mean.
+        rejections: expected number: the sum of the probabilities of rejection.
+        variance: of that number: the sum of p * (1 - p).
+        bias: sum of the total variation distances between the committed distribution and the target's; 0 for an exact
+            rule. The text's own distance is at most its mean.
     """
 
     rejections: float = 0.0
@@ -70,9 +70,9 @@ class Odds:
 class Judged:
     """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
 
-    `stop_after`: how many tokens of accepted + correction it takes to complete a stop string; None if none does.
-    `odds`: of the positions judged; None where the rule does not know the draft's distributions.
-    `is_candidate`: whether `token` is no correction: of several tokens drawn there it is the one accepted.
+    `stop_after`: number of tokens of accepted + correction that complete a stop string; None if none does.
+    `odds`: of the judged positions; None if the rule does not have the draft's distributions.
+    `is_candidate`: whether `token` is no correction but the accepted one of several candidates.
     """
 
     accepted: int
@@ -85,9 +85,9 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The DIRECT draws asked for: all but the last are nodes of the tree that was fed, each the parent of the next.
+    """The target's own draws: all but the last are nodes of the fed tree, each the parent of the next.
 
-    `stop_after`: how many of `tokens` it takes to complete a stop string; None if none does.
+    `stop_after`: number of `tokens` that complete a stop string; None if none does.
     """
 
     tokens: tuple[int, ...]
@@ -97,13 +97,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """What may follow, guessed without a model: a tree, its parents first, the likeliest nodes first.
+    """Guesses made without a model: a tree, parents before children, the likeliest nodes first.
 
     Attributes:
-        parents: of each token, numbered by its position where it stands in the text, and from the text's length on
-            where it is a guess.
-        chances: that the target takes the path to the token, itself included; estimated, never rising.
-        sources: who guessed each.
+        parents: of each token: a position of the text, or from the text's length on the index of a guess.
+        chances: estimated probability that the target takes the path to each token, itself included; never rising.
+        sources: who made each.
     """
 
     tokens: tuple[int, ...] = ()
@@ -115,7 +114,7 @@ class Guessed:
 
 @dataclass(frozen=True, slots=True)
 class DraftJoined:
-    """A draft is there, first or again; its model holds `context` tokens, and one takes it `seconds` (0: unknown)."""
+    """A draft has connected; its model holds `context` tokens, and a token takes it `seconds` (0: unknown)."""
 
     context: int
     seconds: float = 0.0
@@ -123,7 +122,7 @@ class DraftJoined:
 
 @dataclass(frozen=True, slots=True)
 class DraftGone:
-    """The draft died, fell silent or broke the protocol; or cannot go on with `request`, and only with that."""
+    """The draft died, fell silent or broke the protocol; or it cannot go on with `request`, and only with that."""
 
     reason: str
     request: int | None = None
@@ -138,14 +137,14 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The target waits for draft tokens, and the draft waits as well: something that one has sent was lost."""
+    """Target and draft wait for each other: a message was lost."""
 
     request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What was asked to be computed gave nothing that can be used. Only this request ends by it."""
+    """A command's result cannot be used. Ends only this request."""
 
     reason: str
     request: int = field(default=-1, kw_only=True)
@@ -153,11 +152,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the draft's row says of a token that was drawn from it.
+    """The draft's row about a token drawn from it.
 
     Attributes:
-        share: of the token among the likeliest, in eighths.
-        rivals: the likeliest others, the likeliest first.
+        share: probability of the token among the likeliest, in eighths.
+        rivals: the likeliest other tokens, the likeliest first.
     """
 
     token: int
@@ -170,18 +169,17 @@ class Drafted:
     """The draft's forward is done.
 
     Attributes:
-        tokens: what it proposes for the positions that follow, at most as many as were asked for; none where it only
-            fed a part of a long prefix.
+        tokens: proposed for the positions that follow, at most the budget; none if only a part of a long prefix was
+            fed.
         seconds: of the forward.
-        rows: the distribution that each token was drawn from; empty where the rule needs none.
-        draw: seconds that it took to draw them.
-        failure: why none could be drawn: its logits are not finite. Only this request's drafting ends by it.
+        rows: the distribution that each token was drawn from; empty if the rule needs none.
+        draw: seconds of drawing them.
+        failure: why none could be drawn: the logits are not finite. Ends only this request's drafting.
         cached: how many of `tokens`, from the first on, the KV cache holds already.
-        paused: whether the stop policy ends drafting here until these tokens are judged.
-        branches: what follows under other outcomes, as far as it is drafted: each whole, from its outcome on.
-        seen: what its row says of each of `tokens`, and of those that a branch had when the text became it: (position,
-            what). For a trace; empty where nobody asks.
-        fed: tokens that the forward was fed, those of other requests too; 0: not known.
+        paused: whether the stop policy ends drafting until these tokens are judged.
+        branches: continuations for other outcomes as far as drafted, each whole from its outcome on.
+        seen: for a trace: (position, `Seen`) of each of `tokens`, and of a branch's when it became the text.
+        fed: tokens fed in the forward, those of other requests too; 0: unknown.
     """
 
     tokens: tuple[int, ...] = ()
@@ -202,7 +200,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Start a request in slot `slot`. The draft gets it again with each whole prefix."""
+    """Start a request in slot `slot`; in the draft, once for each whole prefix."""
 
     prompt: tuple[int, ...]
     options: RequestOptions
@@ -228,7 +226,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Of the tree fed last let these nodes, each the parent of the next, continue the text in the KV cache."""
+    """Let these nodes of the tree fed last, each the parent of the next, continue the text in the KV cache."""
 
     path: tuple[int, ...]
     request: int = field(default=-1, kw_only=True)
@@ -239,12 +237,12 @@ class Guess:
     """Guess, without a model, what may follow the text. Answer: Guessed.
 
     Attributes:
-        base: the text is, up to this position, what it was when it was last told (at first: the prompt).
-        tokens: its tokens from there on.
-        committed: how many of the text's tokens are; guesses may follow the last of these, and any after it.
+        base: length of the text that is as in the last `Guess` (at first: the prompt).
+        tokens: the text's tokens from there on.
+        committed: number of committed tokens; guesses may follow the last of them, and any token after it.
         limit: the first position that needs no guess.
-        acceptance: how likely a pending token is right, where those before it are.
-        most: guesses.
+        acceptance: probability that a pending token is right if those before it are.
+        most: maximum number of guesses.
     """
 
     base: int
@@ -258,9 +256,9 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Feed `tokens`, the first of which stands at position `start`; keep the last `rows` rows. Answer: Forwarded.
+    """Feed `tokens` from position `start` on; keep the last `rows` rows. Answer: Forwarded.
 
-    `parents`: None where they are a chain; else the index in `tokens` of each one's parent, -1 for a token at `start`.
+    `parents`: None for a chain; else the index in `tokens` of each one's parent, -1 for a token at `start`.
     """
 
     phase: Phase
@@ -276,8 +274,8 @@ class Judge:
     """Judge draft `tokens` from position `start` on. Answer: Judged.
 
     Attributes:
-        rows: a draft distribution each (opaque).
-        nodes: of the last forward's tokens those whose rows judge them, one each.
+        rows: the draft distribution of each (opaque).
+        nodes: the last forward's token whose row judges each.
     """
 
     start: int
@@ -291,7 +289,7 @@ class Judge:
 class Sample:
     """Draw position `position` from the target alone, by the row of token `node` of the last forward. Answer: Sampled.
 
-    `follow`: where the draw is a child of that node, draw the position after it too, and so on.
+    `follow`: if the draw is a child of that node, draw the position after it too, and so on.
     """
 
     position: int
@@ -306,10 +304,10 @@ class Draft:
 
     Attributes:
         budget: 0: only feed.
-        pending: tokens proposed already since the prefix that the target last told.
-        hedge: where more than 0 nothing is proposed for the text, for it may not go on: continuations for other
-            outcomes are, each of up to so many tokens. `Drafted.paused` tells that no more are worth a forward.
-        bonus: the target draws the token behind the text itself: whichever it may be is such an outcome too.
+        pending: tokens already proposed behind the known prefix.
+        hedge: if positive, draft continuations for other outcomes, each of up to so many tokens, and none of the text.
+            `Drafted.paused` then says that no more of them are worth a forward.
+        bonus: whether the target's own draw behind the text is such an outcome too.
         prompt: whether `tokens` are of the prefix that the request began with.
     """
 
@@ -339,7 +337,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A request is over: tell its front. `counts`: a `request.Counts`; `window`: c as last used."""
+    """A request is over: tell its front. `counts`: `request.Counts`; `window`: c as last used."""
 
     request: int
     reason: FinishReason

@@ -1,6 +1,6 @@
-"""What both state machines are made of: a table says which event may come in which state and which states may follow.
+"""Base of the state machines: a table of the events each state allows and the states that may follow.
 
-An event that the table does not allow raises, with the story that led to it, and leaves the machine as it was.
+An event that the table does not allow raises an error with the last transitions, and leaves the machine as it was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Do = Callable[[object], None]  # takes a command
 States = TypeVar("States", bound=Enum)
 Table = Mapping[States, Mapping[type, frozenset[States]]]  # state -> event -> the states that may follow
 
-_STORY = 12  # transitions that an error tells of
+_STORY = 12  # transitions in an error message
 
 
 class Machine:

@@ -1,7 +1,7 @@
-"""What crosses between processes, as plain values: the fixed list of message types.
+"""Messages between processes, as plain values.
 
-The byte format (msgpack arrays, limits, checks) is `transport/codec.py`; its written specification is
-`pearl/transport/WIRE.md`.  No message looks into a draft distribution: see `pearl.decoding.distribution`.
+The byte format (msgpack arrays, limits, checks) is `transport/codec.py`, specified in `pearl/transport/WIRE.md`.
+Draft distributions are opaque here: see `pearl.decoding.distribution`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TOKENS = 1 << 20  # in one list
 MAX_RUN = 2048  # drafted tokens in one message: twice the largest gamma
 MAX_VOCAB = MAX_FRAME // 4  # ids: a distribution over more would fit no frame
 LEAST_SECONDS = 1e-12  # above 0, which means unknown; no clock measures less
-MOST_SECONDS = 1e9  # thirty years: quotients and multiples of these are formed, and must stay numbers
+MOST_SECONDS = 1e9  # thirty years; quotients and multiples of times must stay finite
 MAX_STATISTICS = 1 << 20  # characters
 
 Tokens = Annotated[tuple[Position, ...], Meta(max_length=MAX_TOKENS)]
@@ -42,8 +42,8 @@ class Provenance(Enum):
     """Where a committed token came from."""
 
     ACCEPTED = "accepted"  # drafted, and the target agreed
-    CORRECTED = "corrected"  # drafted wrongly: a sample of the residual stands in its place
-    DIRECT = "direct"  # the target's own draw: no draft was asked (ar, prefill in sd, going alone)
+    CORRECTED = "corrected"  # in place of a rejected draft token: a sample of the residual
+    DIRECT = "direct"  # the target's own draw where no draft token was due (ar, prefill in sd, going alone)
     BONUS = "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
     GUESSED = "guessed"  # guessed without a model, and the target agreed
 
@@ -62,7 +62,7 @@ class Source(Enum):
     NGRAM = "n-gram"
     DATASTORE = "datastore"
     BRANCH = "branch"
-    LOOKUP = "lookup"  # the model too, by a guess of its own that a forward for the token before has confirmed
+    LOOKUP = "lookup"  # the model, which confirmed a guess in the forward for the token before
 
 
 class SparseRow(Record, frozen=True):
@@ -127,11 +127,11 @@ class Submit(Message, frozen=True, tag=3):
 
 
 class Logprobs(Record, frozen=True):
-    """What the target's row says of a token: natural logarithms of probabilities at temperature 1, unfiltered and
-    without penalties and biases; at least `LEAST_LOGPROB`.
+    """Log probability of a token in the target's row: natural logarithm, at temperature 1, without filters, penalties
+    and biases; at least `LEAST_LOGPROB`.
 
     Attributes:
-        top: the likeliest tokens, the likeliest first, each with its own.
+        top: the likeliest tokens with theirs, the likeliest first.
     """
 
     logprob: Logarithm
@@ -180,13 +180,13 @@ class DraftTokens(Message, frozen=True, tag=8):
 
     Attributes:
         seconds: how long a token of the forward that made them took; 0: unknown.
-        rows: the distribution that each was drawn from (see `decoding.distribution`); empty where the rule needs none.
+        rows: the distribution that each was drawn from (see `decoding.distribution`); empty if the rule needs none.
         waited: seconds that the draft has waited for verdicts in all of this request so far.
         source: who guessed them.
-        after: None for the main line; else the outcome (position, token) under which they hold: that this token, which
-            the main line does not have there, is committed at this position. They continue what came for it before.
-        paused: whether the draft drafts no more, though it may, until these tokens are judged: its stop policy said so.
-        known: how long a prefix the target had told the draft when it drafted them.
+        after: None for the main line; else the outcome (position, token) under which they hold: that this token is
+            committed at this position, where the main line has another. They continue what came for it before.
+        paused: whether the draft's stop policy ends drafting until these tokens are judged.
+        known: length of the prefix that the draft had when it drafted them.
     """
 
     request: Count
@@ -218,7 +218,7 @@ class Verdict(Message, frozen=True, tag=9):
 
 
 class Resync(Message, frozen=True, tag=10):
-    """The draft lost the thread (a gap, or a digest that does not match) and asks for the whole prefix."""
+    """The draft's prefix has a gap or another digest: it requests the whole prefix."""
 
     request: Count
     epoch: Count
@@ -237,9 +237,9 @@ class Cancel(Message, frozen=True, tag=12):
 
 
 class Heartbeat(Message, frozen=True, tag=13):
-    """From a work loop. `step` counts forwards, `work` names what is being done with how many `tokens`.
+    """From a work loop: number of forwards, and the current work on so many `tokens`.
 
-    `seconds`: how long that should take; of "calibrated", which admits a draft, what a token takes it.
+    `seconds`: how long it should take; for "calibrated", which admits a draft, what a token takes it.
     """
 
     step: Count
@@ -262,7 +262,7 @@ class Pong(Message, frozen=True, tag=15):
 
 
 class Trace(Message, frozen=True, tag=17):
-    """Record what you do from now on, as recording `number`; not `on`: end it. Echoed by the receiver once done."""
+    """Begin recording `number`; not `on`: end it. Echoed by the receiver once done."""
 
     number: Count
     on: bool

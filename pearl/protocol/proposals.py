@@ -1,8 +1,7 @@
-"""What is proposed for a text and not judged yet.
+"""Proposals: tokens guessed for a text and not judged yet.
 
-A proposal is some tokens that somebody guessed for the positions from `start` on.  A draft model's tokens, n-grams, a
-datastore's continuations and branches prepared for another outcome are all proposals; a `ProposalStore` keeps those of
-one request and says which of them hold for the prefix as it is now.
+A draft model's tokens, n-grams, a datastore's continuations and branches prepared for another outcome are all
+proposals; a `ProposalStore` keeps those of one request.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Proposal:
     """Tokens guessed for the positions from `start` on.
 
     Attributes:
-        rows: a draft distribution for each token, opaque here; None for each where the rule needs none.
-        after: None for the main line; else the outcome (position, token) under which it holds: that this token, which
-            the main line does not have there, is committed at this position, just before `start`.
+        rows: a draft distribution for each token, opaque here; None for each if the rule needs none.
+        after: None for the main line; else the outcome (position, token) under which it holds: that this token is
+            committed at this position, just before `start`, where the main line has another.
     """
 
     start: int
@@ -44,17 +43,14 @@ class Proposal:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Of each token. A model has but one token of a forward, so what follows it there is its lookup's."""
+        """Of each token. The first token of a forward is the model's; later ones come from its lookup."""
         if self.source is Source.MODEL:
             return (Source.MODEL, *[Source.LOOKUP] * (len(self.tokens) - 1))
         return (self.source,) * len(self.tokens)
 
 
 class ProposalStore:
-    """The proposals of one request that are not judged: the main line, and branches for other outcomes.
-
-    The main line is what is pending: tokens that follow one another from the prefix's end on.
-    """
+    """The proposals of one request: the main line, which follows the prefix, and branches for other outcomes."""
 
     def __init__(self) -> None:
         self._rows: list[Any] = []
@@ -79,9 +75,9 @@ class ProposalStore:
         return tuple(self._rows[:count])
 
     def accept(self, committed: int) -> Source:
-        """The first token of the main line is committed, `committed` tokens then are; return who guessed it.
+        """The main line's first token was committed, as the last of `committed` tokens; return who guessed it.
 
-        Branches for another outcome there are dropped.
+        Drops branches for other outcomes there.
         """
         if self._branches:
             self._branches = {after: each for after, each in self._branches.items() if after[0] >= committed}
@@ -94,7 +90,7 @@ class ProposalStore:
         return found and replace(found, after=None)
 
     def clear(self) -> None:
-        """Drop everything: what was proposed holds no longer."""
+        """Drop all of them."""
         self._rows.clear()
         self._sources.clear()
         self._branches.clear()

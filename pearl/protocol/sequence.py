@@ -1,7 +1,4 @@
-"""One sequence as one side knows it: the committed prefix, the pending tokens behind it, and what the KV cache holds.
-
-Both sides keep one. It knows nothing of epochs, windows or messages.
-"""
+"""One sequence as one side has it: the committed prefix, the pending tokens behind it, and what the KV cache holds."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class TokenSequence:
-    """`tokens[:committed]` is the prefix, the rest is pending; `tokens[:fed]` stands, valid, in the KV cache.
+    """`tokens[:committed]` is the prefix, the rest is pending; the KV cache holds `tokens[:fed]`.
 
-    `cached` counts what the cache physically holds; where it exceeds `fed` a rollback is due before the next forward.
-    `prompt` counts the tokens that it began with.
+    `cached` counts the tokens in the cache, valid or not: if it exceeds `fed`, a rollback is due before the next
+    forward. `prompt` is the length it began with.
 
     Args:
         piece: see `Capabilities.prompt_piece`.
@@ -60,9 +57,9 @@ class TokenSequence:
         return common_prefix(self.tokens[: self.fed], prefix)
 
     def restart(self, prefix: Sequence[int]) -> None:
-        """Begins anew from a whole prefix, keeping of the cache what the two have in common.
+        """Begin with a whole prefix, keeping the part of the cache that it has in common with the old text.
 
-        The last token is always fed again, for a forward that yields its row.
+        The last token is always fed again, to get its row.
         """
         self.fed = min(self.held(prefix), len(prefix) - 1)
         if self.piece > 1:
@@ -92,7 +89,7 @@ class TokenSequence:
         self.fed = min(self.fed, self.committed)
 
     def feed(self, count: int) -> list[int]:
-        """Marks the next `count` unfed tokens as being in the cache, and returns them. A rollback must come first."""
+        """Mark the next `count` unfed tokens as cached and return them. Needs `cached <= fed`."""
         tokens = self.tokens[self.fed : self.fed + count]
         self.fed += len(tokens)
         self.cached = self.fed
