@@ -67,7 +67,7 @@ class DelayedEndpoint:
     """Holds each message back for a random time; order is kept, as on a slow network."""
 
     def __init__(self, endpoint: Listener, noise: random.Random, seconds: float) -> None:
-        self._endpoint, self._noise, self._seconds = endpoint, noise, seconds
+        self._endpoint, self._noise, self._seconds, self.address = endpoint, noise, seconds, endpoint.address
         self.wait, self.wake, self.close, self.trust = endpoint.wait, endpoint.wake, endpoint.close, endpoint.trust
 
     def send(self, message: Message, peer: Peer | None = None) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pearl import Engine
 from pearl.server.listen import bind
 from tests.conftest import TOY
-from tests.test_server import BOUND, MODEL, Served
+from tests.served import BOUND, MODEL, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("test_clients")]
 

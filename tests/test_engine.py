@@ -291,7 +291,7 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
     next(stream)
     del stream
     assert one(toy).tokens == greedy_text(PROMPT, 60)
-    assert not toy._client._streams, "a stream that is over must not be kept"
+    assert not toy.client._streams, "a stream that is over must not be kept"
 
 
 def test_exception_while_streaming_frees_the_engine(toy: Engine) -> None:

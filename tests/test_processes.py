@@ -287,7 +287,7 @@ class DeadDraft:
     def wait_for(self, *_: object) -> None: ...
     def kill(self) -> None: ...
     def end(self) -> None: ...
-    def fate(self) -> PearlError:
+    def exit_error(self) -> PearlError:
         return StartError("it has died")
 
 
@@ -296,18 +296,18 @@ class Slow(DeadDraft):
 
     number = 40
 
-    def fate(self) -> PearlError:
+    def exit_error(self) -> PearlError:
         Slow.number += 1
         return StartError(f"draft worker: {self.number} ms a token, where 1.{self.number} ms are usual")
 
 
 class Crashed(DeadDraft):
-    def fate(self) -> PearlError:
+    def exit_error(self) -> PearlError:
         return StartError("draft worker was killed by signal 11")
 
 
 class Killed(DeadDraft):
-    def fate(self) -> PearlError:
+    def exit_error(self) -> PearlError:
         return StartError("draft worker was killed by signal 9")
 
 
@@ -539,7 +539,7 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
         held, let_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with engine._client._turns, engine._launcher._ending:
+            with engine.client._turns, engine._launcher._ending:
                 held.set()
                 assert let_go.wait(BOUND)
 
@@ -555,7 +555,7 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
             with engine:
                 pass
             engine.close()
-            engine._client.__del__()
+            engine.client.__del__()
             with pytest.raises(EngineClosed):
                 engine.generate([PROMPT], greedy(5))
 

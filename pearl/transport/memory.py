@@ -1,7 +1,6 @@
-"""Endpoints and tensor channels within one process, for tests and for runs without processes.
+"""Endpoints and tensor channels within one process, for tests and simulations.
 
-Messages pass through the codec, so that here too only what the wire allows arrives.  Knows no sockets and no
-processes. Unlike a socket, an endpoint here may be used from any thread.
+Messages pass through the codec, so only what the wire allows arrives.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pearl.protocol.messages import Message
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received, check_row
 from pearl.transport.codec import encode, received
 
-_QUEUE = 4096  # items that may wait in a pipe
+_QUEUE = 4096  # items that a pipe holds
 _Item = TypeVar("_Item")
 
 
@@ -29,12 +28,12 @@ class _Pipe(Generic[_Item]):
     def __init__(self) -> None:
         self._items: deque[_Item] = deque()
         self._changed = Condition()
-        self._closed = self._woken = False
+        self._is_closed = self._is_woken = False
 
     def put(self, item: _Item) -> None:
-        """Never blocks. Raises `TransportError` where the reader has closed the pipe or it is full."""
+        """Never blocks. Raises `TransportError` if the reader has closed the pipe or it is full."""
         with self._changed:
-            if self._closed:
+            if self._is_closed:
                 raise TransportError("the peer is gone: it closed its end")
             if len(self._items) >= _QUEUE:
                 raise TransportError(f"the peer's queue is full ({_QUEUE}): it has stopped receiving")
@@ -42,30 +41,27 @@ class _Pipe(Generic[_Item]):
             self._changed.notify_all()
 
     def take(self, least: int, most: int, timeout: float) -> list[_Item]:
-        """Up to `most` items, once `least` are there or `timeout` seconds have passed."""
+        """Up to `most` items, once there are `least` or after `timeout` seconds."""
+        self.wait(timeout, least)
         with self._changed:
-            self._wait(least, timeout)
-            if self._closed:
+            if self._is_closed:
                 raise TransportError("this end was closed")
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float, least: int = 1) -> None:
         with self._changed:
-            self._wait(1, timeout)
-
-    def _wait(self, least: int, timeout: float) -> None:
-        if timeout > 0:
-            self._changed.wait_for(lambda: self._closed or self._woken or len(self._items) >= least, timeout)
-            self._woken = False
+            if timeout > 0:
+                self._changed.wait_for(lambda: self._is_closed or self._is_woken or len(self._items) >= least, timeout)
+                self._is_woken = False
 
     def wake(self) -> None:
         with self._changed:
-            self._woken = True
+            self._is_woken = True
             self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._items.clear()
             self._changed.notify_all()
 
@@ -74,12 +70,15 @@ _Inbox = _Pipe[tuple[Peer, Sequence[bytes]]]
 
 
 class MemoryEndpoint:
-    """Either end: it reads `inbox` and writes to its peers' inboxes, under the name by which they know it."""
+    """Either end: it reads `inbox` and writes into its peers' inboxes, under the name that they have for it."""
+
+    connected, seconds_to_wait, address = True, 0.0, "memory"
 
     def __init__(self, name: Peer, peers: dict[Peer, _Inbox]) -> None:
         self.inbox: _Inbox = _Pipe()
         self._name, self._peers = name, peers
-        self._closed = False
+        self._is_closed = False
+        self.wait, self.wake = self.inbox.wait, self.inbox.wake
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         self.send_frames(encode(message), peer)
@@ -87,24 +86,18 @@ class MemoryEndpoint:
     def send_frames(self, frames: Sequence[bytes], peer: Peer | None = None) -> None:
         """Send raw frames, as a broken peer might."""
         inbox = self._peers.get(SOLE_PEER if peer is None else peer)
-        if inbox is None or self._closed:
+        if inbox is None or self._is_closed:
             raise TransportError("there is no such peer, or this end was closed")
         inbox.put((self._name, frames))
 
     def receive(self, timeout: float) -> list[Received]:
         return [(peer, received(frames)) for peer, frames in self.inbox.take(1, MAX_BATCH, timeout)]
 
-    def wait(self, timeout: float) -> None:
-        self.inbox.wait(timeout)
-
-    def wake(self) -> None:
-        self.inbox.wake()
-
     def trust(self, peer: Peer) -> None:
-        """Does nothing: no peer is limited here, except by a full queue."""
+        """Does nothing: peers here have no limit but a full queue."""
 
-    def close(self) -> None:
-        self._closed = True
+    def close(self, flush: float = 0.0) -> None:
+        self._is_closed = True
         self.inbox.close()
 
 
@@ -123,43 +116,43 @@ class MemoryHub:
         return connection
 
 
-def memory_hub() -> MemoryHub:
-    """A fresh hub; nothing is shared between two of them."""
-    return MemoryHub()
+memory_hub = MemoryHub
 
 
 class MemoryChannel:
-    """One end of a tensor channel within a process; see `memory_channels`."""
+    """One end of a tensor channel; see `memory_channels`."""
 
     def __init__(
         self, inbox: _Pipe[torch.Tensor], outbox: _Pipe[torch.Tensor], vocab_size: int, timeout: float
     ) -> None:
         self._inbox, self._outbox = inbox, outbox
         self._vocab_size, self._timeout = vocab_size, timeout
-        self._dead = False
+        self._is_dead = False
 
     def send(self, row: torch.Tensor) -> None:
         check_row(row, self._vocab_size)
-        if self._dead:
-            raise TransportError("the tensor channel is dead")
+        self._check_alive()
         self._outbox.put(row.detach().clone())
 
     def receive(self, count: int) -> torch.Tensor:
-        if self._dead:
-            raise TransportError("the tensor channel is dead")
+        self._check_alive()
         rows = self._inbox.take(count, count, self._timeout)
         if len(rows) < count:
             self.close()
             raise TransportError(f"{len(rows)} of {count} rows came within {self._timeout} s")
         return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
 
+    def _check_alive(self) -> None:
+        if self._is_dead:
+            raise TransportError("the tensor channel is dead")
+
     def close(self) -> None:
-        self._dead = True
+        self._is_dead = True
         self._inbox.close()
 
 
 def memory_channels(vocab_size: int, timeout: float) -> tuple[MemoryChannel, MemoryChannel]:
-    """The two ends of a channel for rows of `vocab_size`; a receive waits `timeout` seconds at most."""
+    """Both ends of a channel for rows of `vocab_size`; a receive waits at most `timeout` seconds."""
     one: _Pipe[torch.Tensor] = _Pipe()
     other: _Pipe[torch.Tensor] = _Pipe()
     return MemoryChannel(one, other, vocab_size, timeout), MemoryChannel(other, one, vocab_size, timeout)
