@@ -235,7 +235,7 @@ def check_ends(cell: Cell, engine: Engine) -> None:
     if cell.fault == "hang":
         stream = engine.stream(PROMPT, GREEDY, method="pearl")
         time.sleep(0.5)  # it hangs by now, or will while it is being ended; either way the end must be clean
-        assert stream.open
+        assert stream.is_open
     else:
         text(engine)
     strike(cell, engine)

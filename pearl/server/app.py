@@ -7,8 +7,8 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -211,7 +211,7 @@ class _Reply(_WhileConnected):
             await Response(whole, media_type="application/json")(scope, receive, send)
 
     async def _encoded(self, prompt: Any) -> list[int]:
-        with self._named_errors():
+        with _errors_about(self._asked.prompt_field):
             tokens = await self._service.encode(prompt)
         check_fits(tokens, self._asked, self._service.engine.context)
         return tokens
@@ -239,13 +239,10 @@ class _Reply(_WhileConnected):
 
     @asynccontextmanager
     async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
-        with self._named_errors():
+        with _errors_about(self._asked.prompt_field):
             params = self._asked.numbered(number, self._service.engine.context - len(tokens))
             async with self._service.text(tokens, params, self._arrived, self._client) as text:
                 yield text
-
-    def _named_errors(self) -> _NamedErrors:
-        return _NamedErrors(self._asked.prompt_field)
 
     async def _send_stream(self, prompts: list[list[int]], send: Send) -> None:
         """The headers go out with the first piece, so that an earlier error can have its own status code."""
@@ -276,17 +273,13 @@ async def _read(index: int, text: AsyncStream) -> None:
         pass
 
 
-class _NamedErrors:
+@contextmanager
+def _errors_about(param: str) -> Iterator[None]:
     """Turns the engine's errors into errors for the client, about the field `param` unless they name another."""
-
-    def __init__(self, param: str) -> None:
-        self._param = param
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PearlError):
-            raise of_engine(error, self._param) from error
+    try:
+        yield
+    except PearlError as error:
+        raise of_engine(error, param) from error
 
 
 class _Live(_WhileConnected):

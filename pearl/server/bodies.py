@@ -346,8 +346,8 @@ def _refusal(errors: list[Any], model: type[Body]) -> ApiError:
         param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
         # One error for each type that the field may have.
         several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "stop") else [first]
-        said = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
-        return ApiError(400, f"{param}: {' or '.join(said)}", param=param)
+        messages = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
+        return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)
     name = str(first["loc"][-1])
     unserved = {"messages": ChatMessage.unserved, "stream_options": StreamOptions.unserved}
     if name in (model.unserved if len(first["loc"]) == 1 else unserved.get(first["loc"][0], ())):

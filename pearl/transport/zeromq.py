@@ -65,7 +65,9 @@ def _public(secret: str) -> bytes:
     try:
         return zmq.curve_public(secret.encode())
     except (zmq.ZMQError, ValueError):  # forty valid characters may encode more than 32 bytes
-        raise ConfigError("the key file holds what is no key: copy it anew, or make one with `pearl keys FILE`") from None
+        raise ConfigError(
+            "the key file holds what is no key: copy it anew, or make one with `pearl keys FILE`"
+        ) from None
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
