@@ -220,7 +220,7 @@ def until(front: MemoryEndpoint, wanted: object) -> Error:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Over the loopback, with keys of its own; slow enough to be in the middle of a text for a while."""
-    with Engine(SPEC, "none", control="tcp", target_pace=0.05, startup_timeout=120) as made:
+    with Engine(SPEC, "none", control="tcp", target_pace=0.03, startup_timeout=120) as made:
         yield made
 
 
@@ -319,7 +319,7 @@ FLOODS = {
 def test_one_front_delays_another_hardly(
     engine: Engine, frames: list[bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As fast as it can, for as long as the other's text takes: 3 s. Sixty nested headers made it 15."""
+    """As fast as it can, for as long as the other's text takes: 2 s. Sixty nested headers took 15."""
     hostile, ended = Hostile(engine), threading.Event()
     hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
     hostile.hears(Welcome)

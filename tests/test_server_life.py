@@ -46,7 +46,7 @@ def test_a_lost_engine_is_reported() -> None:
 
 def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
     """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
-    with serving(target_timeout=5.0, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
+    with serving(target_timeout=3.5, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
         unfinished = pool.submit(lambda: served.post(**LONG))
         until(lambda: served.figure("vllm:generation_tokens_total") > 0)
         os.kill(target_of(served.service.engine), signal.SIGSTOP)

@@ -24,6 +24,7 @@ from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
+from pearl.spec.transports import is_remote
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
 from pearl.worker.settings import WorkerSettings
@@ -202,7 +203,7 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
         if not is_local(address):
             raise _not_here(address)
         yield directory
-    elif address.startswith("ipc://"):
+    elif not is_remote(address):
         raise StartError(f"rank 0 listens at {address}: give both ranks the same --control")
     else:
         directory = private_directory()

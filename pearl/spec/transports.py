@@ -19,7 +19,8 @@ class Transport:
         local: the address that the bare scheme stands for, reachable from this machine only. `{directory}` is the
             engine's private directory.
         makes_keys: whether other users of this machine can reach `local`, so that the engine makes keys of its own.
-        remote: pattern of addresses that other machines may reach; they take keys. None: there are none.
+        remote: pattern of addresses that other machines may reach; they take keys. None: every address names a file,
+            which must be in a private directory.
     """
 
     module: str
@@ -49,8 +50,12 @@ def is_on_one_host(control: str) -> bool:
     return control in TRANSPORTS
 
 
+def is_remote(address: str) -> bool:
+    """Whether this is the address of a transport between machines."""
+    transport = of_address(address)
+    return transport is not None and transport.remote is not None and bool(re.fullmatch(transport.remote, address))
+
+
 def is_control(control: str) -> bool:
-    """Whether this is a setting of the control channel: a bare scheme or an address of the right form."""
-    transport = of_address(control)
-    remote = transport.remote if transport else None
-    return is_on_one_host(control) or (remote is not None and re.fullmatch(remote, control) is not None)
+    """Whether this is a setting of the control channel: a bare scheme, or an address between machines."""
+    return is_on_one_host(control) or is_remote(control)

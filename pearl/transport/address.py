@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
-from pearl.spec.transports import TRANSPORTS, is_control
+from pearl.spec.transports import TRANSPORTS, is_control, of_address
 
 _MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
 _PREFIX = "pearl-"
@@ -47,9 +47,10 @@ def bind_address(control: str, directory: Path) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` leads to this machine only: a socket file in a private directory, or the loopback."""
-    if address.startswith("ipc://"):
-        return is_private(Path(address.removeprefix("ipc://")).parent)
+    """Whether `address` leads to this machine only: a file in a private directory, or the loopback."""
+    transport = of_address(address)
+    if transport is not None and transport.remote is None:
+        return is_private(Path(address.partition("://")[2]).parent)
     return _LOOPBACK.fullmatch(address) is not None
 
 

@@ -260,9 +260,9 @@ class RankGroup:
         self.rank, self.size, self._name = rank, size, name
         self._lost, self._named, self._closing = "", Event(), False
         try:
-            self._told = _gloo(_meeting(store_path, f"{name}-{start}-told"), rank, size, timeout)
-            self._told._set_default_timeout(_IDLE)
-            self._sums = self._told
+            self._orders = _gloo(_meeting(store_path, f"{name}-{start}-orders"), rank, size, timeout)
+            self._orders._set_default_timeout(_IDLE)
+            self._sums = self._orders
             if device.type == "cuda":
                 self._sums = _nccl(_meeting(store_path, f"{name}-{start}-sums"), rank, size, device, timeout)
         except RuntimeError as error:
@@ -276,7 +276,7 @@ class RankGroup:
         `graphs.PREFILL`) are all-reduced, which sends less.
         """
         part = part.contiguous()
-        if len(part) > _GATHERED_ROWS and self._sums is not self._told:
+        if len(part) > _GATHERED_ROWS and self._sums is not self._orders:
             self._wait(lambda: self._sums.allreduce([part]))
             return part
         parts = part.new_empty(self.size, *part.shape)
@@ -318,7 +318,7 @@ class RankGroup:
 
     def _watch(self, rank: int, lost: Callable[[str], None]) -> None:
         try:
-            self._told.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # never sent: it ends when the rank is gone
+            self._orders.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # never sent: it ends when the rank is gone
         except RuntimeError:
             if not self._closing and not self._named.is_set():
                 self._lost = f"rank {rank} of the {self._name} is gone"
@@ -330,7 +330,7 @@ class RankGroup:
         self._closing = True
 
     def _broadcast(self, words: torch.Tensor) -> torch.Tensor:
-        self._wait(lambda: self._told.broadcast([words]))
+        self._wait(lambda: self._orders.broadcast([words]))
         return words
 
     def _wait(self, begin: Callable[[], Any]) -> None:
