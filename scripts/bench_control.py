@@ -19,11 +19,12 @@ from statistics import quantiles
 import click
 
 from pearl.protocol.messages import DraftTokens, Verdict
+from pearl.transport import ensured_keys
 from pearl.transport.address import bind_address
 from pearl.transport.base import Received
 from pearl.transport.keys import channel_keys
 from pearl.transport.mailbox import Mailbox
-from pearl.transport.zeromq import ZmqConnection, ZmqListener, ensured_keys
+from pearl.transport.zeromq import ZmqConnection, ZmqListener
 
 _BOUND = 30.0  # seconds for an answer
 _VERDICT = Verdict(request=1, epoch=1, start=100, tokens=(5, 6, 7, 8), draft_until=120, digest=123456789)

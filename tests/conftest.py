@@ -54,7 +54,10 @@ _SHARED: dict[str, set[str]] = {
     "test_chat": {"paced"},
     "test_distill": {"whole"},
     "test_engine": {"tiny"},
-    "test_server": {"engine", "served", "slow", "several"},
+    "test_limits": {"engine"},
+    "test_server": {"engine", "served"},
+    "test_server_limits": {"served", "slow"},
+    "test_server_requests": {"served"},
     "test_slots": {"several", "alone"},
     "test_tables": {"reached"},
 }

@@ -644,7 +644,7 @@ def test_a_card_tells_what_was_taken_before_what_is_set(toy: Engine) -> None:
     card = read_card(toy.directory)
     assert card is not None
     assert card.place("target")[0] != "auto"
-    card = replace(card, taken={"target": {"device": "cuda:0-1", "dtype": "bfloat16"}})
+    card = replace(card, places={"target": {"device": "cuda:0-1", "dtype": "bfloat16"}})
     assert card.place("target") == ("cuda:0-1", "bfloat16")
     assert card.place("draft") == ("auto", "auto")
     assert " cuda:0-1 + auto " in table([card])

@@ -135,8 +135,7 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
 ) -> None:
     """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
     monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
-    monkeypatch.setattr(toy._client, "defaults", replace(toy.defaults, temperature=0.9, top_k=20))
-    monkeypatch.setattr(toy, "defaults", toy._client.defaults)
+    monkeypatch.setattr(toy, "defaults", replace(toy.defaults, temperature=0.9, top_k=20))
     flags = ["--method", method, "--max-tokens", "120", "--ignore-eos", "--top-p", "0.95", "--json", "123"]
     document = json.loads(pearl_here("generate", *flags).stdout)
     used = {name: document["settings"][name] for name in ("sampling", "decoding")}

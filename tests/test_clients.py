@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pearl import Engine
 from pearl.server.listen import bind
 from tests.conftest import TOY
-from tests.test_server import BOUND, MODEL, Served
+from tests.served import MODEL, Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("test_clients")]
 
@@ -81,83 +81,63 @@ def test_litellm(served: Served, wanted: str) -> None:
         litellm.completion(**asked | {"max_tokens": 10**7})
 
 
+def program(name: str) -> str:
+    """The path of a program, if it is installed; else the test is skipped."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def output(*command: str, **options: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **options)
+    assert done.returncode == 0, done.stderr + done.stdout[-6000:]
+    return done.stdout
+
+
 def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -> None:
-    """The command `llm`: it asks, goes on with what was said, and takes a schema."""
-    command = shutil.which("llm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if command is None:
-        pytest.skip("llm is not installed")
+    """The command `llm`: it asks, continues a conversation, and takes a schema."""
+    command = program("llm")
     model = {"model_id": "pearl", "model_name": MODEL, "api_base": f"{served.url}/v1", "supports_schema": True}
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
     environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
 
-    def llm(*arguments: str) -> str:
-        done = subprocess.run(
-            [command, *arguments, "-o", "temperature", "0"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=BOUND,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    def llm(*arguments: str, most: int = 16) -> str:
+        options = ("-o", "max_tokens", str(most), "-o", "temperature", "0")
+        return output(command, *arguments, *options, env=environment).strip()
 
-    assert llm("-m", "pearl", QUESTION, "-o", "max_tokens", "16") == wanted.strip()
-    assert llm("-m", "pearl", "--no-stream", QUESTION, "-o", "max_tokens", "16") == wanted.strip()
-    assert llm("-c", "And another?", "-o", "max_tokens", "16")
-    logged = json.loads(subprocess.check_output([command, "logs", "--json", "-n", "2"], env=environment))
+    assert llm("-m", "pearl", QUESTION) == llm("-m", "pearl", "--no-stream", QUESTION) == wanted.strip()
+    assert llm("-c", "And another?")
+    logged = json.loads(output(command, "logs", "--json", "-n", "2", env=environment))
     assert {entry["prompt"] for entry in logged} == {QUESTION, "And another?"}
     assert len({entry["conversation_id"] for entry in logged}) == 1
     schema = json.dumps(Cat.model_json_schema() | {"additionalProperties": False})
-    made = llm("-m", "pearl", "--schema", schema, "Describe a cat.", "-o", "max_tokens", "80")
-    assert Cat.model_validate_json(made)
+    assert Cat.model_validate_json(llm("-m", "pearl", "--schema", schema, "Describe a cat.", most=80))
 
 
 def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
-    """Requests made of the OpenAPI document, right and wrong ones: none is an error of the server's."""
-    command = shutil.which("schemathesis", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if command is None:
-        pytest.skip("schemathesis is not installed")
+    """Requests generated from the OpenAPI document, right and wrong ones: none is an error of the server's."""
+    command = program("schemathesis")
     with Engine(TOY, TOY) as engine, Served(engine, bind("127.0.0.1:0", None, 64, None)) as running:
-        done = subprocess.run(
-            [
-                *(command, "run", f"{running.url}/openapi.json", "--max-examples", "60", "--seed", "1"),
-                *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
-                *("--phases", "examples,coverage,fuzzing", "--no-color"),
-            ],
+        output(
+            *(command, "run", f"{running.url}/openapi.json", "--max-examples", "60", "--seed", "1", "--no-color"),
+            *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
+            *("--phases", "examples,coverage,fuzzing"),
             cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
         )
-        assert done.returncode == 0, done.stdout[-6000:]
         assert running.is_well()
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_load_generator(tmp_path: Path, streams: bool) -> None:
-    """`ab` of Debian's apache2-utils: eight at once, and each has its answer."""
-    command = shutil.which("ab")
-    if command is None:
-        pytest.skip("ab is not installed")
+    """`ab` of Debian's apache2-utils: eight at once, and each gets its answer."""
+    command = program("ab")
     asked = {"model": MODEL, "prompt": "123", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": streams}
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     with Engine(TOY, TOY, slots=4) as engine, Served(engine, bind("127.0.0.1:0", None, 64, None)) as running:
-        done = subprocess.run(
-            [
-                *(command, "-n", "200", "-c", "8", "-l", "-p", str(tmp_path / "asked.json")),
-                *("-T", "application/json", f"{running.url}/v1/completions"),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=BOUND,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        told = {
-            name.strip(): value.strip() for name, _, value in (line.partition(":") for line in done.stdout.splitlines())
-        }
-        assert (told["Complete requests"], told["Failed requests"]) == ("200", "0")
-        assert "Non-2xx responses" not in told
+        arguments = ("-n", "200", "-c", "8", "-l", "-p", str(tmp_path / "asked.json"), "-T", "application/json")
+        lines = output(command, *arguments, f"{running.url}/v1/completions").splitlines()
+        report = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        assert (report["Complete requests"], report["Failed requests"]) == ("200", "0")
+        assert "Non-2xx responses" not in report
         assert running.figure("vllm:generation_tokens_total") == 200 * 12

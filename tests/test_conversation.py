@@ -121,20 +121,14 @@ def test_a_template_that_rewrites_gets_its_way(template: Callable[[Messages], st
     assert Characters(None).decode(prompt) == template(said(TURNS, "?"))
 
 
-def test_a_reply_that_was_cut_is_closed_as_the_template_does() -> None:
+def test_replies_that_end_in_another_way_are_closed_as_the_template_does() -> None:
+    """A reply that was cut, or with an end of text that the template does not write."""
     tokenizer = Characters(chatml)
-    for reason in ("length", "cancelled", "stop"):
+    for reason, ending in (("length", []), ("cancelled", []), ("stop", []), ("eos", [OTHER_END])):
         conversation = Conversation(tokenizer)
-        conversation.add("Hi", conversation.prompt("Hi"), "Hel", tokenizer.encode("Hel", special=False), reason)
+        reply = [*tokenizer.encode("Hel", special=False), *ending]
+        conversation.add("Hi", conversation.prompt("Hi"), "Hel", reply, reason)
         assert tokenizer.decode(conversation.prompt("?")) == chatml(said([("Hi", "Hel")], "?"))
-
-
-def test_an_end_that_the_template_does_not_write_is_left_out() -> None:
-    tokenizer = Characters(chatml)
-    conversation = Conversation(tokenizer)
-    reply = [*tokenizer.encode("Yes", special=False), OTHER_END]
-    conversation.add("Hi", conversation.prompt("Hi"), "Yes", reply, "eos")
-    assert tokenizer.decode(conversation.prompt("?")) == chatml(said([("Hi", "Yes")], "?"))
 
 
 def test_undo_goes_back_to_the_same_tokens() -> None:
@@ -184,6 +178,7 @@ def test_the_oldest_turns_make_room() -> None:
 
 
 def test_a_saved_conversation_goes_on_with_the_same_tokens() -> None:
+    """With another model, or with tokens that the model has not, it is rendered again."""
     conversation = talked(chatml, TURNS, system="Be brief.")
     other = Conversation(Characters(chatml))
     other.load(conversation.saved("a"), "a")
@@ -191,15 +186,13 @@ def test_a_saved_conversation_goes_on_with_the_same_tokens() -> None:
     assert other.prompt("?") == conversation.prompt("?")
     other.undo()
     assert Characters(None).decode(other.prompt("?")) == chatml(said(TURNS[:2], "?", "Be brief."))
-
-
-def test_a_conversation_with_another_model_is_rendered_anew() -> None:
-    tokenizer = Characters(chatml)
-    conversation = Conversation(tokenizer)
-    conversation.add("Hi", conversation.prompt("Hi"), "Yes", [5, 6, 7], "length")
-    other = Conversation(tokenizer)
-    other.load(conversation.saved("a"), "b")
-    assert tokenizer.decode(other.prompt("?")) == chatml(said([("Hi", "Yes")], "?"))
+    strange = Conversation(Characters(chatml))
+    strange.add("Hi", strange.prompt("Hi"), "Yes", [5, 6, 7], "length")
+    other.load(strange.saved("a"), "b")
+    assert Characters(None).decode(other.prompt("?")) == chatml(said([("Hi", "Yes")], "?"))
+    turn = '{"user": "Hi", "reply": "Yes", "finish_reason": "eos"}'
+    other.load(f'{{"target": "a", "system": "", "turns": [{turn}], "tokens": [-5]}}', "a")
+    assert Characters(None).decode(other.prompt("?")) == chatml(said([("Hi", "Yes")], "?"))
 
 
 @pytest.mark.parametrize(
@@ -220,12 +213,3 @@ def test_what_is_no_conversation_is_refused_and_changes_nothing(text: str, where
     with pytest.raises(RequestError, match=f"no saved conversation: {where}"):
         conversation.load(text, "a")
     assert conversation.prompt("?") == before
-
-
-def test_saved_tokens_that_the_model_has_not_are_not_believed() -> None:
-    conversation = Conversation(Characters(chatml))
-    conversation.load(
-        '{"target": "a", "system": "", "turns": [{"user": "u", "reply": "r", "finish_reason": "eos"}], "tokens": [-5]}',
-        "a",
-    )
-    assert Characters(None).decode(conversation.prompt("?")) == chatml(said([("u", "r")], "?"))

@@ -12,7 +12,8 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods
 from pearl.spec.methods import DRAFTLESS
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.pairwise import combined
 from tests.replace import replace
 from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
 
@@ -89,24 +91,20 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
             runner.rollback(0)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("window", ["stream", "fixed"])
-@pytest.mark.parametrize("gamma", [None, 1, 3])
-def test_greedy_text_is_the_targets_own(toy: Engine, method: str, window: str, gamma: int | None) -> None:
+@combined
+def test_greedy_text_is_the_targets_own(toy: Engine, combined: Callable[..., list[Any]]) -> None:
     """Invariant 3; a window of 1 is where others crash."""
-    usual = DecodingConfig(method=method, window=window, gamma=gamma)  # type: ignore[arg-type]
-    plain = usual.model_copy(update=methods.AS_PUBLISHED) if method == "pearl" else usual
-    for decoding in (plain, usual) if method == "pearl" else (plain,):
-        result = one(toy, decoding=decoding)
-        assert result.tokens == greedy_text(PROMPT, 60)
-        assert result.text == toy.tokenizer.decode(result.tokens)
-        assert result.finish_reason == "length"
-        assert (
-            method == "ngram"
-            or (method == "pearl" and decoding is usual)
-            or (method == "ar") == (result.provenance == [Provenance.DIRECT] * 60)
-        )
-        consistent(result, toy, runs_ahead=decoding is usual and method == "pearl")
+    for method, window, gamma in combined(METHODS, ["stream", "fixed"], [None, 1, 3]):
+        usual = DecodingConfig(method=method, window=window, gamma=gamma)
+        published = usual.model_copy(update=methods.AS_PUBLISHED)
+        for decoding in (published, usual) if method == "pearl" else (usual,):
+            result = one(toy, decoding=decoding)
+            assert result.tokens == greedy_text(PROMPT, 60), decoding
+            assert (result.text, result.finish_reason) == (toy.tokenizer.decode(result.tokens), "length")
+            runs_ahead = method == "pearl" and decoding is usual
+            is_direct = result.provenance == [Provenance.DIRECT] * 60
+            assert method == "ngram" or runs_ahead or (method == "ar") == is_direct, decoding
+            consistent(result, toy, runs_ahead)
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
@@ -185,11 +183,9 @@ def test_impossible_prompts_are_refused_and_the_engine_unharmed(toy: Engine, pro
 
 
 def test_text_may_fill_the_context_to_its_last_token(toy: Engine) -> None:
-    prompt = [1] * 450
     for max_tokens in (62, None):
-        result = one(toy, GREEDY.model_copy(update={"max_tokens": max_tokens}), prompt)
-        assert (len(result.tokens), result.finish_reason) == (62, "length")
-        assert result.tokens == greedy_text(prompt, 62)
+        result = one(toy, GREEDY.model_copy(update={"max_tokens": max_tokens}), [1] * 450)
+        assert (result.tokens, result.finish_reason) == (greedy_text([1] * 450, 62), "length")
 
 
 def test_prompt_that_goes_on_from_the_last_text_is_found_in_the_cache(toy: Engine) -> None:
@@ -203,45 +199,31 @@ def test_prompt_that_goes_on_from_the_last_text_is_found_in_the_cache(toy: Engin
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("max_tokens", [1, 2, 7])
-def test_max_tokens_is_exact(toy: Engine, method: str, max_tokens: int) -> None:
-    """A window must not run past the limit, nor be counted."""
-    result = one(toy, GREEDY.model_copy(update={"max_tokens": max_tokens}), method=method)
-    assert result.tokens == greedy_text(PROMPT, max_tokens)
-    consistent(result, toy, runs_ahead=method == "pearl")
+def test_where_a_text_ends(toy: Engine, method: str) -> None:
+    """Exactly at max_tokens, which no window may pass or count; at the first eos; before a stop string."""
 
+    def text(params: SamplingParams, prompt: list[int] = PROMPT) -> Result:
+        result = one(toy, params, prompt, method=method)
+        consistent(result, toy, runs_ahead=method == "pearl")
+        return result
 
-@pytest.mark.parametrize("method", METHODS)
-def test_text_ends_at_the_first_eos(toy: Engine, method: str) -> None:
-    prompt, text = _prompt_that_meets(3)
-    params = SamplingParams(temperature=0, max_tokens=60)
-    result = one(toy, params, prompt, method=method, decoding=None)
-    assert result.tokens == text[: text.index(3) + 1]
-    assert result.finish_reason == "eos"
-    consistent(result, toy, runs_ahead=method == "pearl")
-    ignoring = one(toy, GREEDY, prompt, method=method)
-    assert ignoring.tokens == text
+    for max_tokens in (1, 2, 7):
+        assert text(GREEDY.model_copy(update={"max_tokens": max_tokens})).tokens == greedy_text(PROMPT, max_tokens)
+    prompt, tokens = _prompt_that_meets(3)
+    result = text(SamplingParams(temperature=0, max_tokens=60), prompt)
+    assert (result.tokens, result.finish_reason) == (tokens[: tokens.index(3) + 1], "eos")
+    assert text(GREEDY, prompt).tokens == tokens
+    whole = toy.tokenizer.decode(greedy_text(PROMPT, 60))
+    stop = whole[20:23]
+    result = text(GREEDY.model_copy(update={"stop": ("@@", stop)}))
+    assert (result.text, result.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert len(result.tokens) == whole.index(stop) + len(stop), "to the token that completes it, and no further"
 
 
 def _prompt_that_meets(token: int) -> tuple[list[int], list[int]]:
     """A prompt after which the greedy text holds `token`, not at once."""
-    for first in range(32):
-        text = greedy_text([first, 4], 60)
-        if token in text[4:] and token not in text[:4]:
-            return [first, 4], text
-    raise AssertionError("no such prompt")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_text_ends_before_a_stop_string(toy: Engine, method: str) -> None:
-    whole = toy.tokenizer.decode(greedy_text(PROMPT, 60))
-    stop = whole[20:23]
-    params = GREEDY.model_copy(update={"stop": ("@@", stop)})
-    result = one(toy, params, method=method)
-    assert result.text == whole[: whole.index(stop)]
-    assert result.finish_reason == "stop"
-    assert len(result.tokens) == whole.index(stop) + len(stop), "to the token that completes it, and no further"
-    consistent(result, toy, runs_ahead=method == "pearl")
+    texts = (([first, 4], greedy_text([first, 4], 60)) for first in range(32))
+    return next((prompt, text) for prompt, text in texts if token in text[4:] and token not in text[:4])
 
 
 def test_pieces_joined_are_the_text(toy: Engine) -> None:
@@ -291,7 +273,7 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
     next(stream)
     del stream
     assert one(toy).tokens == greedy_text(PROMPT, 60)
-    assert not toy._client._streams, "a stream that is over must not be kept"
+    assert not toy.client._streams, "a stream that is over must not be kept"
 
 
 def test_exception_while_streaming_frees_the_engine(toy: Engine) -> None:
@@ -350,11 +332,6 @@ def test_engine_without_a_draft_serves_what_needs_none_and_closes_for_good() -> 
     engine.close()  # a second time does nothing
 
 
-def test_unknown_setting_starts_nothing() -> None:
-    with pytest.raises(ConfigError, match="unknown setting 'taget'"):
-        Engine(TOY, TOY, taget="x")
-
-
 # ---- real models ----
 
 
@@ -380,24 +357,20 @@ def transformers_greedy(model: transformers.PreTrainedModel, prompt: list[int], 
 STORY = "the cat and the dog in the end"
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("window", ["stream", "fixed"])
-def test_greedy_text_is_that_of_transformers(
-    tiny: Engine, reference: transformers.PreTrainedModel, method: str, window: str
-) -> None:
+def test_greedy_text_is_that_of_transformers(tiny: Engine, reference: transformers.PreTrainedModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=100)
-    decoding = DecodingConfig(method=method, window=window)  # type: ignore[arg-type]
-    usual = one(tiny, params, STORY, decoding=decoding)
-    plain = decoding.model_copy(update=methods.AS_PUBLISHED)
-    result = one(tiny, params, STORY, decoding=plain) if method == "pearl" else usual
-    assert usual.tokens == result.tokens
-    assert result.prompt_tokens == tiny.tokenizer.encode(STORY)
-    wanted = transformers_greedy(reference, result.prompt_tokens, 100)
-    assert result.tokens == wanted
-    assert result.text == tiny.tokenizer.decode(wanted)
-    consistent(result, tiny)
-    if method not in DRAFTLESS:
-        assert {"accepted", "corrected"} <= result.statistics.provenance.keys(), "the pair must disagree sometimes"
+    prompt = tiny.tokenizer.encode(STORY)
+    wanted = transformers_greedy(reference, prompt, 100)
+    for method, window in product(METHODS, ["stream", "fixed"]):
+        usual = DecodingConfig(method=method, window=window)  # type: ignore[arg-type]
+        published = usual.model_copy(update=methods.AS_PUBLISHED)
+        for decoding in (usual, published) if method == "pearl" else (usual,):
+            result = one(tiny, params, STORY, decoding=decoding)
+            assert (result.prompt_tokens, result.tokens) == (prompt, wanted)
+            assert result.text == tiny.tokenizer.decode(wanted)
+        consistent(result, tiny)
+        if method not in DRAFTLESS:
+            assert {"accepted", "corrected"} <= result.statistics.provenance.keys(), "the pair must disagree sometimes"
 
 
 def test_chat_messages_take_the_template(tiny: Engine, reference: transformers.PreTrainedModel) -> None:
@@ -490,30 +463,36 @@ def test_text_of_a_real_model_ends_at_its_eos(tiny: Engine, reference: transform
 # ---- mistakes of a program ----
 
 
-def test_mistakes_in_a_call_are_told_by_name(toy: Engine) -> None:
-    for prompt in (None, 7, {"role": "user", "content": "hi"}):
-        with pytest.raises(RequestError, match="a prompt is text, a list of chat messages, or a list of token ids"):
-            toy.generate(prompt)  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="a prompt is text"):
-            toy.stream(prompt)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"params is a dict; give a SamplingParams, .*'temperature': 0"):
-        toy.generate([PROMPT], {"temperature": 0})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="unknown keyword 'metod'; did you mean method"):
-        toy.generate([PROMPT], GREEDY, metod="ar")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"max_tokens is a field of SamplingParams: give params="):
-        toy.stream(PROMPT, max_tokens=5)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="did you mean temperature"):
-        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
-
-
-def test_async_for_is_told_what_to_do(toy: Engine) -> None:
+def test_mistakes_in_a_call_are_named(toy: Engine) -> None:
     async def read() -> None:
         with toy.stream(PROMPT, GREEDY) as stream:
             async for _ in stream:
                 pass
 
-    with pytest.raises(RequestError, match=r"read with `for`"):
-        asyncio.run(read())
+    for prompt in (None, 7, {"role": "user", "content": "hi"}):
+        with pytest.raises(RequestError, match="a prompt is text, a list of chat messages, or a list of token ids"):
+            toy.generate(prompt)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="a prompt is text"):
+            toy.stream(prompt)  # type: ignore[arg-type]
+    mistakes: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: toy.generate([PROMPT], {"temperature": 0}), ConfigError, r"params is a dict; .*'temperature': 0"),  # type: ignore[arg-type]
+        (
+            lambda: toy.generate([PROMPT], GREEDY, metod="ar"),
+            ConfigError,
+            "unknown keyword 'metod'; did you mean method",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: toy.stream(PROMPT, max_tokens=5),
+            ConfigError,
+            "max_tokens is a field of SamplingParams: give params=",
+        ),  # type: ignore[call-arg]
+        (lambda: SamplingParams(temprature=1.0), ConfigError, "did you mean temperature"),  # type: ignore[call-arg]
+        (lambda: Engine(TOY, TOY, taget="x"), ConfigError, "unknown setting 'taget'"),
+        (lambda: asyncio.run(read()), RequestError, "read with `for`"),
+    ]
+    for make, kind, message in mistakes:
+        with pytest.raises(kind, match=message):
+            make()
 
 
 def test_engine_and_result_show_what_they_are(toy: Engine) -> None:

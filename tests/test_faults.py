@@ -28,7 +28,7 @@ from click.testing import CliRunner
 
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.engine.launcher import LocalLauncher
+from pearl.engine.launcher import Launcher
 from pearl.errors import NumericalError, PearlError, StartError, TargetLost
 from pearl.protocol.messages import (
     Begin,
@@ -235,7 +235,7 @@ def check_ends(cell: Cell, engine: Engine) -> None:
     if cell.fault == "hang":
         stream = engine.stream(PROMPT, GREEDY, method="pearl")
         time.sleep(0.5)  # it hangs by now, or will while it is being ended; either way the end must be clean
-        assert stream.open
+        assert stream.is_open
     else:
         text(engine)
     strike(cell, engine)
@@ -436,30 +436,18 @@ class FaultyLoops(Loops):
         return super()._start(guarded)
 
 
-class RunningLoops:
-    """The launcher of a user's side whose target is a loop that runs already."""
-
-    remedy = LocalLauncher.remedy
-    draft_pid = None
-    draft_restarts = 0
+class RunningLoops(Launcher):
+    """The launcher of a front whose target is a loop that runs already."""
 
     def __init__(self, address: str) -> None:
-        self.config = EngineConfig(target=TOY, draft=TOY, target_timeout=4.0)
-        self.directory, self._address = private_directory(), address
+        super().__init__(EngineConfig(target=TOY, draft=TOY, target_timeout=4.0), private_directory())
+        self._address = address
 
     def launch(self, progress: Callable[[str], None]) -> str:
         return self._address
 
     def wait_until_ready(self) -> float:
         return time.monotonic() + BOUND
-
-    def keep(self) -> None: ...
-
-    def alive(self, connected: bool) -> bool:
-        return connected
-
-    def fate(self, otherwise: str) -> str:
-        return otherwise
 
     def lose(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -348,7 +348,7 @@ def test_a_debt_is_bounded_and_worked_off() -> None:
     limits = Gate(clock)
     assert limits.admits(b"a", 0)
     limits.decoded(b"a", 3600.0)
-    with pytest.raises(RemoteProtocolError, match="not heard for 8 s"):
+    with pytest.raises(RemoteProtocolError, match="ignored for 8 s"):
         limits.admits(b"a", 0)
     clock.now = 7.9
     assert not limits.admits(b"a", 0)
@@ -370,7 +370,7 @@ def test_who_keeps_account_and_waits_is_always_heard(size: int) -> None:
         clock.now += account.seconds + 1e-6
         assert limits.admits(b"a", size)
         limits.decoded(b"a", (size + 2000) * 1.05 / gate.WORK)  # the most that has been measured
-        account.said(size)
+        account.sent(size)
         heard += size + gate.MESSAGE
     assert heard > 60 * gate.PER_SECOND / 3, "and does not wait for much longer than it has to"
 
@@ -406,7 +406,7 @@ def test_peers_that_come_and_go_are_forgotten() -> None:
     for number in range(20 * gate._MANY):
         clock.now += 0.01
         limits.admits(str(number).encode(), 0)
-    assert len(limits._levels) <= gate._MANY
+    assert len(limits._buckets) <= gate._MANY
 
 
 def test_a_flood_is_not_kept(keys: Keys) -> None:

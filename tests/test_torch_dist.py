@@ -128,40 +128,50 @@ def store_path(tmp_path: Path) -> Path:
 
 
 class TestGloo:
-    def test_rows_arrive_in_order_bit_for_bit(self, pairs: list[Pair], store_path: Path) -> None:
-        pairs.append(Pair(store_path, "for row in rows: channel.send(row)\nsys.stdin.readline()"))
-        got = torch.cat([pairs[0].channel.receive(count) for count in (1, 7, 12)])
-        assert torch.equal(got.view(torch.int32), known_rows().view(torch.int32))
-        pairs[0].go_on()
-        pairs[0].said()
-
-    def test_send_does_not_wait_for_the_receiver(self, pairs: list[Pair], store_path: Path) -> None:
-        """The draft drafts on while the target is in a forward; a row overwritten or freed early would show."""
+    def test_rows_go_both_ways_and_wait_for_their_receiver(self, pairs: list[Pair], store_path: Path) -> None:
+        """In order, bit for bit. The draft drafts on while the target is in a forward: a row overwritten or freed early
+        would show. Gloo's default address may be reachable for others, and the default group is the launcher's.
+        """
+        psutil = pytest.importorskip("psutil")
         script = """
 for row in rows:
     channel.send(row.clone())
 print("sent", flush=True)
 junk = [torch.full_like(rows, 7.0) for _ in range(20)]
 sys.stdin.readline()
+print(torch.equal(channel.receive(2), rows[:2]), torch.distributed.is_initialized())
 """
         pairs.append(Pair(store_path, script))
-        assert pairs[0].draft.stdout is not None
-        assert pairs[0].draft.stdout.readline() == "sent\n"  # nothing has been received
-        assert torch.equal(pairs[0].channel.receive(20), known_rows())
+        channel, draft = pairs[0].channel, pairs[0].draft
+        assert draft.stdout is not None
+        assert draft.stdout.readline() == "sent\n"  # nothing has been received
+        got = torch.cat([channel.receive(count) for count in (1, 7, 12)])
+        assert torch.equal(got.view(torch.int32), known_rows().view(torch.int32))
+        addresses = {connection.laddr.ip for connection in psutil.Process(draft.pid).net_connections("tcp")}
+        assert addresses
+        assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
+        for row in (torch.zeros(VOCAB + 1), torch.zeros(VOCAB).double(), torch.zeros(1, VOCAB)):
+            with pytest.raises(LocalProtocolError):
+                channel.send(row)
+        for row in known_rows()[:2]:
+            channel.send(row)
         pairs[0].go_on()
-        pairs[0].said()
+        assert pairs[0].said() == "True False"
+        assert not dist.is_initialized()
 
-    def test_of_a_row_that_is_too_short_the_rest_is_no_number(self, pairs: list[Pair], store_path: Path) -> None:
-        """It was whatever stood in this process's memory, and was judged with where that looked like probabilities."""
-        script = "channel._group._group.send([torch.ones(3)], 0, 0).wait()\nsys.stdin.readline()"
-        for name in ("one", "two", "three"):
-            pairs.append(Pair(store_path, script, name=name))
-            row = pairs[-1].channel.receive(1)[0]
+    def test_the_end_of_a_row_that_is_too_short_is_no_number(self, pairs: list[Pair], store_path: Path) -> None:
+        """It was whatever stood in this process's memory, and was judged if that looked like probabilities."""
+        script = "for _ in range(3): channel._group._group.send([torch.ones(3)], 0, 0).wait()\nsys.stdin.readline()"
+        pairs.append(Pair(store_path, script))
+        for _ in range(3):
+            row = pairs[0].channel.receive(1)[0]
             assert row[:3].tolist() == [1.0] * 3
             assert row[3:].isnan().all()
 
     def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, pairs: list[Pair], store_path: Path) -> None:
-        """Rows that come after all must not be taken for later ones: they would judge other tokens."""
+        """Rows that arrive later must not be taken for other tokens' rows. A new name makes a new group over the same
+        file, in which the addresses of the dead one still are.
+        """
         script = """
 sys.stdin.readline()
 try:
@@ -185,27 +195,16 @@ except TransportError:
         with pytest.raises(TransportError, match="dead"):
             channel.send(torch.zeros(VOCAB))
         assert pairs[0].said() == "noticed"
-
-    def test_a_killed_draft_is_an_error_in_bounded_time(self, pairs: list[Pair], store_path: Path) -> None:
-        pairs.append(Pair(store_path, "channel.send(rows[0])\nsys.stdin.readline()", timeout=WAIT))
-        assert torch.equal(pairs[0].channel.receive(1)[0], known_rows()[0])
-        pairs[0].draft.kill()
-        started = time.monotonic()
-        with pytest.raises(TransportError):
-            pairs[0].channel.receive(1)
-        assert time.monotonic() - started < WAIT
-
-    def test_a_new_name_makes_a_new_group_over_the_same_file(self, pairs: list[Pair], store_path: Path) -> None:
-        """After a restart of the draft; the addresses of the dead group lie in the file still."""
-        pairs.append(Pair(store_path, "sys.stdin.readline()", timeout=0.2))
-        with pytest.raises(TransportError):
-            pairs[0].channel.receive(1)
-        pairs[0].stop()
         pairs.append(Pair(store_path, "channel.send(rows[3])\nsys.stdin.readline()", name="two"))
         assert torch.equal(pairs[1].channel.receive(1)[0], known_rows()[3])
+        pairs[1].draft.kill()
+        started = time.monotonic()
+        with pytest.raises(TransportError):  # in bounded time: the draft is gone
+            pairs[1].channel.receive(1)
+        assert time.monotonic() - started < WAIT
 
     def test_closing_with_rows_unsent_leaves_no_thread_behind(self, pairs: list[Pair], store_path: Path) -> None:
-        """Gloo's wait cannot be cancelled, so the thread that keeps the rows must be set free some other way."""
+        """Gloo's wait cannot be cancelled, so the thread that keeps the rows must be released in another way."""
         pairs.append(Pair(store_path, "sys.stdin.readline()"))
         pairs[0].channel.send(known_rows()[0])
         pairs[0].channel.close()
@@ -220,46 +219,18 @@ except TransportError:
         pairs[0].said()
 
     def test_the_process_ends_though_its_rows_were_never_received(self, pairs: list[Pair], store_path: Path) -> None:
-        """Workers leave by `os._exit`; what leaves as programs do is not held up either, though threads of gloo now and
-        then abort it at the last moment.
-        """
+        """Workers end by `os._exit`; other programs too, though gloo's threads sometimes abort them."""
         pairs.append(Pair(store_path, "channel.send(rows[0])\nprint('done', flush=True)", ending=""))
         out, _ = pairs[0].draft.communicate(timeout=WAIT)
         assert out == "done\n"
         assert pairs[0].draft.returncode in (0, -signal.SIGABRT)
 
-    def test_rows_go_back_too_and_the_default_group_is_untouched(self, pairs: list[Pair], store_path: Path) -> None:
-        script = "print(torch.equal(channel.receive(2), rows[:2]), torch.distributed.is_initialized())"
-        pairs.append(Pair(store_path, script))
-        for row in known_rows()[:2]:
-            pairs[0].channel.send(row)
-        assert pairs[0].said() == "True False"
-        assert not dist.is_initialized()
-
-    def test_it_listens_on_the_loopback_only(self, pairs: list[Pair], store_path: Path) -> None:
-        """Gloo's default is the address that the host name resolves to, which others may reach."""
-        psutil = pytest.importorskip("psutil")
-        pairs.append(Pair(store_path, "print('up', flush=True)\nsys.stdin.readline()"))
-        assert pairs[0].draft.stdout is not None
-        assert pairs[0].draft.stdout.readline() == "up\n"
-        found = psutil.Process(pairs[0].draft.pid).net_connections("tcp")
-        assert found
-        assert {connection.laddr.ip for connection in found} <= {"127.0.0.1", "::ffff:127.0.0.1"}
-
-    def test_what_is_no_row_is_not_sent(self, pairs: list[Pair], store_path: Path) -> None:
-        """Gloo would take the wrong number of bytes from the peer's memory, or time out there."""
-        pairs.append(Pair(store_path, "sys.stdin.readline()"))
-        for row in (torch.zeros(VOCAB + 1), torch.zeros(VOCAB).double(), torch.zeros(1, VOCAB)):
-            with pytest.raises(LocalProtocolError):
-                pairs[0].channel.send(row)
-
-    def test_a_peer_that_never_comes_is_an_error_in_bounded_time(self, store_path: Path) -> None:
+    def test_a_peer_that_never_comes_and_an_unknown_backend(self, store_path: Path) -> None:
+        cpu = torch.device("cpu")
         with pytest.raises(TransportError, match="no gloo group"):
-            ProcessGroupChannel("gloo", store_path, "alone", 0, VOCAB, torch.device("cpu"), 0.5)
-
-    def test_an_unknown_backend_is_a_setting_that_is_wrong(self, store_path: Path) -> None:
+            ProcessGroupChannel("gloo", store_path, "alone", 0, VOCAB, cpu, 0.5)
         with pytest.raises(ConfigError, match="pigeon"):
-            ProcessGroupChannel("pigeon", store_path, "x", 0, VOCAB, torch.device("cpu"), 1.0)  # type: ignore[arg-type]
+            ProcessGroupChannel("pigeon", store_path, "x", 0, VOCAB, cpu, 1.0)  # type: ignore[arg-type]
 
 
 class Told:
@@ -375,32 +346,20 @@ def environment() -> Iterator[dict[str, str]]:
 
 class TestTorchrunStore:
     def test_what_one_rank_sets_the_other_gets(self, environment: dict[str, str]) -> None:
+        """Now or later, and until it is set not for ever; a restarted run must not see the keys of this one."""
         one, other = TorchrunStore(environment | {"RANK": "0"}), TorchrunStore(environment)
         assert (one.rank, other.rank, other.world_size) == (0, 1, 2)
         one.set("address", "ipc:///tmp/é")
         assert other.get("address", WAIT) == "ipc:///tmp/é"
-
-    def test_a_get_waits_for_the_set(self, environment: dict[str, str]) -> None:
-        one, other = TorchrunStore(environment), TorchrunStore(environment)
+        with pytest.raises(TransportError, match="late"):
+            other.get("late", 0.2)
         timer = threading.Timer(0.3, one.set, ["late", "value"])
         timer.start()
         assert other.get("late", WAIT) == "value"
         timer.join()
-
-    def test_a_key_that_nobody_sets_is_an_error(self, environment: dict[str, str]) -> None:
-        """And the client lives: a rank may ask again."""
-        store = TorchrunStore(environment)
-        with pytest.raises(TransportError, match="never"):
-            store.get("never", 0.2)
-        store.set("never", "say never")
-        assert store.get("never", WAIT) == "say never"
-
-    @pytest.mark.parametrize("changed", ["TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"])
-    def test_another_attempt_does_not_see_the_keys_of_this_one(self, environment: dict[str, str], changed: str) -> None:
-        """After a restart the old address still lies in the store, and nobody listens there."""
-        TorchrunStore(environment).set("address", "old")
-        with pytest.raises(TransportError):
-            TorchrunStore(environment | {changed: "7"}).get("address", 0.2)
+        for changed in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+            with pytest.raises(TransportError):
+                TorchrunStore(environment | {changed: "7"}).get("address", 0.2)
 
     @pytest.mark.parametrize("missing", ["RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"])
     def test_outside_torchrun_it_says_what_is_missing(self, environment: dict[str, str], missing: str) -> None:
@@ -412,7 +371,7 @@ class TestTorchrunStore:
         with pytest.raises(TransportError, match="does not answer"):
             TorchrunStore(environment | {"MASTER_PORT": "1"}, timeout=0.5)
 
-    def test_rank_0_keeps_the_store_where_the_agent_does_not(self, environment: dict[str, str]) -> None:
+    def test_rank_0_keeps_the_store_if_the_agent_does_not(self, environment: dict[str, str]) -> None:
         probe = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = str(probe.port)
         del probe

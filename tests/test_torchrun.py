@@ -165,27 +165,21 @@ def test_failing_start_is_told_with_its_cause(temporary: dict[str, str]) -> None
     assert "log-level debug" not in said, "the advice is that of the error as it was"
 
 
-@pytest.mark.parametrize(
-    ("world", "settings", "said"),
-    [
+def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[tuple[int, dict[str, Any], str]] = [
         (3, {}, r"started 3 .* takes 2 here: rank 0 .* rank 1 for the draft.*--nproc-per-node 2,.*--target-tp 2"),
         (2, {"target_tp": 2}, r"takes 3 here: ranks 0 to 1 .* rank 2 for the draft.*--nproc-per-node 3"),
         (4, {"target_tp": 2, "draft": "none"}, r"takes 2 here: ranks 0 to 1 for the target\. .*--nproc-per-node 2"),
         (2, {"draft": "none"}, r"takes 1 here.*directly"),
-    ],
-)
-def test_wrong_number_of_ranks_is_told(
-    world: int, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(ConfigError, match=said):
-        torchrun.check_world(EngineConfig(**settings))
-
-
-def test_right_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for world, settings in ((2, {}), (3, {"target_tp": 2}), (2, {"target_tp": 2, "draft": "none"})):
+    ]
+    for world, settings, message in wrong:
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        torchrun.check_world(EngineConfig(**settings))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=message):
+            torchrun.check_world(EngineConfig(**settings))
+    right: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {"target_tp": 2}), (2, {"target_tp": 2, "draft": "none"})]
+    for world, settings in right:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        torchrun.check_world(EngineConfig(**settings))
 
 
 @pytest.mark.slow
@@ -345,28 +339,21 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp
     precious = tmp_path / "precious"
     precious.mkdir(mode=0o700)
     ours = private_directory()
-    ours.chmod(0o755)
     config = EngineConfig()
-    for directory, address in (
-        (precious, "tcp://127.0.0.1:5"),
-        (Path("relative/pearl-1"), "tcp://127.0.0.1:5"),
-        (tmp_path / "pearl-nowhere", "tcp://127.0.0.1:5"),
-        (ours, "tcp://127.0.0.1:5"),
-    ):
-        with (
-            pytest.raises(StartError, match="not on this machine, or not this user's"),
-            torchrun._directory(config, Store(directory=str(directory)), address),  # type: ignore[arg-type]
-        ):
-            pytest.fail("it was believed")
+
+    def found(directory: Path, address: str) -> Path:
+        with torchrun._directory(config, Store(directory=str(directory)), address) as got:  # type: ignore[arg-type]
+            return got
+
+    ours.chmod(0o755)
+    for directory in (precious, Path("relative/pearl-1"), tmp_path / "pearl-nowhere", ours):
+        with pytest.raises(StartError, match="not on this machine, or not this user's"):
+            found(directory, "tcp://127.0.0.1:5")
     ours.chmod(0o700)
     for address in ("tcp://192.0.2.1:5", "ipc://@abstract"):
-        with (
-            pytest.raises(StartError, match="not on this machine"),
-            torchrun._directory(config, Store(directory=str(ours)), address),  # type: ignore[arg-type]
-        ):
-            pytest.fail("it was believed")
-    with torchrun._directory(config, Store(directory=str(ours)), f"ipc://{ours}/control") as found:  # type: ignore[arg-type]
-        assert found == ours
+        with pytest.raises(StartError, match="not on this machine"):
+            found(ours, address)
+    assert found(ours, f"ipc://{ours}/control") == ours
     ours.rmdir()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,14 +15,11 @@ from pearl.device import Device
 from pearl.errors import ConfigError
 from pearl.spec.methods import DRAFTLESS, MAX_WINDOW
 from pearl.spec.stops import STOPS
+from pearl.spec.transports import is_control, is_on_one_host
 
 MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
 
 Seconds = Annotated[float, Field(gt=0)]
-_ONE_HOST = ("ipc", "tcp")
-_ADDRESS = re.compile(
-    r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})"
-)  # what may be bound is for the transport
 ModelRole = Literal["target", "draft"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
@@ -163,7 +159,7 @@ class EngineConfig(Section):
     @field_validator("control")
     @classmethod
     def _channel(cls, value: str) -> str:
-        if value not in _ONE_HOST and not _ADDRESS.fullmatch(value):
+        if not is_control(value):
             raise ValueError("use ipc, tcp or tcp://HOST:PORT, an address of the target's host")
         return value
 
@@ -242,7 +238,7 @@ class EngineConfig(Section):
     @property
     def one_host(self) -> bool:
         """Whether both workers are on one host, and share the engine's directory."""
-        return self.control in _ONE_HOST
+        return is_on_one_host(self.control)
 
 
 @dataclass(frozen=True)
@@ -274,4 +270,4 @@ class ModelConfig:
 
 
 def _on_one_host(known: ValidationInfo) -> bool:
-    return known.data.get("control", "ipc") in _ONE_HOST  # where it was bad, that is what is told
+    return is_on_one_host(known.data.get("control", "ipc"))  # where it was bad, that is what is told

@@ -1,6 +1,6 @@
-"""An engine for asyncio: streams are read with `async for`, and cancelling the task that reads cancels the text.
+"""An engine for asyncio: streams are read with `async for`, and cancelling the reading task cancels the text.
 
-One thread reads for all streams of an engine and hands their pieces to the event loop, which is never blocked.
+One thread reads for all streams of an engine and passes their pieces to the event loop, which is never blocked.
 """
 
 from __future__ import annotations
@@ -12,135 +12,122 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from pearl.config import SamplingParams
-from pearl.engine import Engine
-from pearl.engine.client import Options, check_options
-from pearl.engine.request import Prompt, as_prompts
+from pearl.engine.engine import Engine
+from pearl.engine.request import Options, Prompt, as_prompts, check_options
 from pearl.engine.stream import Piece, Result, Stream
-from pearl.engine.turnstile import Turnstile
 from pearl.errors import EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
+from pearl.quota import FairSemaphore
 
 log = logging.getLogger(__name__)
 
-_Tell = Callable[[Piece | BaseException | None], None]  # a piece, or what ends the text; None: its end
-
-
-class Watch(Protocol):
-    """Told of a text on the event loop's thread, as things happen, however late its pieces are taken."""
-
-    def begun(self) -> None:
-        """Its turn has come: the engine has been asked for it."""
-        ...
-
-    def came(self, piece: Piece) -> None: ...
-
-    def ended(self) -> None:
-        """Nothing more will come, whether or not it ever began."""
-        ...
+_Event = Piece | BaseException | None  # a piece, or what ends the text; None: its end
+_Receiver = Callable[[_Event], None]
 
 
 class AsyncStream:
     """The pieces of one text; iterate once. Leaving the iteration early, or cancelling its task, cancels the text.
 
-    What has come waits here until it is taken, at most one context of tokens: a slow reader holds up neither the engine
-    nor those who wait for it.
+    Pieces wait here until they are read, at most one context of tokens, so a slow reader delays nobody. Subclasses may
+    follow the text with `on_begin`, `on_piece` and `on_end`, which the event loop calls without waiting for the reader.
 
     Attributes:
-        waited: seconds until its turn came and the engine was asked for it; 0 before that.
+        waited: seconds until the request was submitted; 0 before that.
     """
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: Options,
-        watch: Watch | None,
-        client: str,
+        self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None, options: Options, client: str = ""
     ) -> None:
-        self._engine, self._watch, self._client = engine, watch, client
-        self._asked: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
-        self._told: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        check_options(options, params)
+        _ = engine.engine  # raises if it is closed
+        self._engine, self._client = engine, client
+        self._request: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
-        self._closed = self._ended = False
-        self._read = self.waited = 0.0
+        self._is_closed = self._has_ended = False
+        self._read_since = self.waited = 0.0
+
+    def on_begin(self) -> None:
+        """The request has been submitted."""
+
+    def on_piece(self, piece: Piece) -> None:
+        """A piece has arrived."""
+
+    def on_end(self) -> None:
+        """Nothing more will arrive; `on_begin` may not have been called."""
 
     @property
     def result(self) -> Result:
-        """Grows with the pieces that have come; complete after the last. Raises `RequestError` before the first."""
+        """Grows with the pieces that arrive; complete after the last. Raises `RequestError` before the first."""
         if self._stream is None:
             raise RequestError("this text has not begun: read its pieces with `async for` first")
         return self._stream.result
 
     def close(self) -> None:
-        """Leaves the text as it is; the target is told to stop. A reader finds the stream at its end."""
+        """Cancels the rest of the text; its reader finds the stream at its end."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             if self._stream is not None:
                 self._stream.close()
 
     def fail(self, error: BaseException) -> None:
-        """Iteration raises `error` after what has come; on the event loop's thread."""
-        self._told.put_nowait(error)
+        """Iteration raises `error` after the pieces that have arrived. On the event loop's thread."""
+        self._events.put_nowait(error)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        if self._asked is None:
+        if self._request is None:
             raise RequestError("this stream is being read already, or has been")
-        asked, self._asked = self._asked, None
-        self._read = time.monotonic()
-        await self._engine.turns.acquire(self._client)
+        request, self._request = self._request, None
+        self._read_since = time.monotonic()
+        await self._engine.slots.acquire(self._client)
         loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._engine.encoder, self._begin, loop, *asked)
+        loop.run_in_executor(self._engine.encoder, self._begin, loop, *request)
         try:
-            while (piece := await self._told.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
         finally:
             self.close()
 
     def _begin(
         self, loop: asyncio.AbstractEventLoop, prompt: Prompt, params: SamplingParams | None, options: Options
     ) -> None:
-        """On a thread: a long prompt takes long to encode."""
+        """In a thread, for a long prompt takes long to encode."""
 
-        def tell(what: Piece | BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody listens
-                loop.call_soon_threadsafe(self._came, what)
+        def pass_on(event: _Event) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._on_event, event)
 
         try:
             engine = self._engine.engine
-            # Both before the lock, for which the loop may wait.
+            # Both before taking the lock, for which the loop may wait.
             tokens = engine.encode(prompt, raw=options.get("raw", True))
-            engine.wait_to_be_heard()
+            engine.client.wait_to_send()
             with self._lock:
-                if self._closed:
-                    tell(None)
+                if self._is_closed:
+                    pass_on(None)
                     return
                 stream = self._stream = engine.stream(tokens, params, **options)
-            self.waited = time.monotonic() - self._read
-            if self._watch is not None:
-                loop.call_soon_threadsafe(self._watch.begun)
-            self._engine.reader.add(stream, tell)
+            self.waited = time.monotonic() - self._read_since
+            loop.call_soon_threadsafe(self.on_begin)
+            self._engine.reader.add(stream, pass_on)
         except BaseException as error:
-            tell(error)
+            pass_on(error)
 
-    def _came(self, what: Piece | BaseException | None) -> None:
-        if self._ended:
+    def _on_event(self, event: _Event) -> None:
+        if self._has_ended:
             return
-        if isinstance(what, Piece):
-            if self._watch is not None:
-                self._watch.came(what)
+        if isinstance(event, Piece):
+            self.on_piece(event)
         else:
-            self._ended = True
-            self._engine.turns.release()
-            if self._watch is not None:
-                self._watch.ended()
-        self._told.put_nowait(what)
+            self._has_ended = True
+            self._engine.slots.release()
+            self.on_end()
+        self._events.put_nowait(event)
 
 
 class AsyncEngine:
@@ -150,32 +137,31 @@ class AsyncEngine:
             async for piece in engine.stream("Hello", SamplingParams(max_tokens=64)):
                 print(piece.text, end="", flush=True)
 
-    Starting and closing do not block the event loop.  As many texts are written side by side as the engine has `slots`;
-    others wait, in the order in which they are first read; where texts are said to be of several clients, these take
-    turns.
+    Starting and closing do not block the event loop. As many texts are written side by side as the engine has `slots`;
+    others wait in the order in which they are first read, and clients (see `stream`) take turns.
 
     Attributes:
-        turns: one for each text that may be written at a time.
-        encoder: where requests are made ready.
+        slots: a place for each text in progress.
+        encoder: the thread that prepares requests.
     """
 
     def __init__(self, target: str | None = None, draft: str | None = None, **settings: Any) -> None:
-        self._given = (target, draft, settings)
+        self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
         self._reader: Reader | None = None
-        self.turns = Turnstile(0)
+        self.slots = FairSemaphore(0)
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
 
     @classmethod
     def of(cls, engine: Engine) -> AsyncEngine:
-        """One of an engine that runs, and that stays open when this one is closed."""
-        found = cls()
-        found._open(engine)
-        return found
+        """For an engine that runs already, and that stays open when this one is closed."""
+        made = cls()
+        made._open(engine)
+        return made
 
     def _open(self, engine: Engine) -> None:
         self._engine, self._reader = engine, Reader(engine)
-        self.turns = Turnstile(engine.config.slots)
+        self.slots = FairSemaphore(engine.config.slots)
 
     @property
     def engine(self) -> Engine:
@@ -192,19 +178,17 @@ class AsyncEngine:
         return self._reader
 
     async def __aenter__(self) -> AsyncEngine:
-        target, draft, settings = self._given
+        target, draft, settings = self._arguments
         self._open(await asyncio.to_thread(Engine, target, draft, **settings))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         engine = self.engine
         self.close()
-        await asyncio.to_thread(engine.close)  # which ends what is being read, too
+        await asyncio.to_thread(engine.close)
 
     def close(self) -> None:
-        """No text is begun any more, and none is read on; the engine itself stays open."""
+        """No text begins any more, and those in progress fail; the engine itself stays open."""
         if self._reader is not None:
             self._reader.close()
         self._engine = self._reader = None
@@ -215,27 +199,19 @@ class AsyncEngine:
         return await asyncio.get_running_loop().run_in_executor(self.encoder, self.engine.encode, prompt)
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        watch: Watch | None = None,
-        client: str = "",
-        **options: Unpack[Options],
+        self, prompt: Prompt, params: SamplingParams | None = None, *, client: str = "", **options: Unpack[Options]
     ) -> AsyncStream:
-        """Generates one text, piece by piece; arguments as for `Engine.stream`, and `client` is whose text it is.
+        """Generates one text, piece by piece; arguments as for `Engine.stream`. `client`: whose text it is.
 
-        Raises `ConfigError` for options that are wrong; what `Engine.stream` raises else comes with the first piece.
+        Raises `ConfigError` for wrong options; other errors of `Engine.stream` are raised with the first piece.
         """
-        check_options(options, params)
-        _ = self.engine
-        return AsyncStream(self, prompt, params, options, watch, client)
+        return AsyncStream(self, prompt, params, options, client)
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> list[Result]:
         """Generates a text for each prompt; arguments as for `Engine.generate`."""
-        tasks = [asyncio.create_task(_whole(self.stream(each, params, **options))) for each in as_prompts(prompts)]
+        tasks = [asyncio.create_task(_read(self.stream(each, params, **options))) for each in as_prompts(prompts)]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -243,77 +219,75 @@ class AsyncEngine:
                 task.cancel()
 
 
-async def _whole(stream: AsyncStream) -> Result:
+async def _read(stream: AsyncStream) -> Result:
     async for _ in stream:
         pass
     return stream.result
 
 
 class Reader:
-    """The thread that reads an engine's streams, and notices that the engine is lost while there are none.
+    """The thread that reads an engine's streams, and notices a lost engine even while there are none.
 
     Attributes:
-        lost: why the engine is of no more use; empty while it runs.
+        lost: why the engine cannot be used any more; empty while it runs.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.lost = ""
         self._engine = engine
         self._lock = threading.Lock()
-        self._streams: dict[Stream, _Tell] = {}
-        self._fate: BaseException | None = None  # what those are told who come too late
+        self._streams: dict[Stream, _Receiver] = {}
+        self._ended_by: BaseException | None = None
         threading.Thread(target=self._run, name="pearl-text", daemon=True).start()
 
-    def add(self, stream: Stream, tell: _Tell) -> None:
-        """Reads `stream` to its end; `tell` is called on the reader's thread."""
+    def add(self, stream: Stream, receiver: _Receiver) -> None:
+        """Reads `stream` to its end; calls `receiver` on the reader's thread."""
         with self._lock:
-            fate = self._fate
-            if fate is None:
-                self._streams[stream] = tell
-        if fate is not None:
-            tell(fate)
+            error = self._ended_by
+            if error is None:
+                self._streams[stream] = receiver
+        if error is not None:
+            receiver(error)
         else:
-            self._engine.wake()
+            self._engine.client.wake()
 
     def close(self) -> None:
-        """Ends reading, and the thread; texts that are not at their end end as those of a closed engine."""
+        """Ends the thread; texts in progress fail as those of a closed engine."""
         self._end(EngineClosed("this engine has been closed; make another"))
 
-    def _end(self, why: BaseException) -> None:
+    def _end(self, error: BaseException) -> None:
         with self._lock:
-            self._fate = self._fate or why
+            self._ended_by = self._ended_by or error
             streams, self._streams = self._streams, {}
-        for stream, tell in streams.items():
+        for stream, receiver in streams.items():
             stream.close()
-            tell(why)
-        self._engine.wake()
+            receiver(error)
+        self._engine.client.wake()
 
     def _run(self) -> None:
-        while self._fate is None:
+        while self._ended_by is None:
             try:
-                self._engine.wait_for(self._has_news)
+                self._engine.client.wait_for(lambda: self._ended_by is not None or bool(self._ready()))
             except (EngineClosed, TargetLost, StartError, TransportError) as error:
                 self.lost = "" if isinstance(error, EngineClosed) else str(error)
                 self._end(error)
-            except PearlError as error:  # of no text: that somebody's message was refused, say
+            except PearlError as error:  # of no particular text: a refused message, for example
                 log.warning("%s", error)
-            with self._lock:
-                ready = [(stream, tell) for stream, tell in self._streams.items() if stream.inbox or not stream.open]
-            for stream, tell in ready:
-                self._pass_on(stream, tell)
+            for stream, receiver in self._ready():
+                self._pass_on(stream, receiver)
 
-    def _has_news(self) -> bool:
+    def _ready(self) -> list[tuple[Stream, _Receiver]]:
         with self._lock:
-            return self._fate is not None or any(each.inbox or not each.open for each in self._streams)
+            return [(stream, receiver) for stream, receiver in self._streams.items() if stream.is_ready]
 
-    def _pass_on(self, stream: Stream, tell: _Tell) -> None:
+    def _pass_on(self, stream: Stream, receiver: _Receiver) -> None:
         try:
-            while stream.inbox or not stream.open:
-                tell(next(stream))
+            while stream.is_ready:
+                receiver(next(stream))
             return
         except StopIteration:
-            tell(None)
+            receiver(None)
         except BaseException as error:
-            tell(error)
+            receiver(error)
         with self._lock:
             self._streams.pop(stream, None)

@@ -1,4 +1,4 @@
-"""A second front on an engine that is already running, in another process of the same user."""
+"""A second front on a running engine, in another process of the same user."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from pathlib import Path
 
 from pearl.cache import Progress, silent
 from pearl.config import EngineConfig
-from pearl.engine import Engine
 from pearl.engine.card import read_card
-from pearl.errors import ConfigError, PearlError
+from pearl.engine.engine import Engine
+from pearl.engine.launcher import Launcher
+from pearl.errors import ConfigError
 
 
-class AttachedLauncher:
+class AttachedLauncher(Launcher):
     """Another process's engine: nothing is launched here, and nothing ended or removed. Raises `ConfigError`."""
 
-    remedy = "Start an engine again, with `pearl serve` say"
-    draft_pid = None
-    draft_restarts = 0
+    remedy = "Start an engine again, with `pearl serve` for example"
 
     def __init__(self, directory: Path) -> None:
         card = read_card(directory)
         if card is None:
             raise ConfigError(f"{directory} holds no running engine")
-        self.config = EngineConfig(**card.config | {"trace": None})
-        self.directory = directory
-        self.untraced: list[PearlError] = []
+        super().__init__(EngineConfig(**card.config | {"trace": None}), directory)
         self._address = card.address
 
     def launch(self, progress: Progress) -> str:
@@ -34,17 +31,7 @@ class AttachedLauncher:
     def wait_until_ready(self) -> float:
         return time.monotonic() + self.config.target_timeout
 
-    def alive(self, connected: bool) -> bool:
-        return connected
-
-    def fate(self, otherwise: str) -> str:
-        return otherwise
-
-    def keep(self) -> None: ...
-    def lose(self) -> None: ...
-    def close(self) -> None: ...
-
 
 def attach(directory: Path, progress: Progress = silent) -> Engine:
-    """Sends requests to the engine in `directory`; closing it leaves that engine as it is."""
+    """Sends requests to the engine in `directory`; closing it does not end that engine."""
     return Engine.launched_by(AttachedLauncher(directory), progress)

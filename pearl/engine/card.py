@@ -1,6 +1,6 @@
-"""The card that an engine leaves in its private directory: others of its user find, list and stop it by that card.
+"""The card in an engine's private directory, by which the user's other processes find, list and stop the engine.
 
-Who can read that directory may use the engine; nobody else can reach it.
+A user who can read that directory may use the engine; others cannot reach it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @dataclass(frozen=True)
 class Card:
-    """What an engine has told of itself.
+    """What an engine reports of itself.
 
     Attributes:
-        pid, started: the process that holds the engine; a later process of the same id has started at another time.
+        pid, started: the process that holds the engine; a later process with the same id has another start time.
         program: what that process runs, such as "pearl serve".
         address: where the engine listens.
         config: its settings, as JSON.
-        taken: role -> the device and dtype ("" for a model without weights) that its worker has told, where it has.
+        places: role -> device and dtype ("" for a model without weights) as reported by its worker, if known.
         age: seconds since the engine was ready.
     """
 
@@ -43,7 +43,7 @@ class Card:
     program: str
     address: str
     config: dict[str, Any]
-    taken: dict[str, dict[str, str]]
+    places: dict[str, dict[str, str]]
     age: float
 
     @property
@@ -51,17 +51,17 @@ class Card:
         return _started(self.pid) == self.started
 
     def place(self, role: str) -> tuple[str, str]:
-        """Device and dtype of a model: those its worker has told, otherwise those that are set."""
-        found = {what: str(self.config[f"{role}_{what}"]) for what in ("device", "dtype")} | self.taken.get(role, {})
+        """Device and dtype of a model: those that its worker reported, otherwise the settings."""
+        found = {what: str(self.config[f"{role}_{what}"]) for what in ("device", "dtype")} | self.places.get(role, {})
         return found["device"], found["dtype"]
 
     @property
     def roles(self) -> list[str]:
-        """Of the models that there are."""
+        """The roles that have a model."""
         return [role for role in ("target", "draft") if self.config[role] != "none"]
 
     def to_json(self) -> dict[str, Any]:
-        """What `pearl ps --json` prints of it."""
+        """The document that `pearl ps --json` prints."""
         named = {role: self.config[role] for role in ("target", "draft")}
         placed = {
             f"{role}_{what}": value
@@ -72,8 +72,8 @@ class Card:
         return known | named | placed | {"directory": str(self.directory), "address": self.address}
 
 
-def write_card(directory: Path, address: str, config: dict[str, Any], taken: Mapping[str, dict[str, str]]) -> None:
-    """Leave the card of an engine that this process holds."""
+def write_card(directory: Path, address: str, config: dict[str, Any], places: Mapping[str, dict[str, str]]) -> None:
+    """Write the card of an engine that this process holds."""
     pid = os.getpid()
     card = {
         "pid": pid,
@@ -81,31 +81,31 @@ def write_card(directory: Path, address: str, config: dict[str, Any], taken: Map
         "program": _program(sys.argv),
         "address": address,
         "config": config,
-        "taken": taken,
+        "taken": places,
     }
     (directory / _FILE).write_text(json.dumps(card))
 
 
 def read_card(directory: Path) -> Card | None:
-    """The card there. None if it is none, if another user could have put it there, or if it leads to another machine
-    without keys.
+    """The card there. None if there is no valid one, another user could have written it, or its address is on another
+    machine without keys.
     """
     path = directory / _FILE
     try:
         if not is_private(directory):
             return None
-        said = json.loads(path.read_text())
+        given = json.loads(path.read_text())
         card = Card(
             directory,
-            int(said["pid"]),
-            int(said["started"]),
-            str(said["program"]),
-            str(said["address"]),
-            dict(said["config"]),
-            dict(said["taken"]),
+            int(given["pid"]),
+            int(given["started"]),
+            str(given["program"]),
+            str(given["address"]),
+            dict(given["config"]),
+            dict(given["taken"]),
             max(0.0, time.time() - path.stat().st_mtime),
         )
-        card.to_json()  # what is asked of it later
+        card.to_json()  # fails here rather than later
         table([card]).encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -127,9 +127,9 @@ def _cards() -> list[Card]:
 
 
 def find_card(name: str) -> Card:
-    """A running engine. `name`: its directory or process id, or empty where there is only one.
+    """A running engine. `name`: its directory or process id; empty: the only one.
 
-    Raises `ConfigError` where there is none, or several to choose from.
+    Raises `ConfigError` if there is none, or several match.
     """
     running = running_engines()
     if name:
@@ -153,7 +153,7 @@ def stop(card: Card, seconds: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        if not card.alive:  # asked now that `process` cannot become another one
+        if not card.alive:  # checked now that `process` cannot become another one
             return True
         signal.pidfd_send_signal(process, signal.SIGTERM)
         return bool(select.select([process], [], [], seconds)[0])
@@ -189,7 +189,7 @@ def _program(arguments: list[str]) -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When the process started, in clock ticks since the machine did; None if it has ended."""
+    """When the process started, in clock ticks since boot; None if it has ended."""
     try:
         state, *fields = Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Several turns of a chat, and the tokens that ask for the next reply.
+"""Several turns of a chat, and the prompt tokens for the next reply.
 
-Tokens stay as they were generated: a new turn appends only what the chat template puts between two replies, so that the
-KV cache of all earlier turns is still good.  Where a template rewrites what went before (or a turn was removed) the
-whole conversation is rendered anew, and the engine reuses the longest common prefix.
+Tokens stay as they were generated: a new turn appends only what the chat template puts between two replies, so the KV
+cache of earlier turns remains valid. If a template rewrites earlier messages, or a turn was removed, the whole
+conversation is rendered again, and the engine reuses the longest common prefix.
 
 Pure: it knows a tokenizer, no engine.
 """
@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pearl.errors import RequestError
 from pearl.text.stream import Tokenizer
 
-_MARK = "\u2063pearl\u2063"  # stands for a reply while the template is asked what it puts around one
-_SEAM = 3  # tokens after a reply among which the template's own end of turn must be
+_MARK = "\u2063pearl\u2063"  # takes the place of a reply, to find what the template puts around one
+_SEAM = 3  # tokens after a reply that may hold the template's own end of turn
 
 
 class Turn(BaseModel):
@@ -32,7 +32,7 @@ class Turn(BaseModel):
 
 
 class Saved(BaseModel):
-    """A conversation as a file holds it. `tokens`: of the whole, as sent and generated; good for `target` only."""
+    """The file format. `tokens`: of the whole conversation, as sent and generated; valid for `target` only."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +48,7 @@ class Conversation:
 
     Args:
         tokenizer: of the target.
-        raw: no chat template: each message continues the text as it is.
+        raw: no chat template; each message continues the text as it is.
     """
 
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:
@@ -56,8 +56,8 @@ class Conversation:
         self._tokenizer = tokenizer
         self._raw = raw
         self._system = system
-        self._tokens: list[int] = []  # of all turns, as sent and generated; empty: to be rendered anew
-        self._ends: list[int] = []  # for each turn, where in `_tokens` it ends; 0: not known
+        self._tokens: list[int] = []  # of all turns, as sent and generated; empty: to be rendered again
+        self._ends: list[int] = []  # for each turn, where in `_tokens` it ends; 0: unknown
 
     @property
     def system(self) -> str:
@@ -74,9 +74,9 @@ class Conversation:
         return len(self._tokens or (self.prompt("") if self.turns else ()))
 
     def prompt(self, message: str) -> list[int]:
-        """The tokens that ask for the reply to `message`.
+        """The prompt for the reply to `message`.
 
-        Raises `RequestError` where the model has no chat template, or its template refuses these messages.
+        Raises `RequestError` if the model has no chat template, or the template refuses these messages.
         """
         if self._raw:
             return self._raw_prompt(message)
@@ -90,7 +90,7 @@ class Conversation:
         return tokens
 
     def add(self, message: str, prompt: Sequence[int], reply: str, tokens: Sequence[int], finish_reason: str) -> None:
-        """Takes a reply: `tokens` as generated for `prompt`."""
+        """Appends a turn. `tokens`: as generated for `prompt`."""
         if list(prompt[: len(self._tokens)]) != self._tokens:
             self._render_anew()
         self._tokens = [*prompt, *tokens]
@@ -108,7 +108,7 @@ class Conversation:
     def turns_to_forget(self, room: int, message: str) -> int | None:
         """How many of the oldest turns must go for the prompt for `message` to have at most `room` tokens.
 
-        None where it is too long by itself.
+        None if it is too long by itself.
         """
         if len(self._without(len(self.turns)).prompt(message)) > room:
             return None
@@ -118,7 +118,7 @@ class Conversation:
         return next(fits)
 
     def _without(self, count: int) -> Conversation:
-        """The same without the first `count` turns."""
+        """A copy without the first `count` turns."""
         rest = Conversation(self._tokenizer, self._raw, self._system)
         rest.turns = self.turns[count:]
         return rest
@@ -142,7 +142,7 @@ class Conversation:
         )
 
     def load(self, text: str, target: str) -> None:
-        """Becomes what `saved` gave. Raises `RequestError` for what is no conversation; this one is then as it was."""
+        """Replaces this conversation by a saved one. Raises `RequestError`, and changes nothing, if it is invalid."""
         try:
             saved = Saved.model_validate_json(text)
         except ValidationError as error:
@@ -159,8 +159,8 @@ class Conversation:
 
     def _raw_prompt(self, message: str) -> list[int]:
         if self._tokens:
-            spoken = self._tokens[:-1] if self.turns[-1].finish_reason == "eos" else self._tokens
-            return spoken + self._tokenizer.encode(message, special=False)
+            text = self._tokens[:-1] if self.turns[-1].finish_reason == "eos" else self._tokens
+            return text + self._tokenizer.encode(message, special=False)
         before = "".join(turn.user + turn.reply for turn in self.turns)
         return self._tokenizer.encode(before + message)
 
@@ -170,9 +170,9 @@ class Conversation:
         return [*system, *(message for pair in pairs for message in pair)]
 
     def _continued(self, message: str) -> list[int] | None:
-        """The tokens so far, and what the template puts after the last reply to ask for the next.
+        """The tokens so far, and what the template puts after the last reply to prompt for the next.
 
-        None where the template rewrites what went before.
+        None if the template rewrites earlier messages.
         """
         *earlier, last = self.turns
         asked = [*self._messages(earlier), _user(last.user)]
@@ -188,7 +188,7 @@ class Conversation:
         return self._joined(self._tokenizer.encode(tail, special=False), last)
 
     def _joined(self, tail: list[int], last: Turn) -> list[int]:
-        """With one end of turn: the model's own where the template writes the same, otherwise the template's."""
+        """With one end of turn: the model's own if the template writes the same, otherwise the template's."""
         if last.finish_reason != "eos":
             return self._tokens + tail
         end = self._tokens[-1]

@@ -1,4 +1,4 @@
-"""Launching an engine's workers and ending them: what differs between here, torchrun and another process's engine."""
+"""Launching an engine's workers and ending them: here, under torchrun (`torchrun`), or not at all (`attach`)."""
 
 from __future__ import annotations
 
@@ -7,88 +7,95 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
-from pearl.engine.client import Life
 from pearl.engine.preflight import check_classifier, check_datastore, check_models, check_profile, check_toys
-from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks, Worker
+from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks
 from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
-from pearl.transport.address import bind_address, check_bind, private_directory
-from pearl.transport.zeromq import ensured_keys
+from pearl.transport import check_bind, ensured_keys
+from pearl.transport.address import bind_address, private_directory
 from pearl.worker.settings import WorkerSettings
 
-_DRAFT_END_SECONDS = 1.0  # for the draft to end by itself where the target is lost, and callers wait to be told
-_LAST_WORDS_SECONDS = 5.0  # for the status line of a worker that is going down
-_LOOK_SECONDS = 0.1  # between two looks at who still writes a trace
+_DRAFT_END_SECONDS = 1.0  # for the draft to end by itself after the target is lost, while callers wait
+_EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
+_LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
-class Launcher(Life, Protocol):
-    """Brings up what an engine needs, in the order of the methods; `close` is called whatever fails.
+class Launcher:
+    """Starts what an engine needs, by its methods in this order; `close` is called whatever fails.
 
     Attributes:
-        directory: the engine's, of sockets and keys, which nobody but this user can reach.
-        untraced: why the trace of the workers' whole life was not written at their end.
-    """
-
-    config: EngineConfig
-    directory: Path
-
-    @property
-    def untraced(self) -> list[PearlError]: ...
-
-    @property
-    def draft_pid(self) -> int | None:
-        """Process id of the draft worker on this host; None where there is none now."""
-        ...
-
-    @property
-    def draft_restarts(self) -> int:
-        """How often a draft that was lost was started again, by this process."""
-        ...
-
-    def launch(self, progress: Progress) -> str:
-        """Starts the workers, and returns the address where the target listens while they load their models."""
-        ...
-
-    def wait_until_ready(self) -> float:
-        """Returns when models are loaded: the time.monotonic() at which the target must have answered.
-
-        Raises the worker's own error where it fails, `StartError` where it is late.
-        """
-        ...
-
-    def keep(self) -> None:
-        """The engine stands: from now on a draft that fails is started again, and other fronts may find the engine."""
-        ...
-
-
-class LocalLauncher:
-    """The workers are children of this process, in a directory of its own.
-
-    Args:
-        others_elsewhere: launch the target's first rank only; the other workers are another process's.
+        directory: the engine's, of sockets and keys, accessible to this user only.
+        remedy: what a user can do once the target is lost.
+        draft_pid: process id of the draft worker on this host; None if there is none now.
+        draft_restarts: how often this process restarted a lost draft.
+        trace_errors: why the trace of the workers' whole run was not written.
     """
 
     remedy = "Make a new engine"
 
+    def __init__(self, config: EngineConfig, directory: Path) -> None:
+        self.config, self.directory = config, directory
+        self.trace_errors: list[PearlError] = []
+
+    @property
+    def draft_pid(self) -> int | None:
+        return None
+
+    @property
+    def draft_restarts(self) -> int:
+        return 0
+
+    def launch(self, progress: Progress) -> str:
+        """Starts the workers; returns the address where the target listens while they load their models."""
+        raise NotImplementedError
+
+    def wait_until_ready(self) -> float:
+        """Returns once models are loaded: the time.monotonic() by which the target must have answered.
+
+        Raises the worker's own error if it fails, `StartError` if it is late.
+        """
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
+
+    def alive(self, connected: bool) -> bool:
+        """Whether the target runs. `connected`: whether the connection to it is up."""
+        return connected
+
+    def exit_cause(self, otherwise: str) -> str:
+        """Why the target is gone: its own last error, or `otherwise`."""
+        return otherwise
+
+    def lose(self) -> None:
+        """The target cannot be used any more: ends at once what was launched. From any thread, and repeatedly."""
+
+    def close(self) -> None:
+        """Ends what was launched and removes its files, also after `lose`."""
+
+
+class LocalLauncher(Launcher):
+    """The workers are children of this process, in a directory of its own.
+
+    Args:
+        others_elsewhere: launch only the target's first rank; another process launches the other workers.
+    """
+
     def __init__(self, config: EngineConfig, others_elsewhere: bool = False) -> None:
-        self.config = config
-        self.directory = private_directory()
-        self.untraced: list[PearlError] = []
+        super().__init__(config, private_directory())
         self._began = time.time()
         self.target: Ranks | None = None
         self.draft: DraftKeeper | None = None
-        self._elsewhere = others_elsewhere
+        self._others_elsewhere = others_elsewhere
         self._ending = threading.RLock()
-        self._ended = False
+        self._has_ended = False
 
     @property
     def draft_pid(self) -> int | None:
@@ -102,76 +109,78 @@ class LocalLauncher:
     def launch(self, progress: Progress) -> str:
         config, directory = self.config, self.directory
         check_classifier(config)
-        check_models(config, ("target",) if self._elsewhere else config.roles, progress)
+        check_models(config, ("target",) if self._others_elsewhere else config.roles, progress)
         check_toys(config)
         check_profile(config)
         check_datastore(config, progress)
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
         keys = ensured_keys(config.control, config.keys, directory)
-        check_bind(address, keys=keys is not None)
-        followers = () if self._elsewhere else range(1, config.target_tp)
+        check_bind(address, keys is not None)
+        followers = () if self._others_elsewhere else range(1, config.target_tp)
         settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
         self.target = Ranks(settings, followers, progress)
-        is_known = not address.endswith("*")  # else the port is free for the target to choose
+        is_known = not address.endswith("*")  # else the target chooses a free port
         if is_known:
-            self._launch_draft(address, progress)  # at once: both import torch meanwhile, and what is sent early waits
+            self._launch_draft(address, progress)  # at once: both import torch meanwhile
         self.target.wait_for("bound", self._deadline)
         if not is_known:
             self._launch_draft(self.target.address, progress)
         return self.target.address
 
     def _launch_draft(self, address: str, progress: Progress) -> None:
-        if self.config.has_draft and not self._elsewhere:
+        if self.config.has_draft and not self._others_elsewhere:
             self.draft = DraftKeeper(self.config, address, self.directory, progress)
 
-    def wait_until_ready(self, check_others: Callable[[], None] = lambda: None) -> float:
-        """`check_others` raises why workers that are elsewhere will not come."""
+    def wait_until_ready(self) -> float:
         assert self.target is not None
         while not self.target.reached("ready"):
-            check_others()
+            self._check_others()
             if self.draft and not self.draft.worker.alive:
-                raise self._start_failure(self.draft.worker)
+                raise self._start_failure(self.target, self.draft.worker)
             try:
                 self.target.wait_for("ready", min(self._deadline, time.monotonic() + 0.2))
             except StartError:
-                if not self.target.alive:  # it has just died: its own words, not that it is late
-                    self.target.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
-                    raise self.target.fate() from None
+                if not self.target.alive:
+                    raise self._final_error(self.target) from None
                 if time.monotonic() > self._deadline:
                     raise
         return self._deadline
 
-    def _start_failure(self, draft: Worker) -> PearlError:
-        """Whose failure it was: a draft also ends because the target it talks to has failed."""
-        assert self.target is not None
-        draft.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
-        fate = draft.fate()
-        if isinstance(fate, TransportError):
+    def _check_others(self) -> None:
+        """Raises why workers that are elsewhere will not come."""
+
+    def _start_failure(self, target: Ranks, draft: Ranks) -> PearlError:
+        """The draft's error, or the target's: a draft also ends because the target that it connects to failed."""
+        draft.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
+        error = draft.exit_error()
+        if isinstance(error, TransportError):
             with contextlib.suppress(StartError):
-                self.target.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
-                return self.target.fate()
-        return fate
+                return self._final_error(target)
+        return error
+
+    def _final_error(self, target: Ranks) -> PearlError:
+        """Why the target is gone. Raises `StartError` if it is not."""
+        target.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
+        return target.exit_error()
 
     def keep(self) -> None:
         assert self.target is not None
         if self.draft:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
-        for role in ("target", "draft"):  # whoever attaches may do so from another directory
+        for role in ("target", "draft"):  # other fronts may run in another directory
             config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
         workers = {"target": self.target} | ({"draft": self.draft.worker} if self.draft else {})
-        taken = {role: worker.taken for role, worker in workers.items()}
-        write_card(self.directory, self.target.address, config, taken)
+        places = {role: worker.place for role, worker in workers.items()}
+        write_card(self.directory, self.target.address, config, places)
 
     def alive(self, connected: bool) -> bool:
         return self.target is not None and self.target.alive
 
-    def fate(self, otherwise: str) -> str:
-        if self.target is not None:
-            with contextlib.suppress(StartError):
-                self.target.wait_for("gone", time.monotonic() + _LAST_WORDS_SECONDS)
-                return str(self.target.fate())
+    def exit_cause(self, otherwise: str) -> str:
+        with contextlib.suppress(StartError):
+            return str(self._final_error(self.target)) if self.target is not None else otherwise
         return otherwise
 
     def lose(self) -> None:
@@ -181,12 +190,12 @@ class LocalLauncher:
         self._end(_DRAFT_END_SECONDS)
 
     def close(self) -> None:
-        """Also writes the trace of the workers' whole life, where there is to be one."""
+        """Also writes the trace of the workers' whole run, if the configuration asks for one."""
         self._end(END_SECONDS)
         if self.config.trace:
-            path, deadline = Path(self.config.trace), time.monotonic() + _LAST_WORDS_SECONDS
-            with logged_not_raised() as self.untraced:
-                while being_written(path) and time.monotonic() < deadline:  # the draft may be another process's
+            path, deadline = Path(self.config.trace), time.monotonic() + _EXIT_SECONDS
+            with logged_not_raised() as self.trace_errors:
+                while being_written(path) and time.monotonic() < deadline:  # by a draft of another process
                     time.sleep(_LOOK_SECONDS)
                 self._merge(path)
 
@@ -203,12 +212,12 @@ class LocalLauncher:
             raise
 
     def _end(self, seconds: float) -> None:
-        """Once. A second thread waits until it is done. `seconds`: how long each has to end by itself."""
+        """Once; a second thread waits until it is done. `seconds`: for each worker to end by itself."""
         with self._ending:
-            if self._ended:
+            if self._has_ended:
                 return
-            self._ended = True
-            # The target first: it must not see its draft go before it knows that it is to end itself.
+            self._has_ended = True
+            # The target first: it must learn that it is to end before its draft goes.
             workers = [w for w in (self.target, self.draft) if w is not None]
             for worker in workers:
                 worker.close()

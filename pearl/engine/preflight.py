@@ -1,6 +1,6 @@
-"""What is checked before any process starts: a mistake is told at once, not when both workers have imported torch.
+"""Checks before any process starts, so that mistakes are reported before both workers have imported torch.
 
-Only what can be told without torch; the workers check the rest.
+Only checks that need no torch; the workers do the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pearl.models.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.profile import load
 
-_GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # under /dev: of NVIDIA's driver, of Windows' subsystem, of AMD's
+_GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 
 
 def check_models(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
     """Raises `ModelError` for a model or device that is not on this machine.
 
-    Converts .gguf files: workers that wait for that would exceed the time that they have to start.
+    Converts .gguf files, which would take longer than workers have to start.
     """
     for role in roles:
         model = config.model(role)
@@ -39,7 +39,7 @@ def check_models(config: EngineConfig, roles: tuple[ModelRole, ...], progress: P
 
 
 def check_toys(config: EngineConfig) -> None:
-    """Raises `ModelError` where a toy, whose tokenizer costs nothing, is no pair with the other model."""
+    """Raises `ModelError` if one model is a toy and the other has another vocabulary."""
     if config.has_draft and (is_toy(config.target) or is_toy(config.draft)):
         trust = config.trust_remote_code
         target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
@@ -47,13 +47,13 @@ def check_toys(config: EngineConfig) -> None:
 
 
 def check_profile(config: EngineConfig) -> None:
-    """Raises `ConfigError` for a profile that is named and is none. It is read again by the target worker."""
+    """Raises `ConfigError` if a profile is named and cannot be read. The target worker reads it again."""
     if config.profile not in ("auto", "none"):
         load(config)
 
 
 def check_datastore(config: EngineConfig, progress: Progress) -> None:
-    """Raises `ConfigError` for a datastore that is missing, damaged, or not one of the target's tokenizer."""
+    """Raises `ConfigError` for a datastore that is missing, damaged, or of another tokenizer."""
     if config.datastore is None:
         return
     from pearl.drafting.datastore import check_tokenizer, read_header
@@ -66,7 +66,7 @@ def check_datastore(config: EngineConfig, progress: Progress) -> None:
 
 
 def check_classifier(config: EngineConfig) -> None:
-    """Raises `ConfigError` for a classifier of stop policy disco that is none, or that is another pair's."""
+    """Raises `ConfigError` if the classifier of stop policy disco cannot be read or is another pair's."""
     classifier_of(config)
 
 
@@ -87,7 +87,7 @@ def _check_toy(model: ModelConfig) -> None:
 
 
 def _check_dtype(model: ModelConfig) -> None:
-    """Rounded matrices, and bits that do not depend on the window, are our own forward's."""
+    """Only our own forward has rounded matrices, and logits that do not depend on the window."""
     if model.dtype in ("int8", "int4") and (
         model.forwards == "transformers" or model.tp > 1 or model.part().kind == "cuda"
     ):

@@ -1,4 +1,4 @@
-"""Launching worker processes and watching them. Knows what a worker says on its status line, nothing of decoding.
+"""Launching worker processes and watching them. Knows a worker's status lines, nothing of decoding.
 
 Used by the engine for both workers and, under torchrun, by each rank for its own.
 """
@@ -32,36 +32,33 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-END_SECONDS = 8.0  # a worker is given this long to end by itself, then killed
-_LOOK_SECONDS = 0.2  # between two looks at a draft
-_LAST_WORDS_SECONDS = 5.0  # for the status lines of ranks that are going down
+END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
+_LOOK_SECONDS = 0.2  # between two checks of a draft
+_EXIT_SECONDS = 5.0  # for the last status lines of ranks that exit
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _MEASURED = re.compile(r"(?<!signal )(?<!exit code )\b\d[\d.]*")  # numbers that differ though the cause is the same
-_SOUND_SECONDS = 600.0  # a draft that has lived so long has nothing to do with the restarts before it
+_SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
 
 
 _workers: WeakSet[Worker] = WeakSet()
 
 
-def _let_go() -> None:
-    """In a forked process: were it to hold the other end of their stdin, workers would not be told to end.
-
-    The numbers stay taken, by files that are nothing, for the copies of what is opened here will close them again.
-    """
+def _disown_workers() -> None:
+    """In a forked process, which must not hold the workers' stdin open: its end tells them to end."""
     for worker in _workers:
-        worker.let_go()
+        worker.disown()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_disown_workers)
 
 
 class Worker:
-    """One worker process. Everything it says about itself is gathered by a thread and waited for by `wait_for`."""
+    """One worker process. A thread reads its status lines; `wait_for` waits for them."""
 
     def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
         self.role = settings.name
         self.address = ""  # the target's, once it is bound
-        self.taken: dict[str, str] = {}  # the device and the dtype, once it is ready
+        self.place: dict[str, str] = {}  # its device and dtype, once it is ready
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
         self.ready_since = 0.0
@@ -69,13 +66,12 @@ class Worker:
         self._progress = progress
         self._states: set[str] = set()
         self._changed = threading.Condition()
-        self._closing = False
         self._process = Popen(
             [sys.executable, "-m", "pearl.worker"],
             stdin=PIPE,
             stdout=PIPE,
             env=_environment(settings.model.part(settings.rank)) | {DIRECTORY: str(settings.directory)},
-            start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin does
+            start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
         _workers.add(self)
         self._write(settings.to_json() + b"\n")
@@ -101,42 +97,39 @@ class Worker:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            try:
-                said = json.loads(line)
-            except ValueError:
-                continue
-            self._on_status(said)
+            with contextlib.suppress(ValueError):
+                self._on_status(json.loads(line))
         self._process.wait()
         with self._changed:
             self._states.add("gone")
             self._changed.notify_all()
 
-    def _on_status(self, said: dict[str, Any]) -> None:
-        self.silence.heard(said.get("allowance", 0.0))
-        if said["state"] == "loading" and self._progress:
-            self._progress(f"{self.role}: {said['message']}")
+    def _on_status(self, status: dict[str, Any]) -> None:
+        self.silence.heard(status.get("allowance", 0.0))
+        if status["state"] == "loading" and self._progress:
+            self._progress(f"{self.role}: {status['message']}")
         with self._changed:
-            if said["state"] == "ready":
+            if status["state"] == "ready":
                 self.ready_since = time.monotonic()
-                self.taken = {name: said[name] for name in ("device", "dtype") if name in said}
-            if said["state"] == "bound":
-                self.address = said["address"]
-            if said["state"] == "failed":
-                kind = getattr(errors, said["kind"], errors.StartError)
-                kind = errors.StartError if kind is errors.DraftLost else kind  # for whom else was it lost?
-                self.error = kind(f"{self.role} worker: {said['message']}")
-            self._states.add(said["state"])
+                self.place = {name: status[name] for name in ("device", "dtype") if name in status}
+            if status["state"] == "bound":
+                self.address = status["address"]
+            if status["state"] == "failed":
+                kind = getattr(errors, status["kind"], errors.StartError)
+                kind = errors.StartError if kind is errors.DraftLost else kind  # it is the draft itself that failed
+                self.error = kind(f"{self.role} worker: {status['message']}")
+            self._states.add(status["state"])
             self._changed.notify_all()
 
     def wait_for(self, state: str, deadline: float) -> None:
         """Waits until the worker has reached `state`: bound, ready or gone. `deadline`: of time.monotonic().
 
-        Raises the worker's own error where it failed, `StartError` where it died without a word or time is up.
+        Raises the worker's own error if it failed, `StartError` if it died without one or time is up.
         """
         with self._changed:
             while state not in self._states:
                 if "gone" in self._states:
-                    raise self.fate()
+                    raise self.exit_error()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise errors.StartError(
@@ -148,7 +141,7 @@ class Worker:
         with self._changed:
             return state in self._states
 
-    def fate(self) -> errors.PearlError:
+    def exit_error(self) -> errors.PearlError:
         """Why the worker is gone."""
         if self.error is not None:
             return self.error
@@ -158,22 +151,22 @@ class Worker:
         return errors.StartError(f"{self.role} worker {how}{hint}")
 
     def kill(self) -> None:
-        """Ends it at once, with what it has started itself: it leads a session."""
+        """Kills it and its own children: it leads a session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Lets go of the worker's stdin, which tells it to end. Does not wait."""
-        self._closing = True
+        """Closes the worker's stdin, which makes it end. Does not wait."""
         if self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # it was gone already
+            with contextlib.suppress(OSError):  # it has ended already
                 self._process.stdin.close()
 
-    def let_go(self) -> None:
+    def disown(self) -> None:
         """Leaves the worker to the process that started it."""
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError, ValueError):  # it was closed already
                 if pipe is not None:
+                    # The descriptor stays in use, since this process's copy of `pipe` will close it.
                     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                     os.dup2(null, pipe.fileno(), inheritable=False)
                     os.close(null)
@@ -193,9 +186,9 @@ class Worker:
 
 
 class Ranks(Worker):
-    """A model's worker and, where several ranks share the model, those of the others: all end with any of them.
+    """A model's worker and, if several ranks share the model, the other ranks' workers: all end with any of them.
 
-    `ranks`: the others that are launched here; under torchrun each of the target's is another process's.
+    `ranks`: the others to launch here; under torchrun another process launches each of the target's.
     """
 
     def __init__(self, settings: WorkerSettings, ranks: Iterable[int] = (), progress: Progress | None = None) -> None:
@@ -205,7 +198,7 @@ class Ranks(Worker):
             for rank in ranks:
                 self.followers.append(Worker(settings.model_copy(update={"rank": rank})))
         except BaseException:
-            self.kill()  # first: one that is asked to end takes the directory with it, which may be in use
+            self.kill()  # first: a worker that ends by itself removes the directory, which may be in use
             self.end()
             raise
 
@@ -214,25 +207,25 @@ class Ranks(Worker):
         return super().alive and all(worker.alive for worker in self.followers)
 
     def wait_for(self, state: str, deadline: float) -> None:
-        """As a worker's. Once another rank is gone so is the model, and no other state is waited for."""
+        """As a worker's. Once another rank is gone, no other state will be reached."""
         if all(worker.alive for worker in self.followers) or self.reached(state):
             super().wait_for(state, deadline)
         elif state != "gone":
-            raise self.fate()
+            raise self.exit_error()
 
-    def fate(self) -> errors.PearlError:
-        """Why the model is gone: what befell the rank that was first to go. The others say that they have lost it."""
-        fates = [] if super().alive else [super().fate()]
-        bereft = bool(fates) and isinstance(fates[0], errors.TransportError)
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    def exit_error(self) -> errors.PearlError:
+        """The error of the rank that went first; the other ranks only report that they lost it (`TransportError`)."""
+        found = [] if super().alive else [super().exit_error()]
+        has_lost_another = bool(found) and isinstance(found[0], errors.TransportError)
+        deadline = time.monotonic() + _EXIT_SECONDS
         for worker in self.followers:
-            if bereft or not worker.alive:
+            if has_lost_another or not worker.alive:
                 with contextlib.suppress(errors.PearlError):
                     worker.wait_for("gone", deadline)
                 if not worker.alive:
-                    fates.append(worker.fate())
-        fates = fates or [super().fate()]
-        return next((fate for fate in fates if not isinstance(fate, errors.TransportError)), fates[0])
+                    found.append(worker.exit_error())
+        found = found or [super().exit_error()]
+        return next((error for error in found if not isinstance(error, errors.TransportError)), found[0])
 
     def kill(self) -> None:
         super().kill()
@@ -252,11 +245,10 @@ class Ranks(Worker):
 
 
 class DraftKeeper:
-    """Keeps a draft worker alive: one that dies or falls silent is started again, later each time.
+    """Restarts a draft worker that dies or falls silent, with back-off, at most `config.draft_restarts` times in a row.
 
-    After `config.draft_restarts` in a row for one cause it is given up: one that was killed, then fell silent on a busy
-    machine, then lost its connection is not one that keeps failing.  Silence is noticed here too, where no text is
-    being made and the target does not look; and a draft that hangs must be ended by somebody.
+    Restarts are counted by cause: a draft that was killed, then fell silent on a busy machine, does not keep failing.
+    The target watches for silence only during requests; here it is watched always, and a draft that hangs is killed.
     """
 
     def __init__(self, config: EngineConfig, address: str, directory: Path, progress: Progress | None = None) -> None:
@@ -270,12 +262,12 @@ class DraftKeeper:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
 
     def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Ranks:
-        """Under torchrun too its ranks are all children of this process, which can start them again together."""
+        """All its ranks are children of this process, also under torchrun: they are restarted together."""
         settings = self._settings.model_copy(update={"tensors": tensors, "start": next(self._starts)})
         return Ranks(settings, range(1, settings.model.tp), progress)
 
     def keep(self) -> None:
-        """Starts watching; until then a draft that fails stays down, for its error to be told."""
+        """Starts watching; until then a failed draft stays down, so that its error can be reported."""
         self._thread.start()
 
     def _watch(self) -> None:
@@ -294,12 +286,12 @@ class DraftKeeper:
             self._restarts[cause] += 1
             self.restarts += 1
             log.warning("%s; starting it again (%d)", what, self._restarts[cause])
-            # Of all causes together: one that dies now of this and now of that must not become a busy loop either.
+            # All causes together: alternating causes must not become a busy loop either.
             if not self._closing.wait(_back_off(self._restarts.total())):
                 self._start_again()
 
     def _start_again(self) -> None:
-        """Until there is a process. Where files, threads or memory are short for one, no draft has died."""
+        """Tries until there is a process; a lack of files, threads or memory does not count as a restart."""
         for tries in count(1):
             try:
                 self.worker = self._launch(tensors="frames")
@@ -310,12 +302,12 @@ class DraftKeeper:
                 return
 
     def _trouble(self) -> tuple[str, str] | None:
-        """The cause and what to say, if anything is wrong with the draft."""
+        """The cause and a message, if anything is wrong with the draft."""
         worker, config = self.worker, self._config
         if not worker.alive:
-            with contextlib.suppress(errors.PearlError):  # its last words may still be on their way
+            with contextlib.suppress(errors.PearlError):  # its last status line may still arrive
                 worker.wait_for("gone", time.monotonic() + 1.0)
-            what = str(worker.fate())
+            what = str(worker.exit_error())
             return _MEASURED.sub("", what), what
         if worker.reached("ready"):
             silent = worker.silence.seconds
@@ -340,8 +332,8 @@ def _back_off(times: int) -> float:
 
 
 def _environment(place: Device) -> dict[str, str]:
-    """The worker's: as many threads as cores it is pinned to, known before any library starts its own, and of the GPUs
-    only its own where it was given several, so that spreading a model does not spread it over the other's.
+    """The worker's environment: as many threads as cores it is pinned to, set before any library starts its threads,
+    and if it has several GPUs only those visible, so that a spread model stays off the other worker's.
     """
     extra = {"TOKENIZERS_PARALLELISM": "false"}
     if place.cores:

@@ -1,4 +1,4 @@
-"""Traces that a client has the workers record between two of its requests."""
+"""Traces that a front has the workers record between two of its requests."""
 
 from __future__ import annotations
 
@@ -9,108 +9,103 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pearl.errors import PearlError, TargetLost, TraceError
-from pearl.protocol.messages import Message, Trace
+from pearl.protocol.messages import Trace
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, part_paths
+
+if TYPE_CHECKING:
+    from pearl.engine.client import Client
 
 log = logging.getLogger(__name__)
 
 _RECORD_SECONDS = 10.0  # for both workers to begin or end a recording
 
 
-class Talk(Protocol):
-    """How a recording speaks with the target. What the target answers is put into `Recording.answer`."""
-
-    def post(self, message: Message) -> None: ...
-    def read_until(self, done: Callable[[], bool]) -> None: ...
-
-
 class Recording:
-    """One recording at a time. Raises `TraceError` where it cannot begin or end.
+    """One recording at a time. Raises `TraceError` if it cannot begin or end.
 
     Args:
+        client: the connection; it puts the target's answers into `answer`.
         directory: the engine's, where the workers write their parts.
-        taken: whether the workers write a trace of their whole life already; then there can be no other.
+        is_taken: whether the workers already write a trace from start to end; then there can be no other.
     """
 
-    def __init__(self, directory: Path, taken: bool) -> None:
-        self._directory, self._taken = directory, taken
-        self._asked: tuple[Path, int] | None = None
-        self.answer: Trace | TraceError | None = None  # the workers' last word
+    def __init__(self, client: Client, directory: Path, is_taken: bool) -> None:
+        self._client, self._directory, self._is_taken = client, directory, is_taken
+        self._current: tuple[Path, int] | None = None
+        self.answer: Trace | TraceError | None = None
 
     @property
-    def active(self) -> bool:
-        return self._asked is not None
+    def is_active(self) -> bool:
+        return self._current is not None
 
-    def start(self, path: Path, talk: Talk) -> None:
+    def start(self, path: Path) -> None:
         """Begins to record for the file `path`."""
-        if self._taken or self.active:
-            raise TraceError("this engine is recording a trace already")
+        self._check_idle()
         try:
-            writable = not path.is_dir() and os.access(path.parent, os.W_OK)
+            is_writable = not path.is_dir() and os.access(path.parent, os.W_OK)
         except (OSError, ValueError):
-            writable = False
-        if not writable:
+            is_writable = False
+        if not is_writable:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
-        self._asked = (path, self._begin(talk))
+        self._current = path, self._begin()
 
-    def begin_live(self, talk: Talk, wanted: Callable[[], bool]) -> Path:
-        """Begins to record for nobody but who reads the workers' parts as they grow: what these are named after.
+    def stop(self) -> Path:
+        """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
+        if self._current is None:
+            raise TraceError("no trace is being recorded")
+        path, number = self._current
+        self._request(Trace(number, False))
+        merge(path, asked_for(self._directory, number))
+        self._current = None
+        return path
 
-        Waits for the end of all texts that are being written, as long as it is `wanted`.
+    def begin_live(self, is_wanted: Callable[[], bool]) -> Path:
+        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.GrowingPart`).
+
+        It begins once all texts in progress have ended, and new ones wait for it; it is abandoned once `is_wanted` is
+        false. Returns the path that names the workers' parts, which `end_live` removes.
         """
-        if self._taken or self.active:
-            raise TraceError("this engine is recording a trace already")
-        number = self._begin(talk, wanted)
-        self._asked = (asked_for(self._directory, number), number)
-        return self._asked[0]
+        self._check_idle()
+        number = self._begin(is_wanted)
+        self._current = asked_for(self._directory, number), number
+        return self._current[0]
 
-    def end_live(self, talk: Talk) -> None:
-        """Ends that recording, and removes the parts."""
-        if self._asked is None:
+    def end_live(self) -> None:
+        if self._current is None:
             return
-        parts, number = self._asked
-        self._asked = None
+        (parts, number), self._current = self._current, None
         try:
-            self._ask(Trace(number, False), talk)
+            self._request(Trace(number, False))
         finally:
             _remove(parts)
 
-    def _begin(self, talk: Talk, wanted: Callable[[], bool] | None = None) -> int:
+    def _check_idle(self) -> None:
+        if self._is_taken or self.is_active:
+            raise TraceError("this engine is recording a trace already")
+
+    def _begin(self, is_wanted: Callable[[], bool] | None = None) -> int:
         """The number of the recording."""
         number = secrets.randbits(62) + 1
         try:
-            self._ask(Trace(number, True), talk, wanted)
+            self._request(Trace(number, True), is_wanted)
         except BaseException:
-            talk.post(Trace(number, False))  # should it have begun, or be about to
+            self._client.post(Trace(number, False))  # it may have begun, or be about to
             _remove(asked_for(self._directory, number))
             raise
         return number
 
-    def stop(self, talk: Talk) -> Path:
-        """Ends the recording and writes its file, whose path it returns. After a `TraceError` it can be tried again."""
-        if self._asked is None:
-            raise TraceError("no trace is being recorded")
-        path, number = self._asked
-        self._ask(Trace(number, False), talk)
-        merge(path, asked_for(self._directory, number))
-        self._asked = None
-        return path
-
-    def _ask(self, trace: Trace, talk: Talk, wanted: Callable[[], bool] | None = None) -> None:
-        """Returns once both workers do, for which they have some seconds, or as long as it is `wanted`."""
+    def _request(self, trace: Trace, is_wanted: Callable[[], bool] | None = None) -> None:
+        """Returns once both workers have done it; they have some seconds, or as long as `is_wanted`."""
         self.answer = None
         deadline = time.monotonic() + _RECORD_SECONDS
-        wanted = wanted or (lambda: time.monotonic() <= deadline)
-        talk.post(trace)
-
-        def answered() -> bool:  # not by the echo of a wish that was given up, which may come only now
-            return self.answer == trace or isinstance(self.answer, TraceError) or not wanted()
-
-        talk.read_until(answered)
+        is_wanted = is_wanted or (lambda: time.monotonic() <= deadline)
+        self._client.post(trace)
+        # A late echo of an abandoned request differs from `trace`.
+        self._client.read_until(lambda: self.answer == trace or isinstance(self.answer, TraceError) or not is_wanted())
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:
@@ -127,10 +122,10 @@ def _remove(parts: Path) -> None:
 
 @contextlib.contextmanager
 def logged_not_raised() -> Iterator[list[PearlError]]:
-    """For the end of an engine: a trace that cannot be written does not make its texts wrong. Yields why."""
-    raised: list[PearlError] = []
+    """For an engine's end: a trace that cannot be written does not make its texts wrong. Yields the errors."""
+    errors: list[PearlError] = []
     try:
-        yield raised
+        yield errors
     except (TraceError, TargetLost) as error:
-        raised.append(error)
+        errors.append(error)
         log.error("no trace: %s", error)

@@ -1,14 +1,15 @@
-"""What a user asks for, made into what the target is asked. Pure; raises `RequestError` for what cannot be served."""
+"""A user's prompt and options as a `Submit` for the target. Pure; raises `RequestError` if it cannot be served."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypedDict
 
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.errors import RequestError
+from pearl.errors import ConfigError, RequestError
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.text.grammar import grammar_of
@@ -18,18 +19,48 @@ from pearl.text.tokenizer import GenerationDefaults
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and the tools that the model is told it may call, both in OpenAI's notation.
+    """Messages, and the tools that the model may call, both in OpenAI's format.
 
-    Who uses it reads the calls from the text, where they stand as the model writes them.
+    The text contains the model's calls as it writes them; the caller parses them.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]]
 
 
-_SHORT = 1 << 16  # characters that are made into tokens in no time, whatever comes of them
+_SHORT = 1 << 16  # characters of a prompt that is encoded without a check of its length
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
+
+
+class Options(TypedDict, total=False):
+    """How one text is generated.
+
+    method: shorthand for decoding=DecodingConfig(method=...).
+    preview: also yield the draft's pending tokens.
+    raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
+    """
+
+    method: str | None
+    decoding: DecodingConfig | None
+    preview: bool
+    raw: bool
+
+
+def check_options(options: Mapping[str, Any], params: object) -> None:
+    """Raises `ConfigError` for a keyword that is not one of `Options`, and for params of another type."""
+    if params is not None and not isinstance(params, SamplingParams):
+        shown = f"**{params!r:.60}" if isinstance(params, Mapping) else "temperature=0.7"
+        raise ConfigError(
+            f"params is a {type(params).__name__}; give a SamplingParams, such as SamplingParams({shown})"
+        )
+    for name in options:
+        if name in SamplingParams.model_fields:
+            raise ConfigError(f"{name} is a field of SamplingParams: give params=SamplingParams({name}=...)")
+        if name not in Options.__annotations__:
+            near = get_close_matches(name, [*Options.__annotations__, *SamplingParams.model_fields], n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown keyword {name!r}{meant} (there are {', '.join(Options.__annotations__)})")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -46,14 +77,18 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
     """The tokens of a prompt: text, token ids, or chat messages.
 
     Args:
-        raw: take text as it is; False applies the chat template, where there is one.
+        raw: take text as it is; False applies the chat template, if there is one.
     """
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
         chat = None if raw else tokenizer.apply_chat(messages)
         return chat if chat is not None else tokenizer.encode(prompt)
     if isinstance(prompt, Chat):
-        return _encode_chat(tokenizer, prompt)
+        messages = [*prompt.messages]
+        tokens = _templated(tokenizer.apply_chat(messages, prompt.tools))
+        if prompt.tools and tokens == tokenizer.apply_chat(messages):
+            raise RequestError("this model's chat template does not tell it of tools: leave tools out")
+        return tokens
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)
@@ -67,9 +102,9 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
 
 
 def check_length(tokenizer: Tokenizer, prompt: Prompt, context: int) -> None:
-    """Raises `RequestError` for a text of over twice the tokens that the context holds, by a part of it.
+    """Raises `RequestError` if part of the text already has over twice the tokens that the context holds.
 
-    To make tokens of all of it may take seconds, for which others wait. Twice: a template may leave something out.
+    Encoding all of it may take seconds, during which other requests wait. Twice: a template may leave something out.
     """
     text, size = _text(prompt), _SHORT
     while size < len(text):
@@ -79,25 +114,14 @@ def check_length(tokenizer: Tokenizer, prompt: Prompt, context: int) -> None:
 
 
 def _text(prompt: Any) -> str:
-    """Of a prompt what is made into tokens, the template apart."""
+    """The text of a prompt, without the template's own."""
     if isinstance(prompt, Chat):
         return _text(prompt.messages) + json.dumps([*prompt.tools])
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-        return "\n".join(_said(one) for one in prompt if isinstance(one, Mapping))
+        return "\n".join(
+            f"{one.get('content')}{one.get('tool_calls') or ''}" for one in prompt if isinstance(one, Mapping)
+        )
     return prompt if isinstance(prompt, str) else ""
-
-
-def _said(message: Mapping[str, Any]) -> str:
-    calls = message.get("tool_calls")
-    return str(message.get("content")) + (str(calls) if calls else "")
-
-
-def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
-    messages = [*chat.messages]
-    told = _templated(tokenizer.apply_chat(messages, chat.tools))
-    if chat.tools and told == tokenizer.apply_chat(messages):
-        raise RequestError("this model's chat template does not tell it of tools: leave tools out")
-    return told
 
 
 def _templated(tokens: list[int] | None) -> list[int]:
@@ -119,7 +143,7 @@ def submission(
     decoding: DecodingConfig,
     preview: bool = False,
 ) -> Submit:
-    """Request `number`, of a seed that is set, for a target whose context holds `context` tokens."""
+    """Request `number` for a target with a context of `context` tokens. The seed of `params` must be set."""
     most = params.max_tokens or min(defaults.max_tokens or context, max(0, context - len(tokens)))
     limit = len(tokens) + most
     if not tokens:
@@ -153,7 +177,7 @@ def submission(
 
 
 def with_defaults(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
-    """The settings that a checkpoint has defaults for: the user's, or else the checkpoint's."""
+    """The settings that a checkpoint may have defaults for: the user's, or else the checkpoint's."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: getattr(params, name) for name in names}
     return {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
@@ -174,8 +198,7 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, promp
         defaults.eos if grammar else (),
     )
     if grammar and not defaults.eos:
-        raise RequestError("this model has no token that ends a text, and one held to a grammar ends where it is whole")
-
+        raise RequestError("this model has no token that ends a text, which a grammar needs")
     return Sampling(
         chosen["temperature"],
         chosen["top_k"],

@@ -1,25 +1,20 @@
-"""One text as its user sees it: pieces while it is made, a result in the end. Knows no socket and no process."""
+"""One text as its user sees it: pieces while it is generated, a result at the end. Knows no socket and no process."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from pearl import errors
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
-from pearl.protocol.messages import (
-    Committed,
-    Error,
-    Finished,
-    Logprobs,
-    Preview,
-    Provenance,
-    Submit,
-)
+from pearl.protocol.messages import Committed, Error, Finished, Logprobs, Preview, Provenance, Submit
 from pearl.text.stream import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from pearl.engine.client import Client
 
 _SHOWN = 60  # characters of a text in a repr
 
@@ -29,11 +24,11 @@ class Piece:
     """What one step of the target added.
 
     Attributes:
-        text: final text; may be empty, for what later tokens could change is held back.
-        tokens, provenance: the tokens committed, and where each came from.
+        text: final text; may be empty, since text that later tokens could change is held back.
+        tokens, provenance: the tokens committed, and the origin of each.
         texts: the text that became final with each token; joined they are `text`.
-        preview: the draft's pending tokens, a guess at what follows; only where asked for.
-        logprobs: of each token; only where asked for.
+        preview: the draft's pending tokens, a guess at what follows; only if requested.
+        logprobs: of each token; only if requested.
     """
 
     text: str
@@ -49,7 +44,7 @@ class Piece:
 
 @dataclass(repr=False)
 class Result:
-    """A finished text. `finish_reason`: eos, stop, length or cancelled; `logprobs`: of each token, where asked for."""
+    """A finished text. `finish_reason`: eos, stop, length or cancelled; `logprobs`: of each token, if requested."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -66,44 +61,31 @@ class Result:
         return f"<Result: {text}, {len(self.tokens)} tokens, {ending}, seed {self.seed}>"
 
 
-class Source(Protocol):
-    """What a stream asks of its engine."""
-
-    tokenizer: Tokenizer
-
-    def await_message(self, stream: Stream) -> object | None:
-        """The next message of `stream`; None once it is closed."""
-        ...
-
-    def forget(self, request: int) -> None:
-        """The request has ended."""
-        ...
-
-    def cancel(self, request: int) -> None:
-        """Nobody wants the request any longer."""
-        ...
-
-
 class Stream:
-    """The pieces of one text as they come; iterate, or `close()` to leave early. `result` grows along."""
+    """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile."""
 
-    def __init__(self, source: Source, submit: Submit) -> None:
+    def __init__(self, client: Client, tokenizer: Tokenizer, submit: Submit) -> None:
         self.request = submit.request
         self.inbox: deque[object] = deque()
-        self.open = True
-        self.heard = False  # whether anything has come
+        self.is_open = True
+        self.has_begun = False  # whether a message has arrived
         self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
-        self._end = len(submit.prompt)  # position after the last token that has come
-        self._source = source
-        self._text = TextStream(source.tokenizer, submit.prompt, submit.options.stops)
+        self._end = len(submit.prompt)  # position after the last token that has arrived
+        self._client = client
+        self._text = TextStream(tokenizer, submit.prompt, submit.options.stops)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait."""
+        return bool(self.inbox) or not self.is_open
 
     def take(self, message: object) -> bool:
-        """Puts a message into the inbox; False for committed tokens that do not follow those before."""
+        """Puts a message into the inbox; False if committed tokens do not follow the ones before."""
         if isinstance(message, Committed):
             if message.start != self._end:
                 return False
             self._end += len(message.tokens)
-        self.heard = True
+        self.has_begun = True
         self.inbox.append(message)
         return True
 
@@ -114,10 +96,10 @@ class Stream:
         raise RequestError("this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`")
 
     def __next__(self) -> Piece:
-        if not self.open:
+        if not self.is_open:
             raise StopIteration
         try:
-            match message := self._source.await_message(self):
+            match message := self._client.next_message(self):
                 case None:
                     raise StopIteration
                 case Committed():
@@ -126,8 +108,8 @@ class Stream:
                     return Piece("", preview=tokens)
                 case Finished(_, reason, statistics):
                     return self._last(reason.value, Statistics.from_json(statistics))
-                case Error(_, kind, told):
-                    raise getattr(errors, kind, RequestError)(told)
+                case Error(_, kind, text):
+                    raise getattr(errors, kind, RequestError)(text)
                 case unexpected:
                     raise AssertionError(unexpected)
         except BaseException:
@@ -147,19 +129,16 @@ class Stream:
         rest = self._text.finish()
         self.result.text += rest
         self.result.finish_reason, self.result.statistics = reason, statistics
-        self.open = False
-        self._source.forget(self.request)
+        self.is_open = False
+        self._client.forget(self.request)
         return Piece(rest)
 
     def close(self) -> None:
-        """Leaves the text as it is; the target is told to stop.
-
-        Any thread may: one that waits for a piece finds the stream at its end.
-        """
-        if self.open:
-            self.open = False
+        """Cancels the rest of the text. From any thread; for one that waits for a piece the stream ends."""
+        if self.is_open:
+            self.is_open = False
             self.result.finish_reason = self.result.finish_reason or "cancelled"
-            self._source.cancel(self.request)
+            self._client.cancel(self.request)
 
     def __enter__(self) -> Stream:
         return self

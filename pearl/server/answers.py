@@ -10,11 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pearl.engine.stream import Piece, Result
+from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
+from pearl.server.bodies import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
-_AT_ONCE = 64  # tokens whose log probabilities are written in one go: the GIL is held for 5 ms
+_AT_ONCE = 64  # tokens whose log probabilities are written at once; this holds the GIL for 5 ms
 
 
 def event(data: Any) -> bytes:
@@ -26,55 +27,40 @@ def _written(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
-def _with(data: dict[str, Any], name: str, written: str) -> str:
-    """`data` as JSON with one more field, whose value is JSON already."""
-    return f'{_written(data)[:-1]},"{name}":{written}}}'
-
-
 class Answer:
     """The answer to one request: its objects share an id, a time and a model.
 
     Args:
-        include_usage: each chunk has the field `usage`, which is null in all but the last.
-        provenance: chunks say where their tokens came from.
         spell: a token's bytes in UTF-8; for log probabilities.
     """
 
     def __init__(
-        self,
-        chat: bool,
-        model: str,
-        include_usage: bool = False,
-        provenance: bool = False,
-        spell: Callable[[int], bytes] = lambda token: b"",
+        self, is_chat: bool, model: str, spell: Callable[[int], bytes], options: StreamOptions | None = None
     ) -> None:
-        self._chat, self._include_usage, self._provenance = chat, include_usage, provenance
-        self._spell = spell
+        self._chat, self._spell = is_chat, spell
+        self._include_usage = options is not None and options.include_usage  # each chunk then has a field `usage`
+        self._provenance = options is not None and options.include_provenance
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of each text so far
         self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
             lambda: getincrementaldecoder("utf-8")("replace")
         )  # of each text: a character may be several tokens
         self._head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model,
         }
 
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
         """All texts, prompt by prompt. Takes seconds for very many log probabilities: not for the event loop."""
-        choices = ",".join(
-            _with(
-                {"index": index, **self._text(result.text), "finish_reason": finish_reason(result)},
-                "logprobs",
-                self._all_logprobs(index, result),
-            )
-            for index, result in enumerate(results)
-        )
+        choices = []
+        for index, result in enumerate(results):
+            choice = {"index": index, **self._text(result.text), "finish_reason": finish_reason(result)}
+            choices.append(f'{_written(choice)[:-1]},"logprobs":{self._all_logprobs(index, result)}}}')
         head = {**self._head, "object": self._object(""), "usage": usage}
-        return _with(head, "choices", f"[{choices}]").encode()
+        return f'{_written(head)[:-1]},"choices":[{",".join(choices)}]}}'.encode()
 
     def _all_logprobs(self, index: int, result: Result) -> str:
-        """`_logprobs` of all tokens as JSON, written a few at a time."""
+        """`_logprobs` of all tokens as JSON, written a few at a time for the sake of other threads."""
         parts: dict[str, list[str]] = {}
         for at in range(0, len(result.logprobs), _AT_ONCE):
             part = slice(at, at + _AT_ONCE)
@@ -92,7 +78,7 @@ class Answer:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """The chunk of a piece, if it has text or the client asked about tokens."""
+        """The chunk of a piece, if it has text or the client requested details of its tokens."""
         if piece.text or ((self._provenance or piece.logprobs) and piece.tokens):
             delta: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
             if self._provenance:
@@ -105,26 +91,26 @@ class Answer:
         return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, finish_reason(result))
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
-        """The last chunk, if the client asked for it."""
+        """The last chunk, if the client requested it."""
         if self._include_usage:
             yield event({**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage})
 
-    def _logprobs(self, index: int, tokens: Sequence[int], told: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """Log probabilities of the next tokens of a text; None if the client did not ask."""
-        if not told:
+    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
+        """Log probabilities of the next tokens of a text; None if the client did not request them."""
+        if not logprobs:
             return None
         if self._chat:
             content = [
                 self._entry(token, one.logprob)
                 | {"top_logprobs": [self._entry(other, logprob) for other, logprob in one.top]}
-                for token, one in zip(tokens, told, strict=True)
+                for token, one in zip(tokens, logprobs, strict=True)
             ]
             return {"content": content, "refusal": None}
-        top = [self._top(token, one) for token, one in zip(tokens, told, strict=True)]
+        top = [self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)]
         return {
             "tokens": [self._shown(token) for token in tokens],
-            "token_logprobs": [one.logprob for one in told],
-            "top_logprobs": top if told[0].top else None,
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": top if logprobs[0].top else None,
             "text_offset": [self._offset(index, token) for token in tokens],
         }
 
@@ -139,18 +125,18 @@ class Answer:
         except UnicodeDecodeError:  # as OpenAI writes it
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
-    def _top(self, token: int, told: Logprobs) -> dict[str, float]:
-        """By text. Of tokens with the same text (a letter and its byte) the chosen or likeliest one has it; the others
-        have their ids, as in vLLM.
+    def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
+        """By text. Of tokens with the same text (a letter and its byte) the chosen or likeliest one gets it; the others
+        get their ids, as in vLLM.
         """
         owners = {self._shown(token): token}
-        for other, _ in told.top:
+        for other, _ in logprobs.top:
             owners.setdefault(self._shown(other), other)
         named = {id: text for text, id in owners.items()}
-        return {named.get(id, f"token_id:{id}"): logprob for id, logprob in (*told.top, (token, told.logprob))}
+        return {named.get(id, f"token_id:{id}"): logprob for id, logprob in (*logprobs.top, (token, logprobs.logprob))}
 
     def _offset(self, index: int, token: int) -> int:
-        """Where the character starts that this token is part of."""
+        """Where the character that this token is part of starts."""
         offset, decoder = self._offsets[index], self._decoders[index]
         self._offsets[index] += len(decoder.decode(self._spell(token)))
         return offset
@@ -172,7 +158,7 @@ def _joined(written: Sequence[str]) -> str:
 
 
 def finish_reason(result: Result) -> str:
-    """OpenAI's; an end-of-sequence token is a stop, too."""
+    """OpenAI's, for which an end-of-sequence token is a stop too."""
     return "length" if result.finish_reason == "length" else "stop"
 
 
@@ -180,8 +166,8 @@ def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict
     """Tokens of a request, and statistics of its drafts.
 
     Args:
-        n: texts for each prompt, next to each other; the tokens of a prompt count once.
-        waits: index of a result -> seconds before it reached the engine.
+        n: texts for each prompt, adjacent in `results`; the tokens of a prompt count once.
+        waits: index of a result -> seconds before it was submitted.
     """
     prompts = sum(len(result.prompt_tokens) for result in results[::n])
     cached = sum(result.statistics.num_cached_tokens for result in results[::n])

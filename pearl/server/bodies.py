@@ -1,7 +1,7 @@
 """The bodies of requests as pydantic models, which also give /openapi.json. Raises `ApiError` that names the field.
 
-A field is honoured, ignored because it cannot change the text, or refused by name: no client shall believe that a
-setting took effect which did not.
+A field is honoured, ignored because it cannot change the text, or refused by name, so that no client believes that a
+setting had an effect which it had not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_TEXTS = 128  # of one request: prompts times n
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 
-# Fields that are not served -> values that ask for nothing, and so are accepted. Null is, for every field.
+# Fields that are not supported -> values that are accepted, for they have no effect. Null is, for every field.
 _Unserved = dict[str, tuple[Any, ...]]
 _UNSERVED: _Unserved = {
     "parallel_tool_calls": (True, False),
@@ -51,12 +51,12 @@ _UNSERVED: _Unserved = {
     **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity"), ()),
     **dict.fromkeys(("web_search_options", "prompt_cache_retention"), ()),
 }
-# Clients send back the messages that they got.
+# Clients send back the messages that they received.
 _UNSERVED_IN_MESSAGE: _Unserved = {
     **dict.fromkeys(("name", "function_call", "refusal", "audio"), ()),
     "annotations": ([],),
 }
-# Errors below one of these paths name the path.
+# Errors below one of these paths name this path.
 _WHOLE = re.compile(
     r"^(prompt|stop|logit_bias|tools\[\d+\](?=\.type)|tools\[\d+\]\.function|structured_outputs(?=\.(?:json|regex)$)"
     r"|response_format\.json_schema|messages\[\d+\]\.content\[\d+\](?=\.type)"
@@ -98,7 +98,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _check_text(value: Any) -> Any:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    """JSON can hold half a surrogate pair, which tokenizers reject."""
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError:
@@ -119,7 +119,7 @@ def _arguments(value: Any) -> Any:
 
 
 def _only_with(field: str, other: str, wanted: Any) -> Any:
-    """A validator of `field`, which may be given only if the field `other`, declared before it, has this value."""
+    """A validator: `field` is allowed only if the field `other`, declared before it, has this value."""
 
     def check(cls: type[Body], value: Any, info: ValidationInfo) -> Any:
         if value not in (None, [], 0) and info.data.get(other) != wanted:
@@ -159,7 +159,7 @@ class ToolCall(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the arguments are an object, not the text of one."""
+        """As chat templates expect it: the arguments are an object, not its JSON text."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"type": "function", "function": function} | ({"id": self.id} if isinstance(self.id, str) else {})
 
@@ -242,7 +242,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """As vLLM's; one of them."""
+    """vLLM's grammars; at most one of them."""
 
     json_schema: dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
@@ -283,7 +283,7 @@ def _sampling(*names: str) -> dict[str, Any]:
 
 
 class _Request(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):  # type: ignore[misc]
-    """What both endpoints take; the fields of `SamplingParams` have its bounds."""
+    """The fields of both endpoints; those of `SamplingParams` have its bounds."""
 
     unserved: ClassVar = _UNSERVED
     model: str
@@ -339,15 +339,15 @@ def validate(model: type[_Some], body: Any) -> _Some:
 
 
 def _refusal(errors: list[Any], model: type[Body]) -> ApiError:
-    """Of the first error, or rather of an unknown field: it may be a misspelled name of one that is missing."""
+    """For the first error, but preferably for an unknown field: it may be the misspelled name of a missing one."""
     first = next((e for e in errors if e["type"] == "extra_forbidden" and len(e["loc"]) == 1), errors[0])
     param = _path(first["loc"])
     if first["type"] != "extra_forbidden":
         param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
         # One error for each type that the field may have.
         several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "stop") else [first]
-        said = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
-        return ApiError(400, f"{param}: {' or '.join(said)}", param=param)
+        messages = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
+        return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)
     name = str(first["loc"][-1])
     unserved = {"messages": ChatMessage.unserved, "stream_options": StreamOptions.unserved}
     if name in (model.unserved if len(first["loc"]) == 1 else unserved.get(first["loc"][0], ())):

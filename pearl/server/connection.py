@@ -1,4 +1,4 @@
-"""uvicorn's connection with limits on slow clients and on their number."""
+"""uvicorn's connection with limits that uvicorn lacks: on slow clients, on header lines, and per address."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import h11
-from h11._receivebuffer import ReceiveBuffer
+from h11._receivebuffer import ReceiveBuffer  # only it sees header lines before they are parsed
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_HEADER = 32 << 10  # bytes of a request's line and headers
+MOST_HEADER = 32 << 10  # bytes of a request line and headers
 MOST_LINES = 128  # of headers, and of trailers after a body; each takes 3 us, and 32 KiB could hold 7,000
 HEADER_SECONDS = 10.0  # for headers to arrive
 TAKE_SECONDS = 60.0  # for a client to read what was sent to it
@@ -52,7 +52,7 @@ class _Connection(h11.Connection):
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's connection with time limits. The class attributes are its limits."""
+    """uvicorn's connection with time limits; the class attributes are its limits."""
 
     header_seconds = HEADER_SECONDS
     take_seconds = TAKE_SECONDS
@@ -66,12 +66,12 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that pause_writing is called for all that a client does not read
-        if len(self.connections) > self.most_connections or self._has_its_part:
+        transport.set_write_buffer_limits(high=0)  # calls pause_writing for any data that a client does not read
+        if len(self.connections) > self.most_connections or self._has_its_share:
             transport.write(_FULL)
             transport.close()
-            return
-        self._expect_header()
+        else:
+            self._update_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._header_timer, self._take_timer, self.timeout_keep_alive_task):
@@ -86,41 +86,37 @@ class BoundedProtocol(H11Protocol):
                 return
             try:
                 super().data_received(data[start : start + MOST_HEADER])
-            except h11.LocalProtocolError:  # nonsense during an answer, so no error can be sent
+            except h11.LocalProtocolError:  # malformed input during an answer, so no error can be sent
                 self.transport.abort()
-        if self._answering:
-            self._header_came()
-        else:
-            self._expect_header()
+        self._update_header_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._answering:  # to the next request, which has arrived already
-            self._header_came()
+        if self._is_answering:  # the next request, which has arrived already
+            self._update_header_timer()
+
+    @property
+    def _has_its_share(self) -> bool:
+        """Whether this address has as many connections as one address may have."""
+        own = sum(isinstance(each, BoundedProtocol) and each._host == self._host for each in self.connections)
+        return own > self.most_connections - self.most_connections // _KEPT_FOR_OTHERS
 
     @property
     def _host(self) -> str:
         return self.client[0] if self.client is not None else ""
 
     @property
-    def _has_its_part(self) -> bool:
-        """Whether this address has as many connections as one address may have."""
-        own = sum(isinstance(each, BoundedProtocol) and each._host == self._host for each in self.connections)
-        return own > self.most_connections - self.most_connections // _KEPT_FOR_OTHERS
-
-    @property
-    def _answering(self) -> bool:
+    def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _expect_header(self) -> None:
-        """Starts the timer, unless it runs: more bytes of the same headers give no more time."""
-        if self._header_timer is None:
+    def _update_header_timer(self) -> None:
+        """Runs while a header is expected; more bytes of the same header do not restart it."""
+        if self._is_answering:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+        elif self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_seconds, self.transport.abort)
-
-    def _header_came(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
 
     def pause_writing(self) -> None:
         super().pause_writing()

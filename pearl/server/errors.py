@@ -29,7 +29,7 @@ class Problem(BaseModel):
 
 
 class Error(BaseModel):
-    """The body of an answer with an error, as /openapi.json describes it."""
+    """The body of an error, as /openapi.json describes it."""
 
     error: Problem
 
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
     Attributes:
         status: of HTTP.
-        param: the field of the request that is wrong, if one is.
+        param: the wrong field of the request, if any.
         code: a short name for programs.
         retry_after: seconds after which the client may try again; 0: not stated.
     """
@@ -59,7 +59,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
-        # Without it the rest of the body would be read as the next request after 408.
+        # After 408 the rest of the body would otherwise be read as the next request.
         return headers | {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
 
 
@@ -71,7 +71,7 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
     """An error of the engine as one for the client.
 
     Args:
-        param: the field that a `RequestError` is about, unless its text begins with the name of another.
+        param: the field that a `RequestError` is about, unless its text begins with another field's name.
     """
     match error:
         case RequestError() | ConfigError():

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pearl.engine.stream import Piece, Result
+from pearl.engine import Piece, Result
 from pearl.server.answers import finish_reason, sources
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds between tokens
@@ -29,8 +29,8 @@ class Figures:
     """All series of one server, with the label `model_name`; for the event loop's thread only.
 
     Args:
-        running, waiting: number of texts that are being written, and that are queued.
-        restarts: how often the draft was started again.
+        running, waiting: number of texts in progress, and in the queue.
+        restarts: how often the draft was restarted.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Figures:
     ) -> None:
         self._registry, self._model = CollectorRegistry(), model
         self._mean = 1.0
-        self._coming: asyncio.Future[bytes] | None = None  # the next page, if somebody waits for it
-        self._free = 0.0  # when it may be made
+        self._next: asyncio.Future[bytes] | None = None  # the page that callers wait for
+        self._next_at = 0.0  # earliest time to make it
         gauge, count, spread = (partial(self._series, kind) for kind in (Gauge, Counter, Histogram))
         gauge("vllm:num_requests_running", "Requests whose text is being written.").set_function(running)
         gauge("vllm:num_requests_waiting", "Requests that wait for their turn.").set_function(waiting)
@@ -74,42 +74,42 @@ class Figures:
     async def page(self) -> bytes:
         """All series, no older than this call.
 
-        Making a page blocks the event loop for milliseconds, so all who wait get the same one, and a pause follows.
+        Making a page blocks the event loop for milliseconds, so concurrent callers share one, and a pause follows.
         """
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(self._next_page())
-        return await asyncio.shield(self._coming)
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._make_page())
+        return await asyncio.shield(self._next)
 
-    async def _next_page(self) -> bytes:
-        await asyncio.sleep(max(0.0, self._free - time.monotonic()))
-        self._coming = None  # later callers get a later page
+    async def _make_page(self) -> bytes:
+        await asyncio.sleep(max(0.0, self._next_at - time.monotonic()))
+        self._next = None  # later callers get a later page
         began = time.monotonic()
         page = generate_latest(self._registry)
         ended = time.monotonic()
-        self._free = ended + max(_REST, _RESTS * (ended - began))
+        self._next_at = ended + max(_REST, _RESTS * (ended - began))
         return page
 
     def refused(self, status: int) -> None:
         self._refused(str(status)).inc()
 
     def begun(self, prompt_tokens: int, waited: float) -> None:
-        """A text begins after `waited` seconds in the queue."""
+        """A text has begun after `waited` seconds in the queue."""
         self._prompt.inc(prompt_tokens)
         self._queue.observe(waited)
 
     def first(self, seconds: float) -> None:
-        """The first tokens came `seconds` after the request's arrival."""
+        """The first tokens arrived `seconds` after the request."""
         self._first.observe(seconds)
 
     def step(self, piece: Piece, gap: float | None) -> None:
-        """Tokens came `gap` seconds after the previous ones; None: they are the first."""
+        """Tokens arrived `gap` seconds after the previous ones; None: they are the first."""
         self._made.inc(len(piece.tokens))
         for _ in piece.tokens if gap is not None else piece.tokens[1:]:
             self._between.observe(gap or 0.0)
             gap = 0.0
 
     def ended(self, result: Result, seconds: float, turn: float) -> None:
-        """A text ended `seconds` after the request's arrival, `turn` seconds after it began."""
+        """A text ended `seconds` after the request arrived, `turn` seconds after it began."""
         complete = result.finish_reason != "cancelled"
         self._ended(finish_reason(result) if complete else "abort").inc()
         for source, count in sources([result]).items():
@@ -131,5 +131,5 @@ class Figures:
 
     @property
     def retry_after(self) -> int:
-        """Seconds, 1 to 60, in which a text is likely to end: the moving average."""
+        """The moving average of seconds per text, from 1 to 60."""
         return min(60, max(1, math.ceil(self._mean)))

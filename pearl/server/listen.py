@@ -1,4 +1,4 @@
-"""The server's address and life: bound before a model loads, served until a signal or the loss of the engine."""
+"""The server's address and lifetime: bound before a model loads, served until a signal or the loss of the engine."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.server.access import Access
 from pearl.server.app import App
 from pearl.server.connection import MOST_HEADER, BoundedProtocol
-from pearl.server.turns import Turns
+from pearl.server.service import Service
 from pearl.transport.descriptors import raise_limit
 
-LOST_SECONDS = 5.0  # for which a server answers 503 after its engine is lost
+LOST_SECONDS = 5.0  # of answers with 503 after the engine is lost
 STOP_SECONDS = 2.0  # for running requests to end after the signal
-_CUT_SECONDS = 5  # after which connections that are still open are cut
-_IDLE_SECONDS = 15  # for which a connection may be idle between two requests
+_CUT_SECONDS = 5  # until open connections are closed
+_IDLE_SECONDS = 15  # that a connection may be idle between two requests
 _LOOK_SECONDS = 0.2
 _LOG_SECONDS = 60.0  # between two log lines about refused connections
-_BACKLOG = 128  # connections that may wait to be accepted; asyncio accepts all of them in a row
+_BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ class Door:
     """A bound address.
 
     Attributes:
-        bound: a socket that does not listen yet: connections are refused until the models are loaded.
-        queue: requests that may wait beside those that are served.
-        model: the name under which clients ask for the model; None: as it was loaded.
+        bound: a socket that does not listen yet, so connections are refused until the models are loaded.
+        queue: requests that may wait besides those that are served.
+        model: the name under which clients request the model; None: as it was loaded.
     """
 
     bound: socket.socket
@@ -69,47 +69,47 @@ class Door:
         self.bound.close()
 
     def serve(self, engine: Engine, settings: Settings) -> None:
-        """Serves until SIGINT or SIGTERM. Raises `TargetLost` a while after the engine was lost, and `ConfigError`."""
+        """Serves until SIGINT or SIGTERM. Raises `ConfigError`, and `TargetLost` some time after the engine is lost."""
         raise_limit()
         try:
             self.bound.listen()
-        except OSError as error:  # another process listens there since
+        except OSError as error:  # another process listens there now
             raise ConfigError(f"{self.url}: cannot listen there: {error.strerror}") from None
         asyncio.run(self._serve(engine, settings))
 
     async def _serve(self, engine: Engine, settings: Settings) -> None:
         model = self.model or name_of(engine.config.target)
-        turns = Turns(engine, settings.decoding, self.queue, model)
-        app = App(turns, settings.sampling, model, self.access)
-        server = Server(app, turns)
-        watching = asyncio.create_task(_end_when_lost(turns, server))
+        service = Service(engine, settings.decoding, self.queue, model)
+        app = App(service, settings.sampling, model, self.access)
+        server = Server(app, service)
+        watching = asyncio.create_task(_end_when_lost(service, server))
         try:
             await server.serve([self.bound])
         finally:
             watching.cancel()
-            turns.close()
-        if turns.lost:
-            raise TargetLost(turns.lost)
+            service.close()
+        if service.lost:
+            raise TargetLost(service.lost)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which fails running texts after a while when it shuts down."""
+    """uvicorn's, which at shutdown fails texts that do not end in time."""
 
-    def __init__(self, app: App, turns: Turns) -> None:
+    def __init__(self, app: App, service: Service) -> None:
         super().__init__(_uvicorn_config(app))
-        self._turns = turns
+        self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_Refused())
+        asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(STOP_SECONDS, self._turns.stop)
+        asyncio.get_running_loop().call_later(STOP_SECONDS, self._service.stop)
         await super().shutdown(sockets)
 
 
-class _Refused:
-    """Logs a line a minute while no connection can be accepted: asyncio logs a traceback for each attempt."""
+class _AcceptErrors:
+    """Logs a line a minute while no connection can be accepted; asyncio would log a traceback for each attempt."""
 
     def __init__(self) -> None:
         self._logged = -math.inf
@@ -140,8 +140,8 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
     )
 
 
-async def _end_when_lost(turns: Turns, server: uvicorn.Server) -> None:
-    while not turns.lost:
+async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
+    while not service.lost:
         await asyncio.sleep(_LOOK_SECONDS)
     await asyncio.sleep(LOST_SECONDS)
     server.should_exit = True

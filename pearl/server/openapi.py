@@ -1,4 +1,4 @@
-"""The OpenAPI document, /openapi.json: for tools that make clients of a server, or test it."""
+"""The OpenAPI document, /openapi.json, from which tools generate clients and tests."""
 
 from __future__ import annotations
 

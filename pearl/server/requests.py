@@ -1,4 +1,4 @@
-"""The body of a request as what the engine is asked for. Pure; raises `ApiError` that names the field."""
+"""The body of a request as prompts and sampling parameters. Pure; raises `ApiError` that names the field."""
 
 from __future__ import annotations
 
@@ -15,65 +15,63 @@ from pearl.text.grammar import grammar_of
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
-Request = ChatCompletionRequest | CompletionRequest
+Body = ChatCompletionRequest | CompletionRequest
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a client wants.
+class TextRequest:
+    """A checked request.
 
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
         params: how to sample; `numbered` has them for each text.
-        limit_field: the field that set max_tokens; empty: it is a default.
-        n: texts for each prompt.
-        provenance: the chunks of a stream also say where each token came from.
     """
 
-    chat: bool
+    body: Body
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    limit_field: str = ""
-    n: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    provenance: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatCompletionRequest)
 
     @property
     def prompt_field(self) -> str:
-        return "messages" if self.chat else "prompt"
+        return "messages" if self.is_chat else "prompt"
+
+    @property
+    def limit_field(self) -> str:
+        """The field that set max_tokens; empty if it is a default."""
+        given = self.body.model_fields_set
+        return next((name for name in ("max_completion_tokens", "max_tokens") if name in given), "")
 
     def numbered(self, sample: int, room: int) -> SamplingParams:
         """The params of text number `sample`, from 0; all share one seed.
 
         Args:
-            room: tokens that the context has beside the prompt. A default of max_tokens shrinks to it.
+            room: tokens that the context has besides the prompt; bounds a default of max_tokens.
         """
         most = self.params.max_tokens
-        fitting = most if most is None or self.limit_field else min(most, room)
-        return self.params.model_copy(update={"sample": sample, "max_tokens": fitting})
+        bounded = most if most is None or self.limit_field else min(most, room)
+        return self.params.model_copy(update={"sample": sample, "max_tokens": bounded})
 
 
-def read_request(body: Any, chat: bool, model: str, defaults: SamplingParams) -> Asked:
-    """Checks the parsed body.
+def read_request(body: Any, is_chat: bool, model: str, defaults: SamplingParams) -> TextRequest:
+    """Check the parsed body.
 
     Args:
-        chat: it came to /v1/chat/completions.
+        is_chat: it was sent to /v1/chat/completions.
         model: the name of the model that is served.
         defaults: for what the request does not set.
     """
-    asked = validate(ChatCompletionRequest, body) if chat else validate(CompletionRequest, body)
+    asked: Body = validate(ChatCompletionRequest, body) if is_chat else validate(CompletionRequest, body)
     if asked.model != model:
         text = f"there is no model {asked.model[:100]!r} here, only {model!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
     prompts = (_chat(asked, body),) if isinstance(asked, ChatCompletionRequest) else _prompts(asked)
     if asked.n * len(prompts) > MOST_TEXTS:
         raise ApiError(400, f"prompts times n may be at most {MOST_TEXTS} texts a request", param="n")
-    limit = next((name for name in ("max_completion_tokens", "max_tokens") if name in asked.model_fields_set), "")
-    params = _params(asked, limit, defaults)
-    options = asked.stream_options
-    flags = (options.include_usage, options.include_provenance) if options else ()
-    return Asked(chat, prompts, params.with_seed(), limit, asked.n, asked.stream, *flags)
+    return TextRequest(asked, prompts, _params(asked, defaults).with_seed())
 
 
 def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any]) -> Prompt:
@@ -90,27 +88,26 @@ def _prompts(asked: CompletionRequest) -> tuple[Prompt, ...]:
     return tuple(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else (prompt,)
 
 
-def _params(asked: Request, limit: str, defaults: SamplingParams) -> SamplingParams:
-    values = {name: getattr(asked, name) for name in SAMPLING if name in asked.model_fields_set}
-    if limit:
-        values["max_tokens"] = getattr(asked, limit)
+def _params(asked: Body, defaults: SamplingParams) -> SamplingParams:
+    given = asked.model_fields_set
+    values = {name: getattr(asked, name) for name in SAMPLING if name in given}
     if isinstance(asked, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
-        given = {"logprobs": asked.logprobs, "stop": asked.stop}
+        more = {"logprobs": asked.logprobs, "stop": asked.stop}
     else:
-        given = {"logprobs": asked.top_logprobs if asked.logprobs else None, "stop": asked.stop}
-    values |= {name: value for name, value in given.items() if value is not None}
+        logprobs = asked.top_logprobs if asked.logprobs else None
+        more = {"max_tokens": asked.max_completion_tokens, "logprobs": logprobs, "stop": asked.stop}
+    values |= {name: value for name, value in more.items() if value is not None}
     if asked.logit_bias:
         values["logit_bias"] = tuple((int(token), bias) for token, bias in asked.logit_bias.items())
     try:
         SamplingParams(**values)
     except ConfigError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
-    values |= _grammar(asked)
-    return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values))
+    return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values | _grammar(asked)))
 
 
-def _grammar(asked: Request) -> dict[str, Any]:
+def _grammar(asked: Body) -> dict[str, Any]:
     formats = {"response_format": asked.response_format, "structured_outputs": asked.structured_outputs}
     grammars = {field: given.grammar for field, given in formats.items() if given is not None and given.grammar}
     if len(grammars) > 1:
@@ -127,18 +124,17 @@ def _grammar(asked: Request) -> dict[str, Any]:
     return {}
 
 
-def check_fits(tokens: Sequence[int], asked: Asked, context: int) -> None:
-    """Raises `ApiError` where the context does not hold prompt and text."""
-    wanted = asked.params.max_tokens if asked.limit_field else None
-    if tokens and len(tokens) + (wanted or 1) <= context:
-        return
+def check_fits(tokens: Sequence[int], asked: TextRequest, context: int) -> None:
+    """Raises `ApiError` if prompt and text do not fit the context."""
     if not tokens:
         raise ApiError(400, "the prompt is empty", param=asked.prompt_field)
-    too_long = len(tokens) >= context
-    more = f" and {asked.limit_field} asks for {wanted}" if wanted else ""
-    raise ApiError(
-        400,
-        f"the context holds {context} tokens; the prompt has {len(tokens)}{more}",
-        param=asked.prompt_field if too_long else asked.limit_field,
-        code="context_length_exceeded",
-    )
+    limit = asked.limit_field
+    wanted = asked.params.max_tokens if limit else None
+    if len(tokens) + (wanted or 1) > context:
+        more = f" and {limit} asks for {wanted}" if wanted else ""
+        raise ApiError(
+            400,
+            f"the context holds {context} tokens; the prompt has {len(tokens)}{more}",
+            param=asked.prompt_field if len(tokens) >= context else limit,
+            code="context_length_exceeded",
+        )

@@ -1,7 +1,7 @@
 """A live trace of both workers for the page: a recording that is read while it is written.
 
-It begins with the first viewer and ends with the last. A second front on the same engine asks for it; it begins once
-the texts that are being written have ended, and new ones wait for that.
+It runs while there are viewers. A second front on the same engine requests it; it begins once the texts in progress
+have ended, and new ones wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import PearlError
-from pearl.server.shares import Shares
+from pearl.quota import Shares
 from pearl.trace.recorder import LOOP, GrowingPart, Record, part_paths
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MOST_VIEWERS = 16
 MOST_BYTES = 256 << 20  # of one recording, on disk
 _EVERY = 0.2  # seconds between two reads
-_AGAIN = 2.0  # seconds until the next attempt to record
+_RETRY = 2.0  # seconds until the next attempt to record
 _SHORTEST = 100_000  # nanoseconds; shorter spans are left out
 _MOST_HELD = 5000  # events queued for a slow viewer; then the oldest are dropped
 
@@ -33,19 +33,19 @@ Event = dict[str, Any]
 
 
 class Viewer:
-    """The events that one viewer has not been sent yet."""
+    """The events not yet sent to one viewer."""
 
     def __init__(self) -> None:
         self._held: deque[Event] = deque(maxlen=_MOST_HELD)
         self._more = asyncio.Event()
 
-    def tell(self, events: Iterable[Event]) -> None:
+    def put(self, events: Iterable[Event]) -> None:
         self._held.extend(events)
         if self._held:
             self._more.set()
 
     async def events(self) -> list[Event]:
-        """Waits for events, and takes all."""
+        """Wait for events, and take all."""
         await self._more.wait()
         self._more.clear()
         events = [*self._held]
@@ -54,7 +54,7 @@ class Viewer:
 
 
 class Timeline:
-    """Of the engine in `directory`."""
+    """The timeline of the engine in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -73,60 +73,61 @@ class Timeline:
         try:
             if self._working is None or self._working.done():
                 self._working = asyncio.create_task(self._work())
-            with self._shares.one(client):
+            with self._shares.held(client):
                 yield viewer
         finally:
             self._viewers.discard(viewer)
 
     async def close(self) -> None:
-        """Ends the recording, if one runs."""
+        """End the recording, if there is one."""
         self._viewers.clear()
         if self._working is not None:
             await asyncio.wait({self._working})
 
-    def _tell(self, *events: Event) -> None:
+    def _send(self, *events: Event) -> None:
         for viewer in self._viewers:
-            viewer.tell(events)
+            viewer.put(events)
 
     async def _work(self) -> None:
-        """Records while there are viewers."""
+        """Record while there are viewers."""
         while self._viewers:
             try:
                 front = await asyncio.to_thread(attach, self._directory)
             except (PearlError, OSError) as error:
-                self._tell({"problem": str(error)})
+                self._send({"problem": str(error)})
                 return
             try:
                 await self._record(front)
             except (PearlError, OSError) as error:  # such as: another front records
-                self._tell({"problem": str(error)})
+                self._send({"problem": str(error)})
             finally:
                 await asyncio.to_thread(_end, front)
             if self._viewers:
-                await asyncio.sleep(_AGAIN)
+                await asyncio.sleep(_RETRY)
 
     async def _record(self, front: Engine) -> None:
-        self._tell({"waiting": True})
-        name = await asyncio.to_thread(front.begin_live_trace, lambda: bool(self._viewers))
-        self._tell({"recording": True})
+        self._send({"waiting": True})
+        recording = front.client.recording
+        name = await asyncio.to_thread(recording.begin_live, lambda: bool(self._viewers))
+        self._send({"recording": True})
         parts: dict[Path, GrowingPart] = {}
         while self._viewers and sum(part.size for part in parts.values()) < MOST_BYTES:
             await asyncio.sleep(_EVERY)
-            self._tell(*await asyncio.to_thread(_news, name, parts))
+            self._send(*await asyncio.to_thread(_new_events, name, parts))
 
 
 def _end(front: Engine) -> None:
-    """Ends the recording and closes the second front."""
+    """End the recording and close the second front."""
     try:
-        front.end_live_trace()
+        front.client.recording.end_live()
     except (PearlError, OSError) as error:
         log.warning("the live timeline: %s", error)
     finally:
         front.close()
 
 
-def _news(name: Path, parts: dict[Path, GrowingPart]) -> list[Event]:
-    """What was written since the last read; nothing of a worker on another host."""
+def _new_events(name: Path, parts: dict[Path, GrowingPart]) -> list[Event]:
+    """What was written since the last read, except by a worker on another host."""
     events: list[Event] = []
     for path in part_paths(name):
         part = parts.setdefault(path, GrowingPart(path))
@@ -136,8 +137,8 @@ def _news(name: Path, parts: dict[Path, GrowingPart]) -> list[Event]:
 
 
 def _shown(role: str, record: Record) -> list[Event]:
-    """A forward, other work or a wait, in milliseconds of the machine's monotonic clock; and the sources of the tokens
-    that were committed.
+    """A forward, other work or a wait, in milliseconds of the machine's monotonic clock, and the sources of committed
+    tokens.
     """
     events: list[Event] = []
     if record.track != LOOP:

@@ -2,7 +2,7 @@
 
 Knows paths and the form of addresses, no sockets.
 
-An address is what protects an engine that has no keys: only this user can reach what lies in a private directory.
+Without keys the address protects an engine: only this user can reach what is in a private directory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
+from pearl.spec.transports import TRANSPORTS, is_control, of_address
 
 _MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
 _PREFIX = "pearl-"
@@ -23,54 +24,50 @@ _TCP = re.compile(r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+
 
 
 def private_directory() -> Path:
-    """A fresh directory `pearl-XXXXXXXX` of mode 0700; whoever asked for it removes it."""
+    """A fresh directory `pearl-XXXXXXXX` of mode 0700; the caller removes it."""
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runtime_directory()))
 
 
 def private_directories() -> list[Path]:
-    """Those of this user that `private_directory` has made, newest first."""
+    """The directories that `private_directory` made for this user, newest first."""
     found = [path for path in _runtime_directory().glob(f"{_PREFIX}*") if is_private(path)]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def is_engine_directory(directory: Path) -> bool:
-    """Whether `directory` is one of those that `private_directory` makes: another process may have named it."""
+    """Whether `private_directory` may have made `directory`: its name may come from another process."""
     return directory.is_absolute() and directory.name.startswith(_PREFIX) and is_private(directory)
 
 
 def bind_address(control: str, directory: Path) -> str:
-    """The address for a listener: `control` "ipc" (a socket file in `directory`), "tcp" (a free port of the loopback),
-    or an address, which is its own and is looked at by `check_bind`."""
-    if control == "ipc":
-        return f"ipc://{directory / 'control'}"
-    if control == "tcp":
-        return "tcp://127.0.0.1:*"
-    if control.startswith("tcp://"):
-        return control
-    raise ConfigError(f"control channel {control!r} is unknown: choose ipc, tcp, or tcp://HOST:PORT")
+    """Where to listen for this setting of `control`: the local address of a bare scheme, or the address itself."""
+    if not is_control(control):
+        raise ConfigError(f"control channel {control!r} is unknown: choose ipc, tcp, or tcp://HOST:PORT")
+    return TRANSPORTS[control].local.format(directory=directory) if control in TRANSPORTS else control
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` leads to this machine only: a socket file in a private directory, or the loopback."""
-    if address.startswith("ipc://"):
-        return is_private(Path(address.removeprefix("ipc://")).parent)
+    """Whether `address` leads to this machine only: a file in a private directory, or the loopback."""
+    transport = of_address(address)
+    if transport is not None and transport.remote is None:
+        return is_private(Path(address.partition("://")[2]).parent)
     return _LOOPBACK.fullmatch(address) is not None
 
 
 def check_bind(address: str, keys: bool = False) -> None:
-    """Raises `ConfigError` where strangers could reach `address` and there are no `keys`, or it cannot be bound."""
+    """Raises `ConfigError` if strangers could reach `address` and there are no `keys`, or it cannot be bound."""
     if address.startswith("ipc://"):
         _check_socket_file(Path(address.removeprefix("ipc://")))
     elif not _TCP.fullmatch(address):
         raise ConfigError(
             f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT are allowed until "
-            "others can be secured. HOST is an address of this machine that the other host can reach, or the "
-            "name of a network interface; a wildcard would tell nobody where to connect"
+            "others can be secured. HOST is an address of this machine that the other host can reach, or the name "
+            "of a network interface; a wildcard would not show others where to connect"
         )
     elif not (keys or _LOOPBACK.fullmatch(address)):
         raise ConfigError(
-            f"refusing to bind {address} until there are keys: who can reach it could use the engine. Make a key file "
-            "with `pearl keys FILE`, copy it to the other host, and give --keys FILE on both"
+            f"refusing to bind {address} until there are keys: anyone who reaches it could use the engine. Make a key "
+            "file with `pearl keys FILE`, copy it to the other host, and give --keys FILE on both"
         )
 
 
@@ -86,7 +83,7 @@ def _check_socket_file(path: Path) -> None:
             f"refusing to bind {path} until its directory is absolute, owned by this user and of mode 0700: "
             "others could connect"
         )
-    if os.path.lexists(path):  # ZeroMQ would silently take the address from whoever listens there
+    if os.path.lexists(path):  # ZeroMQ would silently take the address from the engine that listens there
         raise ConfigError(f"{path} exists: an engine listens there, or one was killed; then remove the file")
 
 

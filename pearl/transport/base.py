@@ -1,7 +1,6 @@
-"""What the worker loops see of any transport: message endpoints and tensor channels.
+"""The interfaces of the transports: ends of the control channel, and tensor channels.
 
-Knows no bytes, sockets or process groups; those are codec, zeromq, memory and torch_dist. Who may connect, and how
-much is heard of it, is for address, keys and gate.
+Knows no bytes, sockets or process groups.
 """
 
 from __future__ import annotations
@@ -12,57 +11,75 @@ from pearl.errors import LocalProtocolError, ProtocolError, TransportError
 from pearl.protocol.messages import Message
 
 if TYPE_CHECKING:
-    import torch  # the front speaks to its engine without it: importing it takes seconds
+    import torch  # importing it takes seconds, and the front uses no tensors
 
 Peer = bytes
 Fault = ProtocolError | TransportError
 Received = tuple[Peer, Message | Fault]
 
-SOLE_PEER: Peer = b""  # how a connection, which has one peer only, names it in what it received
-MAX_BATCH = 1000  # messages that one `receive` hands out: a flood must not starve the loop that asked
+SOLE_PEER: Peer = b""  # the peer of a connection, which has only one
+MAX_BATCH = 1000  # messages that one `receive` returns: a flood must not starve its caller
 
 
 class Endpoint(Protocol):
-    """One end of the control channel. Ordered per peer; nothing comes twice.
+    """One end of the control channel. Messages of one peer arrive in order, each once.
 
     Any thread may send and receive, but only one at a time may wait.
     """
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        """Queues `message`; never blocks. A listener needs `peer`, a connection takes None.
+        """Queue `message`; never blocks. A listener needs `peer`, a connection takes None.
 
-        Raises `TransportError` where the peer is gone or its queue is full, `LocalProtocolError` where the
-        message exceeds a limit of the wire. That a peer has gone is noticed soon, not at once: what is sent
-        meanwhile is lost.
+        Raises `TransportError` if the peer is gone or its queue is full, `LocalProtocolError` if the message exceeds a
+        limit of the wire. A peer's absence is noticed after a while; what is sent before that is lost.
         """
         ...
 
     def receive(self, timeout: float) -> list[Received]:
-        """What has arrived, oldest first, at most `MAX_BATCH`; waits `timeout` seconds at most for the first.
+        """Up to `MAX_BATCH` messages, oldest first; waits at most `timeout` seconds for the first, 0: not at all.
 
-        0: does not wait. Malformed input stands in the list as the error that it caused; nothing is raised,
-        and a vanished peer is silent: `send` tells.
+        Malformed input is returned as the error that it caused. A vanished peer is noticed by `send` only.
         """
         ...
 
     def wait(self, timeout: float) -> None:
-        """Returns when something has come, `wake` was called, or `timeout` seconds are over; at times for nothing."""
+        """Return when something has arrived, on `wake`, or after `timeout` seconds; sometimes earlier."""
         ...
 
     def wake(self) -> None:
-        """End the wait of another thread at once, or else the next wait."""
+        """End another thread's wait, or else the next wait."""
         ...
 
-    def close(self) -> None:
-        """Ends the endpoint; a second time does nothing. What is queued may be lost."""
+    def close(self, flush: float = 0.0) -> None:
+        """Close the endpoint; a second time does nothing. Queued messages have `flush` seconds to leave."""
         ...
 
 
 class Listener(Endpoint, Protocol):
-    """The end that others connect to. It limits how much it takes from each peer per second."""
+    """The end that others connect to. It limits what it takes from each peer a second.
+
+    Attributes:
+        address: where it listens, the port included.
+    """
+
+    address: str
 
     def trust(self, peer: Peer) -> None:
-        """Lift the limit for `peer`, and set it again for the peer trusted before."""
+        """Lift the limit for `peer`, and restore it for the peer trusted before."""
+        ...
+
+
+class Connection(Endpoint, Protocol):
+    """The end that connects."""
+
+    @property
+    def connected(self) -> bool:
+        """False once it has been cut off."""
+        ...
+
+    @property
+    def seconds_to_wait(self) -> float:
+        """How long not to send, lest the listener drop it for exceeding its limit."""
         ...
 
 
@@ -70,26 +87,25 @@ class TensorChannel(Protocol):
     """A pipe of rows between the two model workers, beside the control channel."""
 
     def send(self, row: torch.Tensor) -> None:
-        """Sends `row`, float32 [vocab]; returns without waiting for the receiver. It must not change after.
+        """Send `row`, float32 [vocab], which must not change afterwards; does not wait for the receiver.
 
-        Raises `TransportError` where the channel is dead.
+        Raises `TransportError` if the channel is dead.
         """
         ...
 
     def receive(self, count: int) -> torch.Tensor:
         """The next `count` rows in the order sent, float32 [count, vocab]; only for rows that were announced.
 
-        Raises `TransportError` where they do not come before the channel's deadline, or the channel is dead;
-        from then on it is dead for good.
+        Raises `TransportError` if they miss the channel's deadline, after which it is dead, or if it is dead.
         """
         ...
 
     def close(self) -> None:
-        """Ends the channel; a second time does nothing. Rows not received yet are lost."""
+        """Close the channel; a second time does nothing. Rows not yet received are lost."""
         ...
 
 
 def check_row(row: torch.Tensor, vocab_size: int) -> None:
-    """Raise `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not check it."""
+    """Raises `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not check it."""
     if str(row.dtype) != "torch.float32" or row.shape != (vocab_size,):
         raise LocalProtocolError(f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}")

@@ -1,8 +1,7 @@
-"""Messages to frames of bytes and back. The format in words is WIRE.md.
+"""Messages to frames of bytes and back; WIRE.md describes the format.
 
-`decode` gives a message whose every field lies within the ranges that `protocol.messages` declares, or raises
-`RemoteProtocolError`.  Knows no sockets, and no state: whether a message is allowed *now* is the business of the state
-machines.
+`decode` returns a message whose fields are all within the ranges that `protocol.messages` declares, or raises
+`RemoteProtocolError`. Knows no sockets and no state: the state machines check whether a message is allowed now.
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ def _wire_row(row: object) -> WireRow:
 
 
 class _Version(msgspec.Struct, array_like=True, tag=1):
-    """The start of a Hello of any version: the fields behind it may be others."""
+    """The start of a Hello of any version, whose further fields may differ."""
 
     version: int
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, TYPE_CODES))
-# What only a target says is not decoded where it came to a target: texts may be long.
+# A target does not decode what only targets send: texts may be long.
 _to_target: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     reduce(or_, [kind for kind in TYPE_CODES if kind not in _OF_TARGET])
 )
@@ -82,13 +81,12 @@ _version = msgspec.msgpack.Decoder(_Version)
 def encode(message: Message) -> list[bytes]:
     """The frames of `message`: a packed header and, for each packed dense row, one raw frame.
 
-    Raises `LocalProtocolError` where it cannot be written or exceeds the limits of the wire. It does not check ranges:
-    the peer does.
+    Raises `LocalProtocolError` if it cannot be written or exceeds the limits of the wire. The peer checks ranges.
     """
     name = type(message).__name__
     if type(message) not in TYPE_CODES:
         raise LocalProtocolError(f"{name} is no message of the wire")
-    if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:  # cut, not lost
+    if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:  # send part of it rather than nothing
         message = message.changed(message=message.message[: MAX_TEXT // 4])
     raw: list[bytes] = []
     try:
@@ -104,10 +102,10 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
-    """The message that `frames` hold. Raises `RemoteProtocolError`, and nothing else, whatever they hold.
+    """The message in `frames`. Raises `RemoteProtocolError`, and nothing else, whatever they hold.
 
     Args:
-        to_target: they came to the target.
+        to_target: they arrived at the target.
     """
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise RemoteProtocolError(f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}")
@@ -129,7 +127,7 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
-    """As `decode`, with the error for a value: one bad message must not hide the good ones behind it."""
+    """As `decode`, but returns the error: one bad message must not hide the good ones behind it."""
     try:
         return decode(frames, to_target)
     except RemoteProtocolError as error:
@@ -137,12 +135,12 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
 
 
 def _kind(header: Frame) -> Any:
-    """The message type that a header names; None: none of this wire."""
+    """The message type of a header; None if it is unknown."""
     return _KINDS.get(header[1]) if len(header) > 1 and header[0] in _SHORT_ARRAYS else None
 
 
 def _where(kind: Any, error: str) -> str:
-    """The field that an error of msgspec is about: it knows the place in the array."""
+    """The field that an error of msgspec is about; msgspec names its place in the array."""
     if kind is None:
         return "a header that is no message of this wire"
     place = _PLACE.search(error)
@@ -161,7 +159,7 @@ def _version_hint(header: Frame) -> str:
 
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
-    """What is wrong beyond single fields."""
+    """What is wrong although each field is valid by itself."""
     match message:
         case DraftTokens():
             yield from _row_problems(message, raw)
@@ -188,7 +186,7 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
 
 def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     rows, tokens = message.rows, message.tokens
-    if not tokens:  # a pause behind nothing would leave the target to verify nothing
+    if not tokens:  # after a pause without tokens the target would have nothing to verify
         yield "has no tokens"
     if rows and len(rows) != len(tokens):
         yield f"has {len(tokens)} tokens and {len(rows)} rows"

@@ -1,4 +1,4 @@
-"""How many files, and so connections, this process may have open."""
+"""The limit of open files, and so of connections, of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def raise_limit() -> None:
-    """To what the system allows at most: a shell's own limit is often 1,024."""
+    """Raise the limit to the most that the system allows; a shell's limit is often 1,024."""
     with suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

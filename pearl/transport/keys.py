@@ -1,7 +1,7 @@
-"""The file of keys that secures a control channel, and who may read it.
+"""The file of keys that secures a control channel.
 
-One file is for one user's engines: whoever has it may use them, so it is made readable by its owner alone and is
-refused where it is not.  Both hosts have the same file.  Knows no sockets; what CURVE makes of a key is `zeromq`'s.
+Anyone who has the file can use the engines, so it is created readable by its owner only, and refused otherwise. Both
+hosts have the same file. Knows no sockets; `zeromq` derives CURVE keys from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pearl.errors import ConfigError
 
-OWN_KEYS = "keys"  # the file in an engine's private directory, where the user has given none and one is needed
+OWN_KEYS = "keys"  # the file in an engine's private directory if keys are needed and the user gave none
 _VERSION = 1
 _LONGEST = 4096  # bytes; a key file has 200
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes as Z85 (ZeroMQ RFC 32) writes them
@@ -25,7 +25,7 @@ _MAKE = "make one with `pearl keys FILE`"
 
 @dataclass(frozen=True)
 class Keys:
-    """Two secret CURVE keys as Z85; the public ones follow from them. Neither shows in a repr."""
+    """Two secret CURVE keys as Z85, from which the public ones follow. A repr shows neither."""
 
     server: str = field(repr=False)
     client: str = field(repr=False)
@@ -34,7 +34,7 @@ class Keys:
 def channel_keys(given: str | None, directory: Path) -> Keys | None:
     """Keys from the file `given` by the user, else the engine's own from its `directory`, else None.
 
-    Each process of an engine reads them itself: no key is passed between processes.
+    Each process of an engine reads the file itself: processes never send keys.
     """
     own = directory / OWN_KEYS
     return read_keys(Path(given)) if given else read_keys(own) if own.exists() else None
@@ -46,7 +46,7 @@ def write_keys(path: Path, keys: Keys) -> None:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already, and who relies on it would be locked out: name another") from None
+        raise ConfigError(f"{path} is there already, and its users would be locked out: name another") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot make the key file {path}: {getattr(error, 'strerror', error)}") from None
     try:
@@ -59,9 +59,9 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read the keys in a file. Raises `ConfigError` for no key file, and where other users may read or change it."""
+    """The keys in a file. Raises `ConfigError` if it is no key file, or if other users may read or change it."""
     try:
-        # Not blocking, for it may be a pipe; looked at once it is open, so that it is the file that is read.
+        # Non-blocking, for it may be a pipe; checked once it is open, so that the file checked is the file read.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             _check_private(path, os.fstat(file.fileno()))
             content = file.read(_LONGEST + 1)
@@ -74,7 +74,7 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"the key file {path} is no file: {_MAKE}")
     if status.st_uid != os.geteuid():
-        raise ConfigError(f"the key file {path} is another user's, who could use the engine: {_MAKE} of your own")
+        raise ConfigError(f"the key file {path} is another user's, who could use the engine: {_MAKE}")
     if status.st_mode & 0o077:
         raise ConfigError(
             f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can reach it. "

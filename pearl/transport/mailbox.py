@@ -1,29 +1,25 @@
-"""An endpoint with a thread that works for it while a worker computes.
+"""An endpoint with a thread that sends, receives and decodes while a worker computes.
 
-A forward releases the interpreter lock for most of its time; the thread runs then: it sends posted messages, and reads,
-decodes and checks incoming ones.  So the loop has little to do between two forwards.
+A forward releases the interpreter lock most of the time, and the thread runs then; so little is left to do between two
+forwards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from pearl.errors import ProtocolError, TransportError
 from pearl.protocol.messages import Message
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Fault, Peer, Received
 
-_WAIT_SECONDS = 60.0  # of the thread, at most; it is woken for whatever there is to do
-_FULL_SECONDS = 0.01  # between two looks at an inbox that is full
-_MOST_BYTES = 64 << 20  # that wait in an inbox, but for what the last message has beside
-
-
-def _nothing(message: Message) -> int:
-    return 0
+_WAIT_SECONDS = 60.0  # longest wait of the thread; it is woken for whatever there is to do
+_FULL_SECONDS = 0.01  # between two looks at a full inbox
+_MOST_BYTES = 64 << 20  # in an inbox, exceeded by at most one message
 
 
 class Mailbox:
@@ -33,8 +29,8 @@ class Mailbox:
         outgoing: applied to each message before it is sent.
         incoming: applied to each received message; a `ProtocolError` or `TransportError` that it raises takes the place
             of the message.
-        weigh: bytes that a message takes once it has been through `incoming`. While so many wait that no more may, what
-            comes stays as it came, and then with the peer.
+        weigh: bytes that a message holds after `incoming`. Over the inbox's byte limit messages stay undecoded, then in
+            the peer's socket (back-pressure).
     """
 
     def __init__(
@@ -42,27 +38,27 @@ class Mailbox:
         endpoint: Endpoint,
         outgoing: Callable[[Message], Message] = lambda message: message,
         incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
-        weigh: Callable[[Message], int] = _nothing,
+        weigh: Callable[[Message], int] = lambda message: 0,
     ) -> None:
         self._endpoint = endpoint
         self._outgoing, self._incoming, self._weigh = outgoing, incoming, weigh
         self._inbox: SimpleQueue[tuple[Received, int]] = SimpleQueue()
-        self._unexamined: deque[Received] = deque()
-        self._came = self._went = 0  # bytes, in all: each is counted by one side
+        self._undecoded: deque[Received] = deque()
+        self._bytes_in = self._bytes_out = 0  # totals, each written by one side only
         self._outbox: deque[tuple[Message, Peer | None]] = deque()
         self._sending, self._receiving = threading.Lock(), threading.Lock()  # they keep the messages in order
-        self._closed = False
+        self._is_closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._thread.start()
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        """Sends `message` at once. Where it cannot be sent, `receive` gives the error as that peer's."""
+        """Send at once. If it cannot be sent, `receive` returns the error as that peer's."""
         self._outbox.append((message, peer))
         self._flush()
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        """As `send`, but leaves the work to the thread; order is kept."""
+        """As `send`, but in the thread; order is kept."""
         self._outbox.append((message, peer))
         self._endpoint.wake()
 
@@ -71,27 +67,27 @@ class Mailbox:
         got: list[Received] = []
         if timeout > 0:
             self._collect()
-            with contextlib.suppress(Empty):
-                got.append(self._taken(timeout))
+            with suppress(Empty):
+                got.append(self._next(timeout))
         while len(got) < MAX_BATCH and not self._inbox.empty():
-            got.append(self._taken(0))
+            got.append(self._next(0))
         if self._failure is not None:
             raise self._failure
         return got
 
-    def _taken(self, timeout: float) -> Received:
-        received, weight = self._inbox.get(timeout=timeout)
-        self._went += weight
+    def _next(self, timeout: float) -> Received:
+        received, size = self._inbox.get(timeout=timeout)
+        self._bytes_out += size
         return received
 
     @property
     def is_empty(self) -> bool:
-        """Whether no message that was read waits for `receive`. Any thread may ask; costs nothing."""
+        """Whether `receive(0)` would return nothing. Cheap, and usable from any thread."""
         return self._inbox.empty()
 
     def close(self) -> None:
-        """Sends what is queued and ends the thread."""
-        self._closed = True
+        """Send what is queued and end the thread."""
+        self._is_closed = True
         self._endpoint.wake()
         self._thread.join()
         self._flush()
@@ -104,12 +100,12 @@ class Mailbox:
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self._is_closed:
                 self._flush()
                 self._collect()
                 if not self._is_full:
                     self._endpoint.wait(_WAIT_SECONDS)
-                else:  # a flood waits in the socket, whose queue has an end
+                else:
                     time.sleep(_FULL_SECONDS)
         except BaseException as error:
             self._failure = error
@@ -125,25 +121,25 @@ class Mailbox:
 
     def _collect(self) -> None:
         with self._receiving:
-            self._examine()
-            if not self._unexamined and not self._is_full:
-                self._unexamined.extend(self._endpoint.receive(0))
-                self._examine()
+            self._decode()
+            if not self._undecoded and not self._is_full:
+                self._undecoded.extend(self._endpoint.receive(0))
+                self._decode()
 
-    def _examine(self) -> None:
-        while self._unexamined and not self._is_full:
-            peer, message = self._unexamined.popleft()
-            found = self._checked(peer, message)
-            weight = 0 if isinstance(found, Exception) else self._weigh(found)
-            self._came += weight
-            self._inbox.put(((peer, found), weight))
-
-    @property
-    def _is_full(self) -> bool:
-        return self._inbox.qsize() >= MAX_BATCH or self._came - self._went >= _MOST_BYTES
+    def _decode(self) -> None:
+        while self._undecoded and not self._is_full:
+            peer, message = self._undecoded.popleft()
+            checked = self._checked(peer, message)
+            size = 0 if isinstance(checked, Exception) else self._weigh(checked)
+            self._bytes_in += size
+            self._inbox.put(((peer, checked), size))
 
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         try:
             return message if isinstance(message, Exception) else self._incoming(peer, message)
         except (ProtocolError, TransportError) as error:
             return error
+
+    @property
+    def _is_full(self) -> bool:
+        return self._inbox.qsize() >= MAX_BATCH or self._bytes_in - self._bytes_out >= _MOST_BYTES

@@ -1,7 +1,7 @@
 """Rows and sums over process groups, and torchrun's key-value store: the one file that imports torch.distributed.
 
-Knows rows and ranks, not what they are for. The groups are made directly from their backend: the default group
-of the process, which belongs to whoever launched it, is not touched.
+Knows rows and ranks, not their purpose. Groups are made directly from their backend; the process's default group, which
+belongs to its launcher, is not touched.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from pearl.errors import ConfigError, TransportError
 from pearl.transport.base import check_row
 
 _TAG = 0
-_NEVER = timedelta(days=1)  # a row waits for its receiver as long as the request lasts
+_NEVER = timedelta(days=1)  # a row may wait for its receiver as long as a request lasts
 _POLL = 0.0001  # seconds between two looks at a CUDA event
-_IDLE = timedelta(days=3650)  # how long a rank may wait to be told something
+_IDLE = timedelta(days=3650)  # a rank may wait for its leader's next order
 _WORDS = 63  # integers in the first message of `tell`; more take a second one
-_NAMING = 1.0  # seconds
+_NAMING = 1.0  # seconds for `watch` to find which rank is gone
+_GATHERED_ROWS = 16  # most rows that `sum` adds up in a fixed order
+_STORE_POLL = 0.1  # seconds
 
 
 class _Group(Protocol):
@@ -57,12 +59,12 @@ class ProcessGroupChannel:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Waits for the other rank; raises `TransportError` if it has not come after `timeout` seconds.
+        """Waits for the other rank; raises `TransportError` if it does not come within `timeout` seconds.
 
         Args:
-            store_path: a file in the engine's private directory by which the two find each other.
-            name: the same on both sides, and new for every group that is made over this file.
-            device: where received rows are to lie; for NCCL this rank's own GPU.
+            store_path: a file in the engine's private directory, through which the two find each other.
+            name: the same on both sides, and new for each group made over this file.
+            device: of received rows; for NCCL this rank's own GPU.
             timeout: seconds that a `receive` may take.
         """
         if backend not in _BACKENDS:
@@ -74,16 +76,12 @@ class ProcessGroupChannel:
             self._group: _Group = _BACKENDS[backend](store, rank, device, timeout)
         except RuntimeError as error:
             raise TransportError(f"no {backend} group {name!r} with the other worker: {error}") from error
-        self._connect(rank)
-
-    def _connect(self, rank: int) -> None:
-        """Exchange a row of nothing: the first one each way makes NCCL connect, which blocks for most of a second."""
+        # The first row each way makes NCCL connect, which blocks for most of a second: now, not in mid-text.
         if rank:
-            self.send(torch.zeros(self._vocab_size))
-            self.receive(1)
-        else:
-            self.receive(1)
-            self.send(torch.zeros(self._vocab_size))
+            self.send(torch.zeros(vocab_size))
+        self.receive(1)
+        if not rank:
+            self.send(torch.zeros(vocab_size))
 
     def send(self, row: torch.Tensor) -> None:
         check_row(row, self._vocab_size)
@@ -95,7 +93,7 @@ class ProcessGroupChannel:
 
     def receive(self, count: int) -> torch.Tensor:
         self._check_alive()
-        # A row that is too short leaves its end as it is: what was in memory before must not pass for a distribution.
+        # If a row that arrives is too short, its end must not pass for probabilities.
         rows = torch.full((count, self._vocab_size), torch.nan, device=self._group.device)
         try:
             self._group.receive(rows, time.monotonic() + self._timeout)
@@ -104,9 +102,9 @@ class ProcessGroupChannel:
         return rows.to(self._device)
 
     def close(self) -> None:
-        """Give the channel up, at once: breaking the connection may take long, and is left to a thread.
+        """Abandon the channel at once; a thread closes the connection.
 
-        NCCL waits for what was begun, with a peer that may be dead; gloo for a thread that holds a row.
+        NCCL first waits for started operations, with a peer that may be dead; gloo for a thread that holds a row.
         """
         if not self._dead:
             self._dead = "it was closed"
@@ -123,8 +121,8 @@ class ProcessGroupChannel:
 
 
 def _meeting(store_path: Path, name: str) -> dist.Store:
-    """The store by which the ranks of group `name` find each other: a file, on one machine."""
-    return dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: it stays for the next group
+    """The store through which the ranks of group `name` find each other: a file on this machine."""
+    return dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: keep the file for the next group
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
@@ -138,14 +136,14 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
 
 def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
     """A group of GPUs of one machine, one a rank."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where they find each other; what they send has links of its own
-    # A watchdog of NCCL ends the process where an operation fails, and a monitor where the watchdog hangs: the target
-    # is to outlive its draft. Who waits for a row has a deadline of his own, and ranks watch each other over gloo.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # to meet; the data goes over links of its own
+    # By default NCCL ends the process if an operation fails or its watchdog hangs, but the target must outlive its
+    # draft. Receives have a deadline of their own, and ranks watch each other over gloo.
     for handling in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
         os.environ.setdefault(handling, "0")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that nobody asks for
-    # NCCL's own rendezvous blocks without a deadline, so nobody enters it before all are there.
+    options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that is never received
+    # NCCL's own rendezvous blocks without a deadline, so all ranks meet in the store first.
     store.set(f"rank{rank}", "here")
     store.wait([f"rank{other}" for other in range(size)], timedelta(seconds=timeout))
     group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -160,8 +158,8 @@ class _Gloo:
         self._group = _gloo(store, rank, 2, timeout)
         self.device, self._peer = torch.device("cpu"), 1 - rank
         self._error: RuntimeError | None = None
-        # Gloo reads a row only when its receiver asks for it, and offers no way to see that it has: somebody
-        # has to wait with the row in hand. A daemon, so that an exit does not wait too.
+        # Gloo reads a row only when its receiver asks for it, and has no way to poll for that: a thread keeps each row
+        # alive until then. A daemon, so that an exit does not wait for it.
         self._unsent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
         self._keeper = Thread(target=self._keep, name="pearl-gloo-rows", daemon=True)
         self._keeper.start()
@@ -175,13 +173,13 @@ class _Gloo:
     def receive(self, rows: torch.Tensor, deadline: float) -> None:
         works = [self._group.recv([row], self._peer, _TAG) for row in rows]
         for work in works:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))  # 0 would mean for ever
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))  # 0 would mean forever
 
     def close(self) -> None:
-        """Breaks the connection, so that the keeper and the peer stop waiting."""
+        """Break the connection, so that the keeper and the peer stop waiting."""
         self._unsent.put(None)
         self._keeper.join(0.01)
-        if self._keeper.is_alive():  # it waits for a receiver; only an operation that expires closes a pair
+        if self._keeper.is_alive():  # it waits for a receiver; only an expired operation closes a gloo pair
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._peer, _TAG).wait(timedelta(milliseconds=1))
             self._keeper.join(1.0)
@@ -197,8 +195,8 @@ class _Gloo:
 class _Nccl:
     """Between two GPUs, on a stream of its own, so that no forward waits for a row.
 
-    Unproven: written without a machine of two GPUs at hand; the tests marked `gpu` are to be run on one.  Its kernels
-    wait on the device until the other side has come to the same row, so the runtime takes it only where it is asked to.
+    Unproven: never run on a machine with two GPUs (tests marked `gpu`). Its kernels wait on the device until the other
+    side reaches the same row, so only `--tensors nccl` uses it.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
@@ -208,14 +206,14 @@ class _Nccl:
 
     def send(self, row: torch.Tensor) -> None:
         row = row.to(self.device).contiguous()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the row may still be being computed
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still compute the row
         with torch.cuda.stream(self._stream):
             self._group.send([row], self._peer, _TAG)
         row.record_stream(self._stream)
 
     def receive(self, rows: torch.Tensor, deadline: float) -> None:
-        torch.cuda.set_device(self.device)  # of this thread, which may be another than the one that made the group
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may still be in use
+        torch.cuda.set_device(self.device)  # per thread, and another thread may have made the group
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still use the memory
         with torch.cuda.stream(self._stream):
             for row in rows:
                 self._group.recv([row], self._peer, _TAG).wait()  # makes the stream wait, not this thread
@@ -234,15 +232,12 @@ class _Nccl:
 _BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
 
 
-_GATHERED_ROWS = 16
-
-
 class RankGroup:
-    """The ranks that share a model: their sums, and what the first one, the leader, tells the others to do.
+    """The ranks that share a model: their sums, and the orders of the first one, the leader.
 
-    Sums go over NCCL where the ranks have GPUs (unproven, as `_Nccl` is), else over gloo; what is told goes over gloo.
-    Nothing in here times out once the group is made, for an engine may be idle for days.  A rank that ends breaks its
-    connections, so that the others do not wait for it; one that hangs is its launcher's business.
+    Sums go over NCCL if the ranks have GPUs (unproven, as `_Nccl` is), else over gloo; orders go over gloo. Nothing
+    times out once the group is made, for an engine may be idle for days. A rank that ends breaks its connections, so
+    the others do not wait for it; its launcher deals with one that hangs.
     """
 
     def __init__(
@@ -255,19 +250,19 @@ class RankGroup:
         name: str = "target",
         start: int = 0,
     ) -> None:
-        """Waits for the other ranks; raises `TransportError` where one has not come after `timeout` seconds.
+        """Waits for the other ranks; raises `TransportError` if one does not come within `timeout` seconds.
 
         Args:
             store_path: as of `ProcessGroupChannel`.
             name: of the model.
-            start: another one for each group of that name that is made over the same file.
+            start: different for each group of that name made over the same file.
         """
         self.rank, self.size, self._name = rank, size, name
         self._lost, self._named, self._closing = "", Event(), False
         try:
-            self._told = _gloo(_meeting(store_path, f"{name}-{start}-told"), rank, size, timeout)
-            self._told._set_default_timeout(_IDLE)
-            self._sums = self._told
+            self._orders = _gloo(_meeting(store_path, f"{name}-{start}-orders"), rank, size, timeout)
+            self._orders._set_default_timeout(_IDLE)
+            self._sums = self._orders
             if device.type == "cuda":
                 self._sums = _nccl(_meeting(store_path, f"{name}-{start}-sums"), rank, size, device, timeout)
         except RuntimeError as error:
@@ -276,12 +271,12 @@ class RankGroup:
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors added up; the same bits on every rank.
 
-        Few rows are gathered and added in the order of the ranks, so that a row's sum does not depend on how many rows
-        there are: an all-reduce cuts the tensor into one part a rank and adds each part in another order. Over NCCL
-        many rows (a prompt's, always as many: `graphs.PREFILL`) are all-reduced, which sends less.
+        Few rows are gathered and added in the order of the ranks, so a row's sum does not depend on the number of rows:
+        an all-reduce adds each rank's part of the tensor in another order. Over NCCL many rows (a prompt's, always
+        `graphs.PREFILL`) are all-reduced, which sends less.
         """
         part = part.contiguous()
-        if len(part) > _GATHERED_ROWS and self._sums is not self._told:
+        if len(part) > _GATHERED_ROWS and self._sums is not self._orders:
             self._wait(lambda: self._sums.allreduce([part]))
             return part
         parts = part.new_empty(self.size, *part.shape)
@@ -298,7 +293,7 @@ class RankGroup:
         return parts.view(self.size, *part.shape).transpose(0, 1).reshape(len(part), -1)
 
     def tell(self, words: Sequence[int]) -> None:
-        """Send integers to all other ranks; each must call `told`."""
+        """Send integers to all other ranks, which each must call `told`."""
         head = torch.zeros(_WORDS + 1, dtype=torch.long)
         head[0], first = len(words), words[:_WORDS]
         head[1 : 1 + len(first)] = torch.tensor(first, dtype=torch.long)
@@ -307,7 +302,7 @@ class RankGroup:
             self._broadcast(torch.tensor(words[_WORDS:], dtype=torch.long))
 
     def told(self) -> list[int]:
-        """Return the leader's next `tell`; waits without a limit. Raises `TransportError` when the leader is gone."""
+        """The leader's next `tell`; waits without limit. Raises `TransportError` if the leader is gone."""
         head = self._broadcast(torch.empty(_WORDS + 1, dtype=torch.long))
         count = int(head[0])
         words: list[int] = head[1 : 1 + count].tolist()
@@ -316,14 +311,14 @@ class RankGroup:
         return words
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` with an error text as soon as another rank is gone, in a forward or idle."""
+        """Call `lost` with an error text as soon as another rank is gone, even during a forward."""
         for rank in range(self.size):
             if rank != self.rank:
                 Thread(target=self._watch, args=(rank, lost), name=f"rank-{rank}", daemon=True).start()
 
     def _watch(self, rank: int, lost: Callable[[str], None]) -> None:
         try:
-            self._told.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # which nobody sends
+            self._orders.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # never sent: it ends when the rank is gone
         except RuntimeError:
             if not self._closing and not self._named.is_set():
                 self._lost = f"rank {rank} of the {self._name} is gone"
@@ -331,40 +326,37 @@ class RankGroup:
                 lost(self._lost)
 
     def close(self) -> None:
-        """Close the connections: the other ranks may end from now on."""
+        """Expect the other ranks to end from now on."""
         self._closing = True
 
     def _broadcast(self, words: torch.Tensor) -> torch.Tensor:
-        self._wait(lambda: self._told.broadcast([words]))
+        self._wait(lambda: self._orders.broadcast([words]))
         return words
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         try:
-            begin().wait()  # on a GPU it is the stream that waits, not this thread
+            begin().wait()  # on a GPU the stream waits, not this thread
         except RuntimeError as error:
-            self._named.wait(_NAMING)  # who watches knows which rank it was
+            self._named.wait(_NAMING)
             lost = self._lost or f"the ranks of the {self._name} have lost each other: {error}"
             raise TransportError(lost) from error
 
 
-_STORE_POLL = 0.1  # seconds
-
-
 class TorchrunStore:
-    """The store that torchrun keeps for its workers, by which two ranks exchange addresses.
+    """The store that torchrun keeps for its workers, through which ranks exchange addresses.
 
-    Keys lie under the run's id and its restart count, so that a restarted run reads nothing that the last left.
+    Keys are prefixed with the run's id and its restart count, so a restarted run reads none of an earlier attempt.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ, timeout: float = 30.0) -> None:
-        """Connects within `timeout` seconds, or `TransportError`; outside torchrun raises `ConfigError`."""
+        """Connects within `timeout` seconds, else raises `TransportError`; outside torchrun `ConfigError`."""
         try:
             host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
             self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             run, restart = environment["TORCHELASTIC_RUN_ID"], int(environment["TORCHELASTIC_RESTART_COUNT"])
         except (KeyError, ValueError) as error:
             raise ConfigError(f"this was not started by torchrun: {error} is missing or no number") from None
-        # Some rendezvous backends leave it to rank 0 to keep the store.
+        # With some rendezvous backends rank 0 hosts the store.
         keeps = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
         limit = timedelta(seconds=timeout)
         try:
@@ -372,7 +364,7 @@ class TorchrunStore:
         except RuntimeError as error:
             raise TransportError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
         self._store = dist.PrefixStore(f"pearl/{run}/{restart}", store)
-        self.gone = False  # whether torchrun has ended under us
+        self.gone = False  # whether torchrun has ended
 
     def set(self, key: str, value: str) -> None:
         try:
@@ -381,7 +373,7 @@ class TorchrunStore:
             raise TransportError(f"torchrun's store is gone, {key!r} was not set: {error}") from error
 
     def peek(self, key: str) -> str | None:
-        """The value of `key`, if somebody has set it. Raises `TransportError` where the store is gone."""
+        """The value of `key`, None if it is not set. Raises `TransportError` if the store is gone."""
         try:
             return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
         except RuntimeError as error:
@@ -389,9 +381,9 @@ class TorchrunStore:
             raise TransportError(f"torchrun's store is gone, {key!r} was not read: {error}") from error
 
     def get(self, key: str, timeout: float) -> str:
-        """The value of `key`, once somebody has set it. Raises `TransportError` after `timeout` seconds.
+        """The value of `key`, once it is set. Raises `TransportError` after `timeout` seconds.
 
-        Asks again and again: a wait that the store itself times out prints a warning to the user's terminal.
+        It polls: the store's own wait prints a warning to the terminal when it times out.
         """
         end = time.monotonic() + timeout
         while (value := self.peek(key)) is None:

@@ -1,10 +1,10 @@
 """The control channel over ZeroMQ: the one file that imports zmq.
 
-The target worker binds a `ZmqListener` (ROUTER), draft and fronts make a `ZmqConnection` (DEALER) each.
+The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER).
 Knows frames and peers, not what messages mean.
 
-Without keys ZeroMQ authenticates nobody, and the address is what protects an engine (see `address`). With keys it is
-CURVE (ZeroMQ RFC 26): everything is encrypted, the listener proves its key to who connects, and admits one key only.
+Without keys ZeroMQ authenticates nobody, and the address protects an engine (see `address`). With keys it is CURVE
+(ZeroMQ RFC 26): all is encrypted, the listener proves its key to its peers, and admits one client key only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
@@ -33,55 +33,44 @@ from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
 from pearl.transport.descriptors import raise_limit
 from pearl.transport.gate import Account, Gate
-from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
+from pearl.transport.keys import Keys
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-_QUEUE = 1 << 16  # messages that may wait to be sent, or for a front: more than a text has, so that it may be slow
-_LISTENER_QUEUE = 16  # messages of one peer that wait to be heard, of one frame 256 MiB; the rest waits with the peer
-_HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow to look at it
+_QUEUE = 1 << 16  # messages queued to send, or for a front: more than a text has, so a front may read slowly
+_LISTENER_QUEUE = 16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
+_HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
-_DROPPED_AT_ONCE = 4096  # frames of a message that is refused; each is 1 us, and the interpreter lock twice
-_PAUSE_SECONDS = 1e-3  # after these, for others to send: until the last of them is read, nobody else is heard
+_DROPPED_AT_ONCE = 4096  # frames of a refused message; each takes 1 us and the interpreter lock twice
+_PAUSE_SECONDS = 1e-3  # after these, for other threads: no other message can be read before the last of them
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _RCVMORE = int(zmq.RCVMORE)
-_EVENT = struct.Struct("=H")  # what a monitor's message begins with; the function for it imports asyncio
+_EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 def new_keys() -> Keys:
-    """Fresh ones. Raises `ConfigError` where ZeroMQ was built without CURVE."""
-    _check_curve()
-    (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
-    return Keys(server.decode(), client.decode())
-
-
-def ensured_keys(control: str, given: str | None, directory: Path) -> Keys | None:
-    """As `channel_keys`. On the loopback, which any user of this machine can reach, the engine makes its own."""
-    if control == "tcp" and given is None:
-        write_keys(directory / OWN_KEYS, new_keys())
-    return channel_keys(given, directory)
-
-
-def _check_curve() -> None:
+    """Fresh keys. Raises `ConfigError` if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigError("this pyzmq was built without CURVE: install one of its binary wheels")
+    (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
+    return Keys(server.decode(), client.decode())
 
 
 def _public(secret: str) -> bytes:
     try:
         return zmq.curve_public(secret.encode())
-    except (zmq.ZMQError, ValueError):  # forty good characters may still stand for more than 32 bytes hold
+    except (zmq.ZMQError, ValueError):  # forty valid characters may encode more than 32 bytes
         raise ConfigError(
             "the key file holds what is no key: copy it anew, or make one with `pearl keys FILE`"
         ) from None
 
 
-def _readable(socket: zmq.Socket[bytes]) -> bool:
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
@@ -91,20 +80,20 @@ class _Socket:
     def __init__(self, kind: int, queue: int) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        self._closed = False
-        self._socket.setsockopt(zmq.LINGER, 0)  # should it be dropped unclosed, nothing may wait for it
+        self._is_closed = False
+        self._socket.setsockopt(zmq.LINGER, 0)  # nothing may wait for a socket that is dropped unclosed
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, queue)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # a frame; who sends a longer one is disconnected
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # of a frame; ZeroMQ disconnects who exceeds it
         self._wakeup, self._waker = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(self._waker, False)
-        self._woken = False
-        self._more = False  # something is known to be there to be read
-        self._dropping = False  # the rest of a message is still to be read, and forgotten
+        self._is_woken = False
+        self._has_more = False  # something can be read
+        self._is_dropping = False  # the rest of a refused message has to be read and dropped
         self._lock = threading.Lock()  # the socket itself is for one thread at a time
-        self._glance, self._poll = select.poll(), select.poll()  # one who waits in a poll keeps it from others
+        self._glance, self._poll = select.poll(), select.poll()  # a thread inside `poll` blocks others from that object
         for poll in (self._glance, self._poll):
             poll.register(self._wakeup, select.POLLIN)
             poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
@@ -124,32 +113,36 @@ class _Socket:
                 self._pass_on()
 
     def _receive(self, timeout: float) -> list[list[bytes]]:
-        """Frames of what has arrived; waits for the first only."""
-        messages, deadline, woken = self._take(), time.monotonic() + timeout, False
-        while not messages and not woken and (left := deadline - time.monotonic()) > 0:
-            woken = self._wait(left)
+        """Frames of the messages that have arrived; waits for the first only."""
+        messages, deadline, is_woken = self._take(), time.monotonic() + timeout, False
+        while not messages and not is_woken and (left := deadline - time.monotonic()) > 0:
+            is_woken = self._wait(left)
             messages = self._take()
         return messages
 
     def _take(self) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
-        if self._dropping:
+        if self._is_dropping:
             time.sleep(_PAUSE_SECONDS)
         with self._lock:
             self._check_open()
-            if not self._more and not self._glance.poll(0):  # a fifth of the time, and between two forwards the rule
+            if not self._has_more and not self._glance.poll(
+                0
+            ):  # the common case between two forwards: a fifth of the time
                 return messages
             size = 0
-            if self._dropping:
+            if self._is_dropping:
                 self._drop()
-            while not self._dropping and len(messages) < MAX_BATCH and size < _MAX_TAKEN and _readable(self._socket):
+            while (
+                not self._is_dropping and len(messages) < MAX_BATCH and size < _MAX_TAKEN and _is_readable(self._socket)
+            ):
                 messages.append(self._read())
                 size += sum(map(len, messages[-1]))
             self._pass_on()
         return messages
 
     def _read(self) -> list[bytes]:
-        """The frames of a message. Of one with too many these are the first, and its sender's connection is ended."""
+        """The frames of a message; of one with too many the first ones, and its sender's connection is closed."""
         frames = [self._socket.recv(_NOBLOCK)]
         most = self._most_frames(frames[0])
         while self._socket.getsockopt(_RCVMORE):
@@ -163,73 +156,69 @@ class _Socket:
         return frames
 
     def _most_frames(self, first: bytes) -> int:
-        """How many frames a message may have whose first is this."""
+        """How many frames a message with this first frame may have."""
         return MAX_FRAMES
 
     def _drop(self) -> None:
-        """Read of a message that is refused what is left, or some of it: nothing else can be read before its end."""
-        self._dropping = bool(self._socket.getsockopt(_RCVMORE))
+        """Read and drop a refused message, or part of it: nothing else can be read before its end."""
+        self._is_dropping = bool(self._socket.getsockopt(_RCVMORE))
         for _ in range(_DROPPED_AT_ONCE):
-            if not self._dropping:
+            if not self._is_dropping:
                 return
-            self._dropping = self._socket.recv(_NOBLOCK, copy=False).more
+            self._is_dropping = self._socket.recv(_NOBLOCK, copy=False).more
 
     def _disconnect(self, descriptor: int) -> None:
-        """End the connection that a message came by: ZeroMQ has limits of its own for bytes, none for frames.
+        """Close the connection that a message came by: ZeroMQ itself limits bytes, not frames.
 
-        Its file descriptor may have been closed since, and be another's now: one that is not connected to this
-        socket's address is left alone.
+        The descriptor may have been closed and reused since, so one that is not connected to this socket's address is
+        left alone.
         """
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                name = connection.getsockname()
-                at = f"ipc://{name}" if isinstance(name, str) else f":{name[1]}"
-                if self._socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(at):
-                    connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has gone by itself
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            name = connection.getsockname()
+            at = f"ipc://{name}" if isinstance(name, str) else f":{name[1]}"
+            if self._socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(at):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise TransportError("this end of the control channel was closed")
 
     def _pass_on(self) -> None:
-        """Note that more can be read, and wake the waiting thread: the file descriptor signals it only once."""
-        self._more = _readable(self._socket)
-        if self._more:
+        """Note whether more can be read, and wake the waiting thread: the file descriptor signals it only once."""
+        self._has_more = _is_readable(self._socket)
+        if self._has_more:
             self._rouse()
 
     def wait(self, timeout: float) -> None:
         self._wait(timeout)
 
     def _wait(self, timeout: float) -> bool:
-        """Whether `wake` was called. The file descriptor may also tell of what is no message."""
+        """Whether `wake` was called. ZeroMQ's descriptor may also signal what is no message."""
         if any(ready == self._wakeup for ready, _ in self._poll.poll(ceil(timeout * 1000))):
             os.read(self._wakeup, _QUEUE)
-        woken, self._woken = self._woken, False
-        return woken
+        is_woken, self._is_woken = self._is_woken, False
+        return is_woken
 
     def wake(self) -> None:
-        self._woken = True
+        self._is_woken = True
         self._rouse()
 
     def _rouse(self) -> None:
-        # `os.write` would let go of the interpreter, and the thread that it wakes take it at once: so the waker goes on
-        # first with what it is doing. To a pipe that is full this writes nothing, and there is no need to.
+        # `os.write` would release the interpreter lock, and the woken thread would take it from the waker. A full pipe
+        # needs no further byte.
         _write(self._waker, b"!", 1)
 
     def close(self, flush: float = 0.0) -> None:
-        """Ends the connection. What is queued has `flush` seconds to leave; 0: it is dropped."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._socket.close(linger=int(flush * 1000))
-            self._context.term()  # bounded: waits for that linger only
+            self._context.term()  # waits for that linger only
             os.close(self._wakeup)
             os.close(self._waker)
 
 
 class _OneKey:
-    """Credentials provider of `zmq.auth`: admits the one public key `admitted`, in Z85."""
+    """Credentials provider for `zmq.auth`: admits one public key, in Z85."""
 
     def __init__(self, admitted: bytes) -> None:
         self._admitted = admitted
@@ -239,8 +228,8 @@ class _OneKey:
 
 
 def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> ThreadAuthenticator:
-    """A running thread that lets one key in to the listeners of `context`. `stop` it before the context ends."""
-    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio: 0.1 s, and only a listener with keys needs it
+    """A running thread that admits one key to the listeners of `context`. `stop` it before the context ends."""
+    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio (0.1 s); only listeners with keys need it
 
     authenticator = ThreadAuthenticator(context)
     authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
@@ -250,13 +239,13 @@ def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Puts off collections of garbage: one takes as long as this process is large, which is not a peer's doing."""
-    enabled = gc.isenabled()
+    """Postpone garbage collections: their time depends on this process's size, not on the peer's message."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()
 
 
@@ -264,14 +253,14 @@ class ZmqListener(_Socket):
     """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        """Binds `address`; `.address` is the real one, port included. Raises `ConfigError`: `check_bind`.
+        """Binds `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
 
-        `keys`: a peer without the same keys gets no answer, and is cut off with at most one frame in memory.
+        `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory.
         """
-        check_bind(address, keys=keys is not None)
+        check_bind(address, keys is not None)
         admitted = None if keys is None else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
-        raise_limit()  # ZeroMQ ends the process where it finds no descriptor for one who connects (ipc_listener.cpp)
+        raise_limit()  # ZeroMQ aborts the process if it has no descriptor for a new connection (ipc_listener.cpp)
         self._gate = Gate()
         self._file: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
@@ -280,9 +269,9 @@ class ZmqListener(_Socket):
             self._socket.curve_server = True
             self._socket.curve_secretkey = keys.server.encode()
             self._socket.zap_domain = _ZAP_DOMAIN.encode()
-            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is let in
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
         self._socket.setsockopt(zmq.IPV6, "[" in address)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a vanished peer is dropped
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else messages to a vanished peer are dropped silently
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -290,8 +279,8 @@ class ZmqListener(_Socket):
             hint = "; HOST must be an address or a network interface of this machine" if error.errno == ENODEV else ""
             raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._file = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
-        if self._file is not None:
+        if address.startswith("ipc://"):
+            self._file = Path(address.removeprefix("ipc://"))
             self._file.chmod(0o600)  # whatever the umask was
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
@@ -300,9 +289,10 @@ class ZmqListener(_Socket):
         self._send([peer, *encode(message)])
 
     def receive(self, timeout: float) -> list[Received]:
-        return [heard for peer, *frames in self._receive(timeout) for heard in self._heard(peer, frames)]
+        return [got for peer, *frames in self._receive(timeout) for got in self._decoded(peer, frames)]
 
-    def _heard(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
+    def _decoded(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
+        """The message or the error, or nothing if the peer has exceeded its limit."""
         if self._gate.trusts(peer):
             return [(peer, received(frames, to_target=True))]
         try:
@@ -318,42 +308,39 @@ class ZmqListener(_Socket):
         return [(peer, message)]
 
     def _most_frames(self, first: bytes) -> int:
-        """Only a draft's messages have rows beside their header; and each its sender's name before it."""
+        """The sender's name, a header, and only in the draft's messages rows."""
         return 1 + MAX_FRAMES if self._gate.trusts(first) else 2
 
     def trust(self, peer: Peer) -> None:
         self._gate.trust(peer)
 
     def close(self, flush: float = 0.0) -> None:
-        if self._file is not None and not self._closed:
+        if self._file is not None and not self._is_closed:
             self._file.unlink(missing_ok=True)  # ZeroMQ leaves it behind
         if self._authenticator is not None:
-            self._authenticator.stop()  # its sockets are of this context, which ends only once they are closed
+            self._authenticator.stop()  # its sockets belong to this context, which ends only once they are closed
         super().close(flush)
 
 
 class ZmqConnection(_Socket):
-    """The end that connects. The listener need not be there yet: until it is, messages wait in the queue.
+    """The end that connects. Until the listener exists, messages wait in the queue.
 
-    It does not reconnect after a disconnection: another engine might answer. A connection that was refused returns that
-    error once from `receive`, for no message will ever come.
-
-    Attributes:
-        account: what a listener that does not trust us counts of what we have said.
+    It does not reconnect after a disconnection: another engine might answer. If the listener refuses it, `receive`
+    returns that error once, for no message will ever come.
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         public = None if keys is None else (_public(keys.server), _public(keys.client))
         super().__init__(zmq.DEALER, _QUEUE)
-        self._fate = ""  # why it is of no use any more
-        self._untold = True
-        self._secured = keys is not None
-        self.account = Account()
+        self._failure = ""  # why it cannot be used any more
+        self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
+        self._has_keys = keys is not None
+        self._account = Account()
         if keys is not None and public is not None:
             self._socket.curve_serverkey, self._socket.curve_publickey = public
             self._socket.curve_secretkey = keys.client.encode()
         self._socket.setsockopt(zmq.IPV6, "[" in address)
-        # A DEALER queues for a peer that is gone as for one that is slow. Its monitor tells the two apart.
+        # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self.address = address
@@ -365,36 +352,41 @@ class ZmqConnection(_Socket):
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if not self.connected:
-            raise TransportError(self._fate)
+            raise TransportError(self._failure)
         frames = encode(message)
-        self.account.said(sum(map(len, frames)))
+        self._account.sent(sum(map(len, frames)))
         self._send(frames)
+
+    @property
+    def seconds_to_wait(self) -> float:
+        return self._account.seconds
 
     def receive(self, timeout: float) -> list[Received]:
         got: list[Received] = [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
-        if got:
-            self._untold = False  # it was let in
-        elif self._untold and not self.connected:
-            self._untold = False
-            got.append((SOLE_PEER, TransportError(self._fate)))
+        if self._is_pending and (got or not self.connected):
+            self._is_pending = False
+            got = got or [(SOLE_PEER, TransportError(self._failure))]
         return got
 
     @property
     def connected(self) -> bool:
-        """False once it has been cut off; an address where nobody listens yet may still become a connection."""
+        """False once it has been cut off; True while there is no listener yet."""
         with self._lock:
-            if not self._fate and not self._closed and _readable(self._monitor):
-                self._fate = self._told(*_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0]))
-        return not self._fate
+            if not self._failure and not self._is_closed and _is_readable(self._monitor):
+                self._failure = self._explain(*_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0]))
+        return not self._failure
 
-    def _told(self, event: int) -> str:
+    def _explain(self, event: int) -> str:
         if event == zmq.EVENT_DISCONNECTED:
             return f"the peer at {self.address} is gone"
-        ours = "our key file is not its own" if self._secured else "it wants keys and we have none (--keys FILE)"
+        ours = "our key file is not its own" if self._has_keys else "it wants keys and we have none (--keys FILE)"
         return f"the peer at {self.address} did not let us in: {ours}, or it went away at that moment"
 
     def close(self, flush: float = 0.0) -> None:
-        if not self._closed:
+        if not self._is_closed:
             self._socket.disable_monitor()
             self._monitor.close()
             super().close(flush)
+
+
+listen, connect = ZmqListener, ZmqConnection

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pearl.config import wide_window
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
+from pearl.quota import Shares
 from pearl.spec.methods import MAX_WINDOW
 from pearl.spec.stops import STOPS
 from pearl.transport.base import Peer
@@ -44,8 +45,10 @@ class Admission:
         grammar = shaping.grammar if shaping is not None else ""
         holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.options.stops)) + len(grammar)
         self._held = {waiting: held for waiting, held in self._held.items() if waiting in self._owners}
-        own = sum(held for waiting, held in self._held.items() if self._owners[waiting][0] == front)
-        if own + holds > MAX_SHARE and sum(self._held.values()) + holds > MAX_HELD:
+        shares = Shares()
+        for waiting, held in self._held.items():
+            shares.take(self._owners[waiting][0], held)
+        if not shares.fits(front, holds, MAX_HELD, share=MAX_SHARE):
             raise RequestError(f"the requests that wait would hold over {MAX_HELD:,} tokens and characters: {_LATER}")
         self._held[number] = holds
 

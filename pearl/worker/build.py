@@ -37,9 +37,9 @@ from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import check_same_vocabulary, vocabulary_digest
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
+from pearl.transport import connect, listen
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
-from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import devices_of, occupy, pin, place, settled, shared_gpus, spreader
@@ -64,7 +64,7 @@ _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
-    endpoint = ZmqListener(settings.address, _keys(settings))
+    endpoint = listen(settings.address, _keys(settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
@@ -132,7 +132,7 @@ def run_follower(settings: WorkerSettings, lifeline: Lifeline, startup: Startup)
 def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
-    endpoint = ZmqConnection(settings.address, _keys(settings))
+    endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 1, device, tracer)

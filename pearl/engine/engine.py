@@ -1,0 +1,223 @@
+"""`Engine`, the user's handle on a pair of models that other processes hold.
+
+Nothing runs in this process's background but the threads that watch the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Unpack
+
+from pearl.cache import Progress, silent
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine.client import Client
+from pearl.engine.launcher import Launcher, LocalLauncher
+from pearl.engine.request import Options, Prompt, as_prompts, check_length, check_options, encode, submission
+from pearl.engine.stream import Result, Stream
+from pearl.errors import PearlError
+from pearl.models.tokenizers import load_tokenizer
+from pearl.protocol.messages import Welcome
+from pearl.text.tokenizer import GenerationDefaults
+from pearl.worker.startup import Startup
+
+log = logging.getLogger(__name__)
+
+_AHEAD = 2  # times the slots: requests that `generate` submits before the first of them has ended
+
+
+class Engine:
+    """A pair of models in two processes, ready to generate. It belongs to the process that made it, not to its forks.
+
+        with Engine() as engine:                         # the embedded pair
+            print(engine.generate(["Hello!"])[0].text)
+
+    Args:
+        target, draft: models as in `EngineConfig`; draft "none" for the methods ar and ngram.
+        config: all settings at once; the other arguments override it.
+        progress: called with a line of text while models load.
+        settings: any field of `EngineConfig`.
+
+    Attributes:
+        directory: of its sockets, and of the card by which the user's other processes find it.
+        defaults: the checkpoint's own sampling settings.
+        client: the connection to the target, for those who read for several streams.
+
+    Raises:
+        ConfigError, ModelError, StartError: nothing is left running.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        draft: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        progress: Progress = silent,
+        **settings: Any,
+    ) -> None:
+        given = {"target": target, "draft": draft, **settings}
+        base = config.model_dump() if config else {}
+        config = EngineConfig(**{**base, **{k: v for k, v in given.items() if v is not None}})
+        self._start(LocalLauncher(config), progress)
+
+    @classmethod
+    def launched_by(cls, launcher: Launcher, progress: Progress = silent) -> Engine:
+        """An engine whose workers another launcher starts, or which run already. Raises as the constructor does."""
+        engine = cls.__new__(cls)
+        engine._start(launcher, progress)
+        return engine
+
+    def _start(self, launcher: Launcher, progress: Progress) -> None:
+        client, startup = None, Startup()
+        startup.passed("until here")
+        try:
+            address = launcher.launch(progress)
+            startup.passed("checks and launch")
+            self.tokenizer, self.defaults = _load_tokenizer(launcher.config, progress)
+            startup.passed("tokenizer")
+            deadline = launcher.wait_until_ready()
+            startup.passed("waiting for the workers")
+            client = Client(address, launcher)
+            client.meet(deadline)
+            launcher.keep()
+            startup.passed("meeting")
+            log.debug("%s", startup)
+        except BaseException:
+            (client or launcher).close()
+            raise
+        self._launcher, self.client = launcher, client
+        self.config, self.directory = launcher.config, launcher.directory
+
+    def close(self) -> None:
+        """Ends the workers and removes their files; a second time it does nothing, nor in a forked process.
+
+        An engine closes itself once it and its streams are no longer referenced.
+        """
+        self.client.close()
+
+    def __repr__(self) -> str:
+        pair = self.config.target + (f" with {self.config.draft}" if self.config.has_draft else "")
+        return f"<Engine: {pair}, {'closed' if self.client.is_closed else 'running'} in {self.directory}>"
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its text may have together."""
+        return self.welcome.context
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the target reported of itself, and the speeds measured at start."""
+        assert self.client.welcome is not None
+        return self.client.welcome
+
+    @property
+    def requests_ahead(self) -> int:
+        """How many requests of other clients come before the one that waits; updated every two seconds."""
+        return self.client.ahead
+
+    @property
+    def draft_pid(self) -> int | None:
+        """Process id of the draft worker on this host; None if there is none now."""
+        return self._launcher.draft_pid
+
+    @property
+    def draft_restarts(self) -> int:
+        """How often a lost draft was restarted, if this process launched it."""
+        return self._launcher.draft_restarts
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
+        """Generates one text, piece by piece.
+
+        Args:
+            prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
+            params: how to sample; fields that are not set have the checkpoint's defaults.
+            options: method, decoding, preview and raw; see `Options`.
+
+        Raises:
+            ConfigError: an unknown option, or one that this engine cannot serve.
+            RequestError: the prompt does not fit, for example. Nothing was computed.
+            TargetLost: (while iterating) the target is gone; the engine can no longer be used.
+        """
+        check_options(options, params)
+        self.client.check_open()
+        submit = submission(
+            self.client.next_number(),
+            self.encode(prompt, raw=options.get("raw", True)),
+            self.context,
+            (params or SamplingParams()).with_seed(),
+            self.defaults,
+            self._decoding(options.get("method"), options.get("decoding")),
+            options.get("preview", False),
+        )
+        return self.client.submit(Stream(self.client, self.tokenizer, submit), submit)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
+    ) -> list[Result]:
+        """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
+        check_options(options, params)
+        waiting, results = deque(as_prompts(prompts)), []
+        streams: deque[Stream] = deque()
+        slots = self.config.slots
+        try:
+            while waiting or streams:
+                while waiting and len(streams) < (1 if slots == 1 else _AHEAD * slots):
+                    streams.append(self.stream(waiting.popleft(), params, **options))
+                for _ in streams[0]:
+                    pass
+                results.append(streams.popleft().result)
+        finally:
+            for stream in streams:
+                stream.close()
+        return results
+
+    def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
+        """The tokens of a prompt; see `stream`. Raises `RequestError`."""
+        check_length(self.tokenizer, prompt, self.context)
+        return encode(self.tokenizer, prompt, raw)
+
+    def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
+        values = decoding.model_dump(exclude_unset=True) if decoding else {}
+        chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
+        self.config.check_decoding(chosen)
+        return chosen
+
+    def start_trace(self, path: str | Path) -> None:
+        """Records what both workers do until `stop_trace`; only between two requests.
+
+        The KV cache starts empty, so that the recording can be replayed. Raises `TraceError`.
+        """
+        self.client.recording.start(Path(path).absolute())
+
+    def stop_trace(self) -> Path:
+        """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
+        return self.client.recording.stop()
+
+    @property
+    def trace_errors(self) -> list[PearlError]:
+        """Of a closed engine: why the trace that it should write is missing."""
+        return [*self.client.trace_errors, *self._launcher.trace_errors]
+
+    def wait_until_lost(self) -> None:
+        """Never returns. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
+        self.client.wait_for(lambda: False)
+
+
+def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:
+    trust = config.trust_remote_code
+    tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
+    with suppress(Exception):  # imports what a template needs, while the workers load
+        tokenizer.chat_text([{"role": "user", "content": "Hello"}])
+    if defaults.ignored:
+        log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
+    return tokenizer, defaults

@@ -1,0 +1,61 @@
+"""The transports of the control channel, declared once: a new one is a row here and a module of `pearl.transport`.
+
+A module has `listen(address, keys)`, `connect(address, keys)` and `check_bind(address, keys)`; `pearl.transport` calls
+them by the scheme of the address.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One transport.
+
+    Attributes:
+        module: its module.
+        local: the address that the bare scheme stands for, reachable from this machine only. `{directory}` is the
+            engine's private directory.
+        makes_keys: whether other users of this machine can reach `local`, so that the engine makes keys of its own.
+        remote: pattern of addresses that other machines may reach; they take keys. None: every address names a file,
+            which must be in a private directory.
+    """
+
+    module: str
+    local: str
+    makes_keys: bool = False
+    remote: str | None = None
+
+
+TRANSPORTS = {
+    "ipc": Transport("pearl.transport.zeromq", "ipc://{directory}/control"),
+    "tcp": Transport(
+        "pearl.transport.zeromq",
+        "tcp://127.0.0.1:*",
+        makes_keys=True,
+        remote=r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})",
+    ),
+}
+
+
+def of_address(address: str) -> Transport | None:
+    """The transport of an address or of a bare scheme."""
+    return TRANSPORTS.get(address.partition("://")[0])
+
+
+def is_on_one_host(control: str) -> bool:
+    """Whether this setting of the control channel is a bare scheme: both workers are on this machine."""
+    return control in TRANSPORTS
+
+
+def is_remote(address: str) -> bool:
+    """Whether this is the address of a transport between machines."""
+    transport = of_address(address)
+    return transport is not None and transport.remote is not None and bool(re.fullmatch(transport.remote, address))
+
+
+def is_control(control: str) -> bool:
+    """Whether this is a setting of the control channel: a bare scheme, or an address between machines."""
+    return is_on_one_host(control) or is_remote(control)

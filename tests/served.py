@@ -1,0 +1,171 @@
+"""A server in the tests' own process, its clients, and what several test files ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import httpx
+import openai
+
+from pearl.config import DecodingConfig, SamplingParams
+from pearl.engine import Engine
+from pearl.server.app import App
+from pearl.server.listen import Door, Server, bind
+from pearl.server.service import Service
+from tests.conftest import TOY
+
+BOUND = 180.0  # seconds that nothing here should ever take
+MODEL = "toy-model"
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
+JSON = {"content-type": "application/json"}
+
+
+class Served:
+    """A server on its own thread and event loop."""
+
+    def __init__(self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto") -> None:
+        door = door or bind("127.0.0.1:0", None, 8, None)
+        self.service = Service(engine, DecodingConfig(method=method), door.queue, MODEL)
+        self.url = door.url
+        self.address: tuple[str, int] = door.bound.getsockname()[:2]
+        self.app = App(self.service, SamplingParams(), MODEL, door.access)
+        self.server = Server(self.app, self.service)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(BOUND)
+        self.service.close()
+        assert not self._thread.is_alive()
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=BOUND, **options)
+
+    def post(self, path: str = "completions", **fields: Any) -> httpx.Response:
+        """A request for a short text, with these fields changed."""
+        return self.send(json.dumps(body(path) | fields).encode(), path)
+
+    def send(self, content: bytes | Iterator[bytes], path: str = "completions") -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", content=content, headers=JSON, timeout=BOUND)
+
+    def events(self, path: str = "completions", **fields: Any) -> list[Any]:
+        """The events of a streamed answer."""
+        response = self.post(path, stream=True, **fields)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [one.removeprefix("data: ") for one in response.text.split("\n\n") if one]
+        assert events.pop() == "[DONE]"
+        return [json.loads(one) for one in events]
+
+    def figures(self, *names: str, label: str = "") -> list[float]:
+        """The sums of these series over their labels, or over those with `label`."""
+        page = self.get("/metrics").text.splitlines()
+        found = [[line for line in page if line.startswith(name + "{") and label in line] for name in names]
+        assert label or all(found), f"not all series are there: {names}"
+        return [sum(float(line.rsplit(" ", 1)[1]) for line in lines) for lines in found]
+
+    def figure(self, name: str, label: str = "") -> float:
+        return self.figures(name, label=label)[0]
+
+    def until_running(self, running: int = 1, waiting: int = 0) -> None:
+        until(lambda: self.figures("vllm:num_requests_running", "vllm:num_requests_waiting") == [running, waiting])
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=BOUND)
+
+    def is_well(self) -> bool:
+        """Whether it serves a text now."""
+        with suppress(httpx.HTTPError):
+            return self.post().status_code == 200
+        return False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No text is written on meanwhile."""
+        pid = target_of(self.service.engine)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    @contextmanager
+    def connection(self) -> Iterator[socket.socket]:
+        with socket.create_connection(self.address, timeout=BOUND) as client:
+            yield client
+
+
+def body(path: str = "completions") -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": "123"} if path == "completions" else {"messages": [message("123")]}
+    return {"model": MODEL, "max_tokens": 8, "seed": 5, "temperature": 1.0, **prompt}
+
+
+def message(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def raw_post(fields: dict[str, Any]) -> bytes:
+    content = json.dumps(fields).encode()
+    return post_head() + b"content-length: %d\r\n\r\n" % len(content) + content
+
+
+def post_head() -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def received(client: socket.socket) -> bytes:
+    """What arrives until the server closes the connection."""
+    got = b""
+    with suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            got += part
+    return got
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    ours = [choice for choice in choices if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in ours)
+
+
+def until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + BOUND
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def chatting_engine(**settings: Any) -> Iterator[Engine]:
+    """A toy pair whose tokenizer has a chat template: the texts, one after the other."""
+    with Engine(TOY, TOY, startup_timeout=120, **settings) as engine:
+        tokenizer = engine.tokenizer
+        tokenizer.apply_chat = lambda messages: tokenizer.encode("".join(m["role"][0] + m["content"] for m in messages))
+        yield engine
+
+
+@contextmanager
+def serving(queue: int = 8, **settings: Any) -> Iterator[Served]:
+    with chatting_engine(**settings) as engine, Served(engine, bind("127.0.0.1:0", None, queue, None)) as served:
+        yield served
+
+
+def target_of(engine: Engine) -> int:
+    launcher: Any = engine._launcher
+    pid: int = launcher.target.pid
+    return pid

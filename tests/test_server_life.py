@@ -1,0 +1,177 @@
+"""The HTTP server's start and end: a lost engine, signals, the command, and how it runs as a service."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from pearl.cli import cli
+from pearl.cli.serve import serve
+from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.errors import ConfigError, TargetLost
+from pearl.extras import installing
+from pearl.server import listen
+from pearl.server.listen import Server, bind
+from pearl.transport import descriptors
+from tests.conftest import TOY
+from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, target_of, until
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+
+
+def test_a_lost_engine_is_reported() -> None:
+    """To a client that waits for a text, to later ones, and to probes."""
+    with serving(**SLOWLY) as served, ThreadPoolExecutor(1) as pool:
+        unfinished = pool.submit(lambda: served.post(**LONG))
+        served.until_running()
+        os.kill(target_of(served.service.engine), signal.SIGKILL)
+        assert unfinished.result(BOUND).status_code == 503
+        until(lambda: served.get("/health").status_code == 503)
+        response = served.post()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
+
+
+def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
+    """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
+    with serving(target_timeout=3.5, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
+        unfinished = pool.submit(lambda: served.post(**LONG))
+        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        os.kill(target_of(served.service.engine), signal.SIGSTOP)
+        assert unfinished.result(BOUND).status_code == 503
+
+
+def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts in progress have a moment more; then their streams end with an error, and so do those that wait."""
+    monkeypatch.setattr(listen, "STOP_SECONDS", 0.2)
+    with chatting_engine(**SLOWLY) as engine, ThreadPoolExecutor(2) as pool:
+        with Served(engine) as served:
+            first = pool.submit(lambda: served.post(stream=True, **LONG))
+            until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+            second = pool.submit(served.post)
+            served.until_running(waiting=1)
+        assert "shutting down" in first.result(BOUND).text.strip().split("\n\n")[-1]
+        assert second.result(BOUND).status_code == 503
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)])
+def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", TOY, "--draft", TOY]
+    settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.3"]
+    server = subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    url = next(line.split()[-1] for line in server.stderr if line.startswith("OpenAI's API: "))
+    asked = {"model": "toy", "prompt": "123"}
+    assert httpx.post(f"{url}/completions", json=asked, timeout=BOUND).json()["usage"]["completion_tokens"] == 5
+    asked_long = {**asked, "max_tokens": 500, "stream": True}
+    with httpx.stream("POST", f"{url}/completions", json=asked_long, timeout=BOUND) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.send_signal(number)
+        assert "shutting_down" in "".join(lines)
+    assert server.wait(BOUND) == code
+    assert "Traceback" not in server.stderr.read()
+    server.stderr.close()
+    unit = (LAUNCH / "pearl.service").read_text()
+    assert code == 0 or f"SuccessExitStatus={code}\n" in unit, "else systemctl stop leaves the unit failed"
+    assert f"\n| {code} | |" in (LAUNCH.parent / "pearl" / "protocol" / "README.md").read_text()
+
+
+def test_a_lack_of_descriptors_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was thousands of tracebacks a second: asyncio tries as often as connections may wait."""
+    resource = descriptors.resource
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limits: list[object] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append((what, limit)))
+
+    async def lacks(server: Server) -> None:
+        await server.startup([])
+        for _ in range(1000):
+            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            context = {"message": "socket.accept() out of system resource", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    with closing(bind("127.0.0.1:0", None, 8, None)) as door, chatting_engine() as engine:
+        served = Served(engine, door)
+        served.server.config.load()
+        monkeypatch.setattr(asyncio, "run", lambda coroutine: coroutine.close())
+        door.serve(engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
+        monkeypatch.undo()
+        served.server.lifespan = served.server.config.lifespan_class(served.server.config)
+        asyncio.run(lacks(served.server))
+        served.service.close()
+    assert limits == [(resource.RLIMIT_NOFILE, (most, most))]
+    assert served.server.config.backlog <= 128
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "Too many open files. Raise the limit" in logged.message
+    assert logged.exc_info is None
+
+
+def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some time after its target is lost, even while nobody asks, with the error that has its exit code."""
+    monkeypatch.setattr(listen, "LOST_SECONDS", 0.1)
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{door.url}/health", timeout=BOUND).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    with chatting_engine() as engine, ThreadPoolExecutor(1) as pool:
+        door = bind("127.0.0.1:0", None, 8, None)
+        ended = pool.submit(door.serve, engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
+        until(answers)
+        os.kill(target_of(engine), signal.SIGKILL)
+        assert isinstance(ended.exception(BOUND), TargetLost)
+
+
+def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before a model loads."""
+    monkeypatch.delenv("PEARL_API_KEY", raising=False)
+    for arguments, message in (
+        (["--http", "0.0.0.0:0"], "takes an API key"),
+        (["--http", "nonsense"], "HOST:PORT"),
+        (["--http-queue", "3"], "go with --http"),
+        (["--http", "127.0.0.1:0", "--draft", "none", "--method", "pearl"], "needs a draft"),
+    ):
+        run = CliRunner().invoke(cli, ["serve", *arguments])
+        assert isinstance(run.exception, ConfigError)
+        assert message in str(run.exception)
+    for name in [name for name in sys.modules if name.startswith("pearl.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    run = CliRunner().invoke(cli, ["serve", "--http", "127.0.0.1:0"])
+    assert isinstance(run.exception, ConfigError)
+    assert installing("server") in str(run.exception)
+
+
+@pytest.mark.parametrize("name", ["serve.sh", "pearl.service", "Dockerfile"])
+def test_files_that_start_it_use_flags_that_exist(name: str) -> None:
+    text = (LAUNCH / name).read_text()
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?=[ \"'=,\n])", text))
+    ours = {flag for parameter in serve.params for flag in parameter.opts}
+    others = {"--timeout", "--retries", "--index-url"}  # pip's
+    others |= {"--dry-run", "--build-arg", "--rm", "--gpus", "--now", "--no-cache-dir", "--create-home", "--interval"}
+    assert "--http" in used
+    assert used <= ours | others | {"--start-period"}, used - ours
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = (LAUNCH / "pearl.service").read_text().replace("/opt/pearl/.venv/bin/pearl", sys.executable)
+    (tmp_path / "pearl.service").write_text(unit)
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pearl.service")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, "pearl.service" in run.stderr) == (0, False), run.stderr

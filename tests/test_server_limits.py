@@ -1,0 +1,317 @@
+"""Clients of the HTTP server that leave, crowd or misbehave: others are served, and memory and time stay bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from pearl.server import limits
+from pearl.server.connection import BoundedProtocol
+from pearl.server.limits import A_SECOND, BURST, LONGEST, Refusals
+from pearl.server.listen import bind
+from tests.served import BOUND, LONG, MODEL, SLOWLY, Served, body, post_head, raw_post, received, serving, until
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Served]:
+    """`LONG` takes many seconds; one request may wait."""
+    with serving(1, **SLOWLY) as served:
+        yield served
+
+
+# ---- clients that leave, and a full queue ----
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_cancels_its_text(slow: Served, stream: bool) -> None:
+    made, aborted = slow.figure("vllm:generation_tokens_total"), slow.figure("vllm:request_success_total", "abort")
+    if stream:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "max_tokens": 400}
+        with slow.client().completions.create(stream=True, extra_body={"ignore_eos": True}, **asked) as chunks:
+            next(iter(chunks))
+    else:
+        with slow.connection() as client:
+            client.sendall(raw_post(body() | LONG))
+            slow.until_running()
+    slow.until_running(0)
+    assert slow.figure("vllm:request_success_total", "abort") == aborted + 1
+    assert slow.figure("vllm:generation_tokens_total") - made < 400
+    assert slow.is_well()
+
+
+def test_a_full_queue_leaves_each_client_its_share(slow: Served) -> None:
+    """A refused client learns when to retry; one that waits may leave. Sixty connections of one client had kept every
+    other client out."""
+    other = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=BOUND)
+    with ThreadPoolExecutor() as pool, other:
+        with slow.held():
+            first = pool.submit(slow.post, max_tokens=40, ignore_eos=True)
+            slow.until_running()
+            with slow.connection() as waiting:
+                waiting.sendall(raw_post(body()))
+                slow.until_running(waiting=1)
+                response = slow.post()
+                assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+                assert int(response.headers["retry-after"]) >= 1
+            slow.until_running(waiting=0)
+            second = pool.submit(slow.post)
+            slow.until_running(waiting=1)
+            third = pool.submit(other.post, f"{slow.url}/v1/completions", json=body())
+            slow.until_running(waiting=2)
+            assert slow.post().status_code == 429
+        assert first.result(BOUND).json()["usage"]["completion_tokens"] == 40
+        assert [each.result(BOUND).status_code for each in (second, third)] == [200, 200]
+    assert slow.figure("pearl:http_refused_total") >= 2
+
+
+# ---- refusals ----
+
+
+class Time:
+    """A clock that moves on to the next sleeper."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+        self._waiting: list[tuple[float, asyncio.Event]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._waiting.append((self.now + seconds, woken := asyncio.Event()))
+        await woken.wait()
+
+    async def run(self) -> None:
+        await _settle()
+        while self._waiting:
+            self._waiting.sort(key=lambda each: each[0])
+            self.now, woken = self._waiting.pop(0)
+            woken.set()
+            await _settle()
+
+
+async def _settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("connections", [1, 3, 40])
+def test_refusals_are_immediate_until_there_are_many(connections: int) -> None:
+    """Each connection asks again at once; after a pause the first refusals are immediate again."""
+    time, counted = Time(), 0
+
+    async def main() -> None:
+        refusals = Refusals(time.clock, time.sleep)
+
+        async def ask(until: float) -> None:
+            nonlocal counted
+            while time.now < until:
+                await refusals.wait()
+                counted += 1
+                assert counted < 100_000, "nobody is held back"
+
+        for _ in range(BURST):
+            await refusals.wait()
+        assert time.slept == []
+        asking = [asyncio.create_task(ask(20.0)) for _ in range(connections)]
+        await time.run()
+        await asyncio.gather(*asking)
+        assert max(time.slept) <= LONGEST
+        time.slept.clear()
+        time.now += 60.0
+        for _ in range(BURST):
+            await refusals.wait()
+        assert time.slept == []
+
+    asyncio.run(main())
+    assert counted <= 20 * A_SECOND + 2 * connections
+    assert counted > 10 * A_SECOND or connections == 1
+
+
+# ---- bodies ----
+
+
+def test_all_bodies_together_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen clients who were slow with 2 MiB each kept everybody else out; short bodies pass."""
+    monkeypatch.setattr(limits, "MOST_BODIES", 40_000)
+    long = body() | {"user": "x" * 36_000}
+    with served.connection() as slow:
+        slow.sendall(raw_post(long)[:-5])
+        until(lambda: served.post(user="x" * 30_000).status_code == 429)
+        assert served.post(user="x" * 30_000).headers["retry-after"] == "1"
+        assert served.is_well()
+
+
+def test_long_bodies_are_parsed_with_pauses_between_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing blocks the event loop: with nothing between bodies every text stood still. Short ones do not wait."""
+    nested = b"[" + (b"[" * 200 + b"]" * 200 + b",") * 1300 + b"1]"
+    took: list[float] = []
+    times: list[float] = []
+    parse = limits.parse_json
+
+    def parsed(text: str) -> Any:
+        times.append(time.monotonic())
+        began = time.thread_time()
+        try:
+            return parse(text)
+        finally:
+            took.append(time.thread_time() - began)
+            times.append(time.monotonic())
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(limits, "parse_json", parsed)
+        assert {response.status_code for response in pool.map(served.send, [nested] * 8)} == {400}
+    rests = [after - end for end, after in zip(times[1::2], times[2::2], strict=False)]
+    assert len(rests) == 7
+    assert sum(rests) > 2 * sum(took)
+
+    until(lambda: not served.app.bodies.parsing.locked())
+    monkeypatch.setattr(limits, "_RESTS", 1e9)
+    monkeypatch.setattr(limits, "_LONGEST_REST", 1.0)
+    padded = json.dumps(body()).encode() + b" " * limits.SHORT_BODY
+    began = time.monotonic()
+    assert served.send(padded).status_code == 200
+    assert served.post(max_tokens=1).status_code == 200
+    assert served.app.bodies.parsing.locked() or time.monotonic() - began >= 1
+    assert served.send(padded).status_code == 200
+    assert time.monotonic() - began >= 1
+
+
+def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
+    assert answer(served, raw_post(body())[:-5]).startswith(b"HTTP/1.1 408")
+    assert served.is_well()
+
+
+# ---- connections ----
+
+
+def answer(served: Served, sent: bytes) -> bytes:
+    """What comes back until the server closes the connection."""
+    with served.connection() as client:
+        with suppress(OSError):  # refused while it sends
+            client.sendall(sent)
+        return received(client)
+
+
+def test_headers_are_bounded(served: Served) -> None:
+    many = b"".join(b"x-%d: %s\r\n" % (number, b"a" * 100) for number in range(1000))
+    for head in (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + many + b"\r\n", b"GET /" + b"a" * 100_000):
+        got = answer(served, head)
+        assert got == b"" or got.startswith(b"HTTP/1.1 400"), got[:100]
+    assert answer(served, b"\x16\x03\x01 what is this\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert served.is_well()
+
+
+CHUNKED = post_head() + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("lines", [100, 7000])
+def test_headers_are_few(served: Served, lines: int) -> None:
+    """Each of 7,000 in 28 KiB is parsed: 20 ms a request, during which no text is sent on. Trailers too."""
+    many, is_good = b"a:\r\n" * lines, lines < 1000
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + many + b"\r\n"
+    assert answer(served, get).startswith(b"HTTP/1.1 200" if is_good else b"HTTP/1.1 400")
+    content = json.dumps(body()).encode()
+    post = CHUNKED + b"%x\r\n%s\r\n0\r\n" % (len(content), content) + many + b"\r\n"
+    assert answer(served, post).startswith(b"HTTP/1.1 200") == is_good
+    assert served.is_well()
+
+
+@pytest.mark.parametrize(("size", "answers"), [(1, (b"", b"HTTP/1.1 400")), (400, (b"HTTP/1.1 200",))])
+def test_a_body_in_very_many_very_small_chunks_is_refused(
+    served: Served, size: int, answers: tuple[bytes, ...]
+) -> None:
+    """Five clients that sent a byte a chunk, as fast as they could, left the others not a token in a minute."""
+    text = json.dumps(body()).encode() + b" " * 200_000
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    assert answer(served, CHUNKED + chunks + (b"0\r\n\r\n" if size > 1 else b""))[:12] in answers
+    assert served.is_well()
+
+
+def test_a_slow_header_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that arrives byte by byte, nor a second one; others are served meanwhile."""
+    monkeypatch.setattr(BoundedProtocol, "header_seconds", 0.5)
+    for sent in (b"", b"GET / HTTP/1.1\r\n"):
+        with served.connection() as client:
+            client.sendall(sent)
+            assert served.is_well()
+            assert received(client) == b""
+    with served.connection() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        end = time.monotonic() + BOUND
+        with suppress(OSError):
+            while time.monotonic() < end:
+                client.sendall(b"G")
+                time.sleep(0.02)
+        assert time.monotonic() < end, "it was never cut off"
+
+
+def test_connections_are_bounded_and_one_address_leaves_some(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: len(served.server.server_state.connections) == 0)
+    monkeypatch.setattr(BoundedProtocol, "most_connections", 16)
+    with ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection(served.address, BOUND, (host, 0)))
+            for host in ["127.0.0.1"] * 15 + ["127.0.0.2"] * 10
+        ]
+        assert clients[14].recv(4096).startswith(b"HTTP/1.1 503")
+        clients[15].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert clients[15].recv(4096).startswith(b"HTTP/1.1 200")
+        assert clients[-1].recv(4096).startswith(b"HTTP/1.1 503")
+    until(served.is_well)
+
+
+@pytest.mark.parametrize("patience", [1.0, 10 * BOUND])
+def test_a_client_that_does_not_read_delays_nobody(
+    served: Served, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Its text is written at the engine's pace, and the next one begins; eventually the client is disconnected."""
+    monkeypatch.setattr(BoundedProtocol, "take_seconds", patience)
+    door = bind("127.0.0.1:0", None, 8, None)
+    door.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+    with Served(served.service.engine, door) as other, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(other.address)
+        client.settimeout(BOUND)
+        client.sendall(raw_post(body() | LONG | {"stream": True}))
+        until(lambda: other.figure("vllm:generation_tokens_total") > 0)
+        assert other.is_well()
+        other.until_running(0)
+        if patience > BOUND:
+            assert other.server.server_state.tasks, "the answer is written, but not taken"
+            got = b""
+            while not got.endswith(b"0\r\n\r\n"):
+                got += client.recv(65536)
+            assert b"[DONE]" in got, "all of it was kept"
+        else:
+            until(lambda: not other.server.server_state.tasks)
+            assert b"[DONE]" not in received(client)
+
+
+def test_garbage_in_the_middle_of_an_answer(slow: Served) -> None:
+    with slow.connection() as client:
+        client.sendall(raw_post(body() | LONG | {"stream": True}))
+        client.recv(100)
+        client.sendall(b"\x00garbage\r\n\r\n" * 100)
+    slow.until_running(0)
+    assert slow.is_well()
