@@ -150,9 +150,13 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
     cut(model, ThreadGroup(1, Threads(2)), CPU)
     shapes = {name.split(".")[-2]: tuple(weight.shape) for name, weight in model.named_parameters()}
     assert {name: shapes[name] for name in shapes if "norm" not in name} == {
-        "q_proj": (16, 32), "k_proj": (8, 32), "v_proj": (8, 32), "o_proj": (32, 16),
+        "q_proj": (16, 32),
+        "k_proj": (8, 32),
+        "v_proj": (8, 32),
+        "o_proj": (32, 16),
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (32, 32)),
-        "lm_head": (134, 32), "embed_tokens": (267, 32),
+        "lm_head": (134, 32),
+        "embed_tokens": (267, 32),
     }
     for name, weight in model.named_parameters():
         assert weight.untyped_storage().nbytes() <= weight.nbytes + 64 or "proj" not in name, "a view keeps the whole"

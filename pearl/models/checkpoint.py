@@ -1,6 +1,6 @@
 """From the name of a model to its files: the embedded pair, local directories, GGUF files and the hub.
 
-Imports no torch: the front, which holds no model, resolves its tokenizer here too.
+Must not import torch: the front, which holds no model, resolves its tokenizer here too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def is_toy(spec: str) -> bool:
-    """Whether `spec` names a model without weights: a toy, "toy" or "toy:KEY=VALUE,...", or recorded texts."""
+    """Whether `spec` names a model without weights: "toy", "toy:KEY=VALUE,...", or recorded texts."""
     return spec.partition(":")[0] == "toy" or is_replay(spec)
 
 
 def toy_options(spec: str) -> dict[str, Any]:
-    """The options of a toy, "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only where it is given.
+    """The options of "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only where it is given.
 
     Raises `ModelError` for an unknown key or a bad value.
     """
@@ -58,9 +58,8 @@ def replayed_file(spec: str) -> str:
 def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any") -> str:
     """Resolve `spec` to a directory or hub id: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
 
-    Builds the embedded models, and the directory that a .gguf file is converted to, where they are not in the cache
-    yet; asks the hub once whether there is a model of that id.  `dtype`: of the weights of a .gguf file, "any" where
-    they are not wanted; see `directory_of`.  Raises `ModelError`.
+    Builds the embedded models, and converts a .gguf file, where they are not in the cache yet; looks a hub id up once.
+    `dtype`: of a .gguf file's weights, "any" where they are not needed (`directory_of`).  Raises `ModelError`.
     """
     if spec == "embedded":
         return str(embedded_target(progress))

@@ -1,4 +1,4 @@
-"""One look-up of a name on the hub, within bounds: transformers asks for each file, and repeats each question for long.
+"""One lookup of a name on the hub, in bounded time: transformers asks for each file, and retries each for long.
 
 Imports no torch.
 """
@@ -14,9 +14,9 @@ _SECONDS = 10.0  # to connect, and to answer
 
 
 def found_on_hub(name: str, progress: Progress) -> str:
-    """`name` itself where the hub has a model of that name; the directory of its files where only the cache has.
+    """`name` where the hub has a model of that name; the directory of its files where only the hub's cache has.
 
-    Raises `ModelError` where neither has, telling which of the two is to blame.
+    Raises `ModelError` where neither has, with the cause.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -29,7 +29,7 @@ def found_on_hub(name: str, progress: Progress) -> str:
             f"Model {name!r} could not be loaded: there is no such directory, and the hub has no model of that name "
             "that you may read. Check the name; a gated or private model needs `hf auth login`."
         ) from error
-    except Exception as error:  # of the network, of a proxy, of a name that the hub cannot have: no common base
+    except Exception as error:  # the network, a proxy, an impossible name: no common base
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
     try:
         directory = snapshot_download(name, local_files_only=True)
@@ -43,7 +43,7 @@ def found_on_hub(name: str, progress: Progress) -> str:
 
 
 def in_cache(name: str) -> Path | None:
-    """The directory of a model's files where the hub's cache has them; asks nobody."""
+    """The directory of a model's files in the hub's cache, without the network; None where they are not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
