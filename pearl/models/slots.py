@@ -1,7 +1,7 @@
 """Keys and values of several sequences, in buffers allocated once.
 
-A slot holds one sequence and its length: a rollback sets the length.  A tree's states wait until `keep` chooses the path
-that continues the sequence.
+A slot holds one sequence and its length: a rollback sets the length.  A tree's states wait until `keep` chooses the
+path that continues the sequence.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-# Not `tokenizers.DecodeStream` (0.23): for a character in byte tokens before an invalid byte ("<0xE4><0xBD><0xA0>", then
-# "<0xFF>") it returns the character, which is U+FFFD in the whole text; after a prompt that ends within a character it
-# returns the prompt's text again; and it does not expose the text that it holds back, which may complete a stop.
+# Not `tokenizers.DecodeStream` (0.23): for a character in byte tokens before an invalid byte ("<0xE4><0xBD><0xA0>",
+# then "<0xFF>") it returns the character, which is U+FFFD in the whole text; after a prompt that ends within a character
+# it returns the prompt's text again; and it does not expose the text that it holds back, which may complete a stop.
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 
@@ -178,8 +178,8 @@ class Detokenizer:
     def _lose_patience(self) -> str:
         """Release all but what the last bytes may still become, and start a new window.
 
-        It begins at a character where the bytes are valid. Otherwise it may begin within one: UTF-8 resynchronises within
-        a character's length, which is less than the window.
+        It begins at a character where the bytes are valid. Otherwise it may begin within one: UTF-8 resynchronises
+        within a character's length, which is less than the window.
         """
         unfinished = len(self._pending) - len(self.held)
         waited = len(self._ids) - self._held_from - PATIENCE

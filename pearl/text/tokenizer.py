@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
 
-Takes directories; `pearl.models.tokenizers` finds them by name.  Imports transformers only when a checkpoint is read for
-the first time.
+Takes directories; `pearl.models.tokenizers` finds them by name.  Imports transformers only when a checkpoint is read
+for the first time.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
     """The settings as transformers' generate() reads them.
 
     Unset options are None from transformers 5.0 on; its own defaults (GenerationConfig._get_default_generation_params:
-    top_k 50) apply only where the checkpoint samples. On a greedy one, a request with a temperature gets no such filter.
+    top_k 50) apply only where the checkpoint samples. On a greedy one a request with a temperature gets no such filter.
     """
     samples = bool(config.do_sample)
     given = {name: getattr(config, name) for name in _SETTINGS}
