@@ -94,8 +94,8 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
 
 
 # Not `tokenizers.DecodeStream` (0.23): for a character in byte tokens before an invalid byte ("<0xE4><0xBD><0xA0>",
-# then "<0xFF>") it returns the character, which is U+FFFD in the whole text; after a prompt that ends within a character
-# it returns the prompt's text again; and it does not expose the text that it holds back, which may complete a stop.
+# then "<0xFF>") it returns the character, which is U+FFFD in the whole text; after a prompt that ends within a
+# character it returns the prompt's text again; and it hides the text that it holds back, which may complete a stop.
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 
