@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from pearl.config import load_settings
 from pearl.errors import ModelError
 from pearl.models import memory
+from pearl.models.checkpoint import in_cache
 from pearl.models.graphs import PREFILL
-from pearl.models.hub import in_cache
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.memory import Need, check_room, needed, of_shape

@@ -14,8 +14,8 @@ from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.embedded import embedded_draft, embedded_target
 from pearl.models.gguf import directory_of
-from pearl.models.hub import found_on_hub
 
+_HUB_SECONDS = 10.0  # for the one lookup: transformers asks for each file, and retries each for long
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -75,4 +75,44 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    return found_on_hub(spec, progress)
+    return _found_on_hub(spec, progress)
+
+
+def _found_on_hub(name: str, progress: Progress) -> str:
+    """`name` where the hub has a model of that name; the directory of its files where only the hub's cache has.
+
+    Raises `ModelError` where neither has, with the cause.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+        return name
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"Model {name!r} could not be loaded: there is no such directory, and the hub has no model of that name "
+            "that you may read. Check the name; a gated or private model needs `hf auth login`."
+        ) from error
+    except Exception as error:  # the network, a proxy, an impossible name: no common base
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+    try:
+        directory = snapshot_download(name, local_files_only=True)
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise ModelError(
+            f"Model {name!r} could not be loaded: it is no directory, it is not in the hub's cache, and the hub cannot "
+            f"be reached ({cause.rstrip('.')}). Check the name, the network or $HF_ENDPOINT, or give a local directory."
+        ) from error
+    progress(f"the hub cannot be reached: taking {name} as it is in the cache")
+    return str(directory)
+
+
+def in_cache(name: str) -> Path | None:
+    """The directory of a model's files in the hub's cache, without the network; None where they are not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None

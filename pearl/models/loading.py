@@ -17,10 +17,9 @@ import torch
 from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.attention import plan_no_shapes, whole_blocks
-from pearl.models.checkpoint import resolve_checkpoint
+from pearl.models.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
 from pearl.models.gguf import unfit_weights
-from pearl.models.hub import in_cache
 from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.matrix_cache import matrix_cache
 from pearl.models.memory import check_cache_fits, check_room, fits_in_float32, needed

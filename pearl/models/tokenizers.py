@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pearl.cache import Progress, silent
 from pearl.config import MOST_EOS
 from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
-from pearl.models.hub import in_cache
+from pearl.models.checkpoint import in_cache, is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults, load
 
