@@ -9,6 +9,8 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -64,24 +66,15 @@ class FaultyRunner(WrappedRunner):
 
     def _is_time(self, fed: int) -> bool:
         after = len(self._since_prompt) - 1
-        match self._phase:
-            case "start":
-                return True
-            case "prefill":
-                return after >= 0
-            case "drafting":
-                return after >= 1
-            case _:
-                return after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
+        is_verifying = after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
+        return {"start": True, "prefill": after >= 0, "drafting": after >= 1, "verifying": is_verifying}[self._phase]
 
     def _is_first(self) -> bool:
-        if not self._once:
+        with suppress(FileExistsError):
+            if self._once:
+                Path(self._once).touch(exist_ok=False)
             return True
-        try:
-            os.close(os.open(self._once, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
+        return False
 
     def _strike(self) -> None:
         match self._fault:
