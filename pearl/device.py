@@ -1,4 +1,4 @@
-"""Where a model runs, as users name it: cuda:0, cpu:0-3. What the name means to torch is for the workers."""
+"""Where a model runs, as users name it: cuda:0, cpu:0-3. Must not know torch: workers translate the name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Device:
         raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
 
     def part(self, rank: int, size: int) -> Device:
-        """That of `rank` where `size` ranks share it equally; of auto and cpu, itself."""
+        """The part of `rank` where `size` ranks share it equally; auto and cpu are not divided."""
 
         def mine(numbers: tuple[int, ...]) -> tuple[int, ...]:
             each = len(numbers) // size
@@ -65,10 +65,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def usable_cores() -> set[int]:
-    """Those of this process, whichever of them the thread that asks is pinned to."""
+    """The cores of this process, whichever of them the calling thread is pinned to."""
     found: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it is ending
+        with contextlib.suppress(ProcessLookupError):  # the thread is ending
             found |= os.sched_getaffinity(int(thread))
     return found
 

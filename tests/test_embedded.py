@@ -71,35 +71,24 @@ def test_layers_survive_being_packed() -> None:
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
-def test_a_corrupted_file_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wheel's content decides every figure that is published for the pair."""
-    wrong = tmp_path / "wrong.gguf"
-    wrong.write_bytes(b"GGUF, or so it says")
-    monkeypatch.setenv("PEARL_EMBEDDED_GGUF", str(wrong))
-    with pytest.raises(ModelError, match="SHA-256"):
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        # The wheel's content decides every figure that is published for the pair.
+        ({"PEARL_EMBEDDED_GGUF": __file__}, "SHA-256"),
+        ({"PEARL_EMBEDDED_GGUF": "/no/such.gguf"}, r"PEARL_EMBEDDED_GGUF names /no/such\.gguf"),
+        ({"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}, "pip could not download .*PEARL_EMBEDDED_GGUF"),
+        ({"PEARL_CACHE": __file__}, r"\$PEARL_CACHE"),
+    ],
+)
+def test_a_target_that_cannot_be_had_is_a_model_error_with_a_way_out(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], cause: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError, match=cause):
         embedded.embedded_target()
-    assert made(cache) == []
-
-
-def test_a_file_given_by_hand_must_exist(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PEARL_EMBEDDED_GGUF", "/no/such.gguf")
-    with pytest.raises(ModelError, match=r"PEARL_EMBEDDED_GGUF names /no/such\.gguf"):
-        embedded.embedded_target()
-
-
-def test_without_a_network_the_manual_way_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ModelError, match=r"pip could not download .*PEARL_EMBEDDED_GGUF"):
-        embedded.embedded_target()
-    assert made(cache) == []
-
-
-def test_an_unwritable_cache_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"\$PEARL_CACHE"):
-        embedded.embedded_target()
+    assert "PEARL_CACHE" in given or made(cache) == []
 
 
 def test_a_failed_build_leaves_nothing(cache: Path) -> None:
@@ -175,19 +164,15 @@ def convert_as(cache: Path, name: str, content: str = "weights") -> tuple[Path, 
     return kept.converted(name, build, kept.silent), bool(made_now)
 
 
-def test_a_conversion_is_kept(cache: Path) -> None:
+def test_a_conversion_is_kept_and_made_anew_where_it_is_damaged(cache: Path) -> None:
     directory = cache / "converted" / "one"
     assert [convert_as(cache, "one") for _ in range(2)] == [(directory, True), (directory, False)]
-
-
-@pytest.mark.parametrize(("file", "content"), [("weights", "weig"), ("weights", None), ("sizes.json", "{")])
-def test_a_damaged_conversion_is_made_anew(cache: Path, file: str, content: str | None) -> None:
-    directory, _ = convert_as(cache, "one")
-    (directory / file).unlink()
-    if content is not None:
-        (directory / file).write_text(content)
-    assert convert_as(cache, "one") == (directory, True)
-    assert (directory / "weights").read_text() == "weights"
+    for file, content in (("weights", "weig"), ("weights", None), ("sizes.json", "{")):
+        (directory / file).unlink()
+        if content is not None:
+            (directory / file).write_text(content)
+        assert convert_as(cache, "one") == (directory, True)
+        assert (directory / "weights").read_text() == "weights"
 
 
 def test_what_was_not_used_for_longest_makes_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,25 +188,20 @@ def test_what_was_not_used_for_longest_makes_room(cache: Path, monkeypatch: pyte
     assert made(cache / "converted") == ["large"]
 
 
-@pytest.mark.parametrize("given", ["much", "-1", "nan", "inf"])
-def test_a_bound_must_be_a_number(cache: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv("PEARL_CACHE_GB", given)
-    with pytest.raises(ConfigError, match="PEARL_CACHE_GB"):
-        convert_as(cache, "one")
+def test_a_bound_must_be_a_number(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("much", "-1", "nan", "inf"):
+        monkeypatch.setenv("PEARL_CACHE_GB", given)
+        with pytest.raises(ConfigError, match="PEARL_CACHE_GB"):
+            convert_as(cache, "one")
 
 
 def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("1")
-    os.utime(file, (1, 1))
-    stamps = [kept.stamp([file]), kept.stamp([file])]
-    os.utime(file, (2, 2))
-    stamps.append(kept.stamp([file]))
-    file.write_text("22")
-    os.utime(file, (2, 2))
-    stamps.append(kept.stamp([file]))
-    (tmp_path / "other").write_text("22")
-    stamps.append(kept.stamp([tmp_path / "other"]))
+    file, stamps = tmp_path / "file", []
+    for content, seconds in (("1", 1), ("1", 1), ("1", 2), ("22", 2)):
+        file.write_text(content)
+        os.utime(file, (seconds, seconds))
+        stamps.append(kept.stamp([file]))
+    stamps.append(kept.stamp([file.rename(tmp_path / "other")]))
     assert len(set(stamps)) == 4
 
 

@@ -56,17 +56,12 @@ def test_attention_of_cudnn_is_off_where_a_model_is_on_a_gpu(load: object) -> No
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_ALLOC_CONF": "x"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}),
-    ],
-)
-def test_gpu_memory_may_grow_in_place_unless_the_user_says_how(given: dict[str, str], found: dict[str, str]) -> None:
-    allow_expandable_segments(given)
-    assert given == found
+def test_gpu_memory_may_grow_in_place_unless_the_user_says_how() -> None:
+    for given in ({"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}):
+        allow_expandable_segments(kept := dict(given))
+        assert kept == given
+    allow_expandable_segments(empty := dict[str, str]())
+    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_a_worker_says_so_before_it_imports_torch() -> None:
@@ -110,25 +105,20 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(sampling: Sampling) -> N
     assert torch.equal(DirectDraw(sampling).rows(LOGITS, positions), torch.stack(one_by_one))
 
 
-def test_exponentials_of_several_keys_are_those_of_each() -> None:
-    keys = [3, (1 << 64) - 7, 1 << 63]
-    together = exponentials_on_device(keys, 1000, torch.device("cpu"))
-    assert torch.equal(together, torch.stack([exponentials_on_device(key, 1000, torch.device("cpu")) for key in keys]))
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999])
-def test_nuclei_found_together_are_those_found_one_by_one(top_p: float) -> None:
-    assert torch.equal(_keep_nucleus(LOGITS, top_p), torch.stack([_keep_nucleus(row, top_p) for row in LOGITS]))
-
-
-@pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
-def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
-    assert isinstance(half, ratio.RatioTarget)
+def test_what_rows_need_is_found_together_as_one_by_one() -> None:
+    """Exponentials of several keys, nuclei, and the sums of a rule's odds."""
+    keys, cpu = [3, (1 << 64) - 7, 1 << 63], torch.device("cpu")
+    alone = [exponentials_on_device(key, 1000, cpu) for key in keys]
+    assert torch.equal(exponentials_on_device(keys, 1000, cpu), torch.stack(alone))
+    for top_p in (0.05, 0.9, 0.9999):
+        assert torch.equal(_keep_nucleus(LOGITS, top_p), torch.stack([_keep_nucleus(row, top_p) for row in LOGITS]))
     target, draft = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1)
-    one_by_one = [half._sums(*pair) for pair in zip(target, draft, strict=True)]
-    for together, apart in zip(half._sums(target, draft), zip(*one_by_one, strict=True), strict=True):
-        assert torch.equal(together, torch.stack(apart))
+    for rule, epsilon in (("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)):
+        half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
+        assert isinstance(half, ratio.RatioTarget)
+        one_by_one = [half._sums(*pair) for pair in zip(target, draft, strict=True)]
+        for together, apart in zip(half._sums(target, draft), zip(*one_by_one, strict=True), strict=True):
+            assert torch.equal(together, torch.stack(apart))
 
 
 @pytest.mark.parametrize("name", ["coupled", "ratio", "opt", "uno"])
@@ -221,10 +211,10 @@ def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) 
     assert max(largest) == graphs.PREFILL
 
 
-@pytest.mark.parametrize("context", [200, 1101, 4097])
-def test_masks_have_rows_that_attention_need_not_copy(context: int) -> None:
-    room = LlamaRunner(random_llama(4100), context, record=lambda work: work)._room
-    assert all(end % 16 == 0 for end in graphs.ends(context, room))
+def test_masks_have_rows_that_attention_need_not_copy() -> None:
+    for context in (200, 1101, 4097):
+        room = LlamaRunner(random_llama(4100), context, record=lambda work: work)._room
+        assert all(end % 16 == 0 for end in graphs.ends(context, room))
 
 
 @pytest.mark.gpu

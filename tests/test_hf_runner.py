@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -30,8 +31,13 @@ CPU = torch.device("cpu")
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a checkpoint in bfloat16
 
 
-def load(kind: str = "llama", device: torch.device = CPU, **options: object) -> HFRunner:
-    runner = load_runner(str(tiny_model(kind)), device=device, max_context=64, forwards="transformers", **options)
+def load(
+    kind: str = "llama", device: torch.device = CPU, dtype: str = "float32", seed: int = 0, **options: object
+) -> HFRunner:
+    """`dtype`: of the checkpoint too."""
+    path = tiny_model(kind, seed=seed, dtype=dtype if hasattr(torch, dtype) else "float32")
+    options = {"max_context": 64, "dtype": dtype, **options}
+    runner = load_runner(str(path), device=device, forwards="transformers", **options)
     assert isinstance(runner, HFRunner)
     return runner
 
@@ -121,18 +127,15 @@ def test_masked_tokens_do_not_hide_that_logits_depend_on_how_a_text_is_cut(maske
 @pytest.mark.parametrize("kind", [*KINDS, "gpt2", "minimax-m2", "gemma4", "doge"])
 def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
     """In half precision experts may be chosen otherwise in some rows."""
-    for seed in range(5):
-        for dtype in ("bfloat16", "float16"):
-            spec = str(tiny_model(kind, seed=seed, dtype=dtype))
-            runner = load_runner(spec, device=CPU, dtype=dtype, max_context=64, forwards="transformers")
-            assert isinstance(runner, HFRunner)
-            assert runner.weights == dtype
+    for seed, dtype in product(range(3), ("bfloat16", "float16")):
+        runner = load(kind, dtype=dtype, seed=seed)
+        assert runner.weights == dtype
 
 
-@pytest.mark.parametrize("context", [1, 2, 3])
-def test_a_context_shorter_than_the_trial(context: int) -> None:
-    runner = load_runner(str(tiny_model()), device=CPU, max_context=context, forwards="transformers")
-    assert (runner.length(), runner.context) == (0, context)
+def test_a_context_shorter_than_the_trial() -> None:
+    for context in (1, 2, 3):
+        runner = load(max_context=context)
+        assert (runner.length(), runner.context) == (0, context)
 
 
 @pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide", "gemma4", "doge"])
@@ -213,16 +216,13 @@ def test_an_exception_inside_a_forward_leaves_the_state() -> None:
     runner = load()
     expected = feed_chain(runner, some_tokens(runner, 9), 4).clone()
     runner.rollback(5)
-    handle = runner._model.model.layers[1].register_forward_pre_hook(_interrupt)
+    interrupt = MagicMock(side_effect=KeyboardInterrupt)
+    handle = runner._model.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         feed_chain(runner, some_tokens(runner, 2, start=40), 1)
     handle.remove()
     assert runner.length() == 5
     close(feed_chain(runner, some_tokens(runner, 4, 5), 4), expected)
-
-
-def _interrupt(*_arguments: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_the_cache_is_allocated_once() -> None:
@@ -295,44 +295,34 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(monkeypat
 
 def test_available_memory_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\n")
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\nHugePages_Total: 0\n")
     (tmp_path / "memory.current").write_text("300000\n")
     assert memory.available_memory(meminfo, tmp_path) == 1_024_000
+    assert memory.total_memory(meminfo, tmp_path) == 9_216_000
     (tmp_path / "memory.max").write_text("500000\n")
     assert memory.available_memory(meminfo, tmp_path) == 200_000
+    assert memory.total_memory(meminfo, tmp_path) == 500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available_memory(meminfo, tmp_path) == 1_024_000
     assert memory.available_memory(tmp_path / "none", tmp_path) is None
-    assert memory.available_memory() is not None
+    assert None not in (memory.available_memory(), memory.total_memory())
 
 
 def test_vocabulary_counts_padding_ids() -> None:
     assert load_runner(str(tiny_model(vocab_size=288)), device=CPU).vocab_size == 288
 
 
-def test_resolve_a_directory(tmp_path: Path) -> None:
+def test_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the hub has is looked up once, and left to transformers."""
     assert resolve_checkpoint(str(tmp_path)) == str(tmp_path)
-
-
-@pytest.mark.parametrize("spec", ["/no/such/place", "./x", "missing.gguf", "a/b/c", ""])
-def test_no_such_model(spec: str) -> None:
-    with pytest.raises(ModelError, match="no such directory"):
-        load_runner(spec, device=CPU)
-
-
-def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is left to transformers where the hub knows it."""
-    asked = []
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda _, name, timeout: asked.append((name, timeout)))
+    for spec in ("/no/such/place", "./x", "missing.gguf", "a/b/c", ""):
+        with pytest.raises(ModelError, match="no such directory"):
+            load_runner(spec, device=CPU)
+    look_up = MagicMock()
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", look_up)
     assert resolve_checkpoint("some/model-1.5B") == "some/model-1.5B"
-    assert asked == [("some/model-1.5B", 10.0)]
-
-
-def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(api: object, name: str, timeout: float) -> None:
-        raise RepositoryNotFoundError("404", response=MagicMock())
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    look_up.assert_called_once_with("some/model-1.5B", timeout=10.0)
+    look_up.side_effect = RepositoryNotFoundError("404", response=MagicMock())
     with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub has no model of that name"):
         load_runner("nobody/no-such-model", device=CPU)
 
@@ -361,49 +351,34 @@ def test_without_a_network_the_hubs_cache_is_used(
     assert messages == ["the hub cannot be reached: taking some/model as it is in the cache", "loading some/model"]
 
 
-def _truncated(directory: Path) -> None:
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+def test_a_damaged_directory_is_a_model_error(tmp_path: Path) -> None:
+    weights = (tiny_model() / "model.safetensors").read_bytes()
+    damages: list[tuple[str, bytes | None]] = [("model.safetensors", weights[:1000]), ("model.safetensors", None)]
+    for name, content in [*damages, ("config.json", b"{}"), ("config.json", b"{")]:
+        directory = shutil.copytree(tiny_model(), tmp_path / "model", dirs_exist_ok=True)
+        (directory / name).unlink() if content is None else (directory / name).write_bytes(content)
+        with pytest.raises(ModelError, match="could not be loaded"):
+            load_runner(str(directory), device=CPU)
 
 
-def _without_weights(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-
-
-def _not_a_model(directory: Path) -> None:
-    (directory / "config.json").write_text("{}")
-
-
-def _bad_json(directory: Path) -> None:
-    (directory / "config.json").write_text("{")
-
-
-@pytest.mark.parametrize("damage", [_truncated, _without_weights, _not_a_model, _bad_json])
-def test_a_damaged_directory_is_a_model_error(tmp_path: Path, damage: object) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(tiny_model(), directory)
-    assert callable(damage)
-    damage(directory)
-    with pytest.raises(ModelError, match="could not be loaded"):
-        load_runner(str(directory), device=CPU)
+def mpt(directory: Path, positions: int) -> str:
+    MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=2, max_seq_len=positions, vocab_size=50)).save_pretrained(
+        directory
+    )
+    return str(directory)
 
 
 def test_the_limit_of_positions_has_other_names_too(tmp_path: Path) -> None:
     """Beyond it MPT has no biases, and its forward fails: so would the engine."""
-    config = MptConfig(d_model=32, n_heads=2, n_layers=2, max_seq_len=64, vocab_size=50)
-    MptForCausalLM(config).save_pretrained(tmp_path)
-    runner = load_runner(str(tmp_path), device=CPU, dtype="float32")
-    assert runner.context == 64
+    assert load_runner(mpt(tmp_path, 64), device=CPU, dtype="float32").context == 64
     with pytest.raises(ModelError, match="max_context 65"):
         load_runner(str(tmp_path), device=CPU, dtype="float32", max_context=65)
 
 
 def test_a_forward_that_fails_is_its_requests_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it stays: the same runner goes on where it was. Only of a CPU: after a GPU's error nothing works."""
-    config = MptConfig(d_model=32, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=50)
-    MptForCausalLM(config).save_pretrained(tmp_path)
     monkeypatch.setattr("pearl.models.loading._POSITIONS", ())
-    runner = load_runner(str(tmp_path), device=CPU, dtype="float32", max_context=64)
+    runner = load_runner(mpt(tmp_path, 16), device=CPU, dtype="float32", max_context=64)
     feed_chain(runner, range(5, 15), 1)
     with pytest.raises(ForwardError, match="MptForCausalLM's forward failed: The size of tensor"):
         feed_chain(runner, range(20), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -119,32 +120,22 @@ def test_rounding_is_no_worse_than_that_of_transformers(
     assert ours.mean() <= 1.2 * theirs.mean()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama-dynamic"])
-def test_others_keep_the_forward_of_transformers(kind: str) -> None:
+def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
-    assert isinstance(load_runner(str(tiny_model(kind)), device=CPU), HFRunner)
-
-
-def test_a_sliding_window_is_refused_as_ever() -> None:
+    for kind in ("gpt2", "opt", "llama-dynamic"):
+        assert isinstance(load_runner(str(tiny_model(kind)), device=CPU), HFRunner)
     with pytest.raises(ModelError, match="MistralForCausalLM"):
         load_runner(str(tiny_model("mistral-sliding")), device=CPU)
 
 
-class Quantised(torch.nn.Module):
-    """Stands for what bitsandbytes and the like put in a matrix's place."""
-
-
-def test_quantised_matrices_are_left_to_transformers() -> None:
+def test_quantised_models_are_left_to_transformers() -> None:
+    """Those with matrices of another class, as of bitsandbytes, and plain ones with other tensors, as of torchao."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     assert is_llama(model)
-    model.model.layers[1].mlp.down_proj = Quantised()
-    assert not is_llama(model)
-
-
-def test_a_quantised_checkpoint_is_too_even_where_its_matrices_are_plain_ones() -> None:
-    """Whose weights are tensors of a kind of their own, as torchao's: they cannot be put side by side."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model())
     model.config.quantization_config = {"quant_method": "torchao"}
+    assert not is_llama(model)
+    model.config.quantization_config = None
+    model.model.layers[1].mlp.down_proj = torch.nn.Module()
     assert not is_llama(model)
 
 
@@ -232,18 +223,17 @@ def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypa
     assert len(made) == 2 * recordings
 
 
-@pytest.mark.parametrize("start", [0, 1, 500, 511, 512, 1015, 1024, 5000])
-@pytest.mark.parametrize("count", [1, 5, 16, 17, 300, 512, 1100])
-@pytest.mark.parametrize("rows", [FED, PREFILL])
-def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more(start: int, count: int, rows: int) -> None:
+def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more() -> None:
     """How far it looks; and few rows are always as many, and so are a prompt's."""
-    cut = list(pieces(start, count, rows))
-    assert [stop for _, stop in cut[:-1]] == [begin for begin, _ in cut[1:]]
-    assert (cut[0][0], cut[-1][1]) == (start, start + count)
-    for begin, stop in cut:
-        assert stop - begin <= rows
-        assert {visible(position) for position in range(begin, stop)} == {visible(begin)}
-        assert stop <= visible(begin) <= max(512, 2 * begin)
+    starts, counts = (0, 1, 500, 511, 512, 1015, 1024, 5000), (1, 5, 16, 17, 300, 512, 1100)
+    for start, count, rows in product(starts, counts, (FED, PREFILL)):
+        cut = list(pieces(start, count, rows))
+        assert [stop for _, stop in cut[:-1]] == [begin for begin, _ in cut[1:]]
+        assert (cut[0][0], cut[-1][1]) == (start, start + count)
+        for begin, stop in cut:
+            assert stop - begin <= rows
+            assert {visible(position) for position in range(begin, stop)} == {visible(begin)}
+            assert stop <= visible(begin) <= max(512, 2 * begin)
 
 
 def in_8_bits(weight: torch.Tensor) -> torch.Tensor:
@@ -333,26 +323,38 @@ def test_stored_multiplies_by_the_weights_as_they_are(
     assert found.dtype == (torch.bfloat16 if has_bf16 or kind.startswith("Q4") else torch.float32)
 
 
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what this CPU can do, and from how many weights on a model is large."""
+
+    def has(**found: Any) -> None:
+        for name, value in found.items():
+            answer = value if name == "_LARGE" else lambda value=value: value
+            monkeypatch.setattr(f"pearl.models.matrices.{name}", answer)
+
+    return has
+
+
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing else is: no target, no small draft, no weights that are more than bfloat16."""
-    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: has_bf16)
-    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: True)
+def test_a_draft_of_bfloat16_is_rounded_where_that_is_faster(has_bf16: bool, cpu: Callable[..., None]) -> None:
+    """A large one to 4 bits, others to 8 where there is no bfloat16; no target, and no weights that are more."""
+    otherwise = "" if has_bf16 else "int8"
+    cpu(multiplies_bf16=has_bf16, multiplies_4_bits=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
     layers, names = model.model.layers, ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     weights = len(layers) * sum(
         linear.weight.numel() for name, linear in layers[0].named_modules() if name.rpartition(".")[2] in names
     )
-    monkeypatch.setattr("pearl.models.matrices._LARGE", weights)
+    cpu(_LARGE=weights)
     assert rounding_for(model, may_round=True) == ""  # of float32
-    model.to(torch.bfloat16)
-    assert rounding_for(model, may_round=True) == "int4"
-    assert rounding_for(model, may_round=False) == ""
-    monkeypatch.setattr("pearl.models.matrices._LARGE", weights + 1)
-    assert rounding_for(model, may_round=True) == ("" if has_bf16 else "int8")
-    monkeypatch.setattr("pearl.models.matrices._LARGE", weights)
-    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: False)
-    assert rounding_for(model, may_round=True) == ("" if has_bf16 else "int8")
+    narrow = model.to(torch.bfloat16)
+    assert rounding_for(narrow, may_round=True) == "int4"
+    assert rounding_for(narrow.float(), may_round=True) == "int4", "the same weights"
+    assert rounding_for(narrow, may_round=False) == ""
+    cpu(_LARGE=weights + 1)
+    assert rounding_for(narrow, may_round=True) == otherwise
+    cpu(_LARGE=weights, multiplies_4_bits=False)
+    assert rounding_for(narrow, may_round=True) == otherwise
 
 
 def in_files(kind: str) -> Any:
@@ -368,14 +370,13 @@ def in_files(kind: str) -> Any:
 @pytest.mark.parametrize("has_bf16", [False, *([True] if multiplies_bf16() else [])])
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0"])
 def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
-    kind: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, has_bf16: bool, cpu: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: has_bf16)
-    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: False)
+    cpu(multiplies_bf16=has_bf16, multiplies_4_bits=False)
     assert rounding_for(in_files(kind), may_round=True) == ("" if has_bf16 else "int8")
-    monkeypatch.setattr("pearl.models.matrices.multiplies_4_bits", lambda: True)
+    cpu(multiplies_4_bits=True)
     assert rounding_for(in_files(kind), may_round=True) == "stored"
-    monkeypatch.setattr("pearl.models.matrices._LARGE", 0)
+    cpu(_LARGE=0)
     assert rounding_for(in_files(kind), may_round=True) == "stored"
     runner = LlamaRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
     plain = HFRunner(in_files(kind).to(torch.bfloat16).float(), 128)
@@ -385,14 +386,6 @@ def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
     assert runner.capabilities.row_invariant
     runner.rollback(0)
     assert torch.equal(torch.cat([feed_chain(runner, [token], 1) for token in tokens]), found)
-
-
-def test_a_draft_of_bfloat16_may_be_rounded_where_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.bfloat16).float()
-    wide = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32)
-    for has_bf16, expected in ((True, ["", "", ""]), (False, ["int8", "", ""])):
-        monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda has_bf16=has_bf16: has_bf16)
-        assert [rounding_for(narrow, True), rounding_for(narrow, False), rounding_for(wide, True)] == expected
 
 
 @pytest.mark.parametrize(
@@ -405,8 +398,7 @@ def test_a_runner_tells_what_its_weights_are_in(forwards: str, dtype: str) -> No
     assert dtype_of(ToyRunner(2, lambda _: torch.ones(2))) == ""
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
-@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
+@pytest.mark.parametrize(("kind", "forwards", "dtype"), [("gpt2", "auto", "int8"), ("llama", "transformers", "int4")])
 def test_rounding_is_refused_where_the_forward_is_not_ours(kind: str, forwards: str, dtype: str) -> None:
     with pytest.raises(ModelError, match=dtype):
         load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, forwards=forwards)

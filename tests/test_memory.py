@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from pearl.config import load_settings
 from pearl.errors import ModelError
 from pearl.models import memory
+from pearl.models.checkpoint import in_cache
 from pearl.models.graphs import PREFILL
-from pearl.models.hub import in_cache
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.memory import Need, check_room, needed, of_shape
@@ -148,14 +148,6 @@ def test_on_a_cpu_the_bound_is_all_the_memory_that_there_is(monkeypatch: pytest.
     assert check_room("x", Need(10**8), CPU) == "", "of little nothing is said"
     with pytest.raises(ModelError, match="Lower max_context"):
         check_room("x", Need(2 * 10**9, 10**9 + 1), CPU)
-
-
-def test_total_memory_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\nHugePages_Total: 0\n")
-    assert memory.total_memory(tmp_path / "meminfo", tmp_path) == 9_216_000
-    (tmp_path / "memory.max").write_text("500000\n")
-    assert memory.total_memory(tmp_path / "meminfo", tmp_path) == 500_000
-    assert memory.total_memory() is not None
 
 
 def test_loading_tells_of_each_file_that_it_begins(tmp_path: Path) -> None:

@@ -128,14 +128,14 @@ class TestDetokenizer:
         first, *rest = bytes_of(tokenizer, "😀".encode())
         assert "".join(pieces_of(tokenizer, [*ids_of(tokenizer, "a"), first], rest)) == "😀"
 
-    @pytest.mark.parametrize("length", range(1, 30))
-    def test_a_prompt_that_ends_in_a_run_of_byte_tokens(self, length: int) -> None:
+    def test_a_prompt_that_ends_in_a_run_of_byte_tokens(self) -> None:
         """Context that begins amid a character spoils the run, and with it the answer that goes on in it."""
         tokenizer = byte_fallback()
-        prompt = [*tokenizer.encode("the"), *bytes_of(tokenizer, ("aé" + "你" * length).encode())]
         answer = [*bytes_of(tokenizer, "好".encode()), *ids_of(tokenizer, "cat")]
-        assert "".join(pieces_of(tokenizer, prompt, answer)) == "好 cat"
-        assert "".join(pieces_of(tokenizer, [*prompt, answer[0]], answer[1:])) == "好 cat"
+        for length in range(1, 30):
+            prompt = [*tokenizer.encode("the"), *bytes_of(tokenizer, ("aé" + "你" * length).encode())]
+            assert "".join(pieces_of(tokenizer, prompt, answer)) == "好 cat"
+            assert "".join(pieces_of(tokenizer, [*prompt, answer[0]], answer[1:])) == "好 cat"
 
     @pytest.mark.parametrize("text", ["မြန်မာ" * 20, "😀" * 50, "a你" * 40])
     def test_a_long_run_of_byte_tokens_flows(self, text: str) -> None:
@@ -203,34 +203,26 @@ class Counting:
 
 
 class TestStopMatcher:
-    def shown(self, stops: list[str], *pieces: str) -> tuple[list[str], str | None]:
+    @pytest.mark.parametrize(
+        ("stops", "pieces", "shown", "matched"),
+        [
+            (["</end>"], ["a<", "/e", "nd>b", "c"], ["a", "", "", "", ""], "</end>"),
+            # The longest tail that could begin a stop: "aab" may begin at the second a of "aaa", not only at the last.
+            (["aab"], ["aa", "a", "c"], ["", "a", "aac", ""], None),
+            (["xy"], ["ax"], ["a", "x"], None),
+            (["ab"], ["abc"], ["", ""], "ab"),
+            # The inner one is complete first, and what comes before it within the outer one is shown.
+            (["abcd", "bc"], ["ab", "c", "d"], ["", "a", "", ""], "bc"),
+            # In one piece the earlier start cuts: the one that ends first is the inner one.
+            (["bc", "abcd"], ["xabcd"], ["x", ""], "abcd"),
+            (["aba", "bab"], ["xa", "b", "ab"], ["x", "", "", ""], "aba"),
+            ([], ["a", "b"], ["a", "b", ""], None),
+        ],
+    )
+    def test_stops(self, stops: list[str], pieces: list[str], shown: list[str], matched: str | None) -> None:
         matcher = StopMatcher(stops)
-        return [*map(matcher.push, pieces), matcher.flush()], matcher.matched
-
-    def test_a_stop_over_several_pieces(self) -> None:
-        assert self.shown(["</end>"], "a<", "/e", "nd>b", "c") == (["a", "", "", "", ""], "</end>")
-
-    def test_what_could_begin_a_stop_is_held_and_given_back(self) -> None:
-        """The longest such tail: "aab" may begin at the second a of "aaa", not only at the last."""
-        assert self.shown(["aab"], "aa", "a", "c") == (["", "a", "aac", ""], None)
-        assert self.shown(["xy"], "ax") == (["a", "x"], None)
-
-    def test_a_stop_at_the_very_start(self) -> None:
-        assert self.shown(["ab"], "abc") == (["", ""], "ab")
-
-    def test_one_stop_inside_another(self) -> None:
-        """The inner one is complete first, and what comes before it within the outer one is shown."""
-        assert self.shown(["abcd", "bc"], "ab", "c", "d") == (["", "a", "", ""], "bc")
-
-    def test_of_two_stops_in_one_piece_the_earlier_start_cuts(self) -> None:
-        """The one that ends first is the inner one; the text ends before the outer."""
-        assert self.shown(["bc", "abcd"], "xabcd") == (["x", ""], "abcd")
-
-    def test_overlapping_stops(self) -> None:
-        assert self.shown(["aba", "bab"], "xa", "b", "ab") == (["x", "", "", ""], "aba")
-
-    def test_no_stops_hold_nothing(self) -> None:
-        assert self.shown([], "a", "b") == (["a", "b", ""], None)
+        assert [*map(matcher.push, pieces), matcher.flush()] == shown
+        assert matcher.matched == matched
 
     def test_an_empty_stop_is_refused(self) -> None:
         with pytest.raises(RequestError, match="empty"):
@@ -315,17 +307,12 @@ class TestTextStream:
         parts = [stream.push(token) for token in [start, *ids_of(tokenizer, text), end]]
         assert ("".join(parts).strip(), stream.stopped, stream.finish()) == (shown, True, "")
 
-    def test_half_an_emoji_is_no_stop(self) -> None:
-        """Cut amid an emoji, the text so far reads U+FFFD: that is not what a stop of U+FFFD asks for."""
+    def test_half_an_emoji_is_no_stop_and_a_character_left_unfinished_is_one(self) -> None:
+        """Cut amid an emoji, the text so far reads U+FFFD, which is no text yet; at the end it is, and is cut off."""
         tokenizer = byte_level()
         stream = TextStream(tokenizer, [], [REPLACEMENT])
-        shown = [stream.push(token) for token in bytes_of(tokenizer, "a😀".encode())]
-        assert shown == ["a", "", "", "", "😀"]
+        assert [stream.push(token) for token in bytes_of(tokenizer, "a😀".encode())] == ["a", "", "", "", "😀"]
         assert not stream.stopped
-
-    def test_a_character_left_unfinished_is_one(self) -> None:
-        """At the end U+FFFD is the text, and a stop that asks for it cuts it off."""
-        tokenizer = byte_level()
         stream = TextStream(tokenizer, [], [REPLACEMENT])
         shown = "".join(stream.push(token) for token in bytes_of(tokenizer, b"a\xf0\x9f"))
         assert (shown + stream.finish(), stream.stopped) == ("a", True)

@@ -1,6 +1,6 @@
-"""The start-up measurement: some forwards of both models, running at once, because that is how they will run.
+"""The start-up measurement: some forwards of both models at the same time, as they will run.
 
-The target's worker and the draft's call their half at the same time, right after they have met.
+The target's and the draft's worker each call their half right after they have connected.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from statistics import median
 from pearl.errors import ModelError
 from pearl.models.runner import ModelRunner, feed_chain
 
-FED = (1, 2, 4, 8)  # tokens fed to the target: the sizes of windows that matter; others are interpolated
-_CONTEXT = 32  # tokens in the cache meanwhile
+FED = (1, 2, 4, 8)  # tokens fed to the target; other sizes are interpolated
+_CONTEXT = 32  # tokens in the cache
 _REPEATS = 3
 _DRAFT_SECONDS = 1.0  # the draft keeps going while the target measures its several sizes
 _MOST_DRAFTS = 200
 
 
 def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
-    """Seconds of forwards fed 1, 2, 4 and 8 tokens, as (fed, seconds); leaves the cache empty.
+    """(fed, seconds) of forwards fed 1, 2, 4 and 8 tokens; leaves the cache empty.
 
-    `brief`: of none, for they are known already; but the model is tried once.
+    `brief`: measure none, for the times are known; only run the model once.
     """
     base = 0 if brief else _fill(runner)
-    _seconds(runner, base, 1)  # the first forwards of a process pay for what later ones do not
+    _seconds(runner, base, 1)  # a process's first forwards are slower
     if brief:
         runner.rollback(0)
         return ()
@@ -35,9 +35,9 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
 
 
 def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, float]:
-    """Seconds of a one-token forward, and seconds a token of a longer one; leaves the cache empty.
+    """(seconds of a one-token forward, seconds per token of a longer one); leaves the cache empty.
 
-    The former is the median over about a second; `brief`: of a few. The latter errs on the long side, for it is that of
+    The former is the median over about a second, or over few forwards if `brief`. The latter is an upper estimate, from
     this process's first forward.
     """
     began = time.monotonic()
@@ -61,13 +61,13 @@ def _fill(runner: ModelRunner) -> int:
 
 
 def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
-    """Of one forward fed `fed` tokens behind `base` others."""
+    """The time of one forward fed `fed` tokens after `base` others."""
     runner.rollback(base)
     runner.synchronize()
     began = time.perf_counter()
     logits = feed_chain(runner, [i % runner.vocab_size for i in range(fed)], fed)
     runner.synchronize()
     seconds = time.perf_counter() - began
-    if not logits.amax(-1).isfinite().all():  # NaN spreads to the maximum: refused at start, not in a text
+    if not logits.amax(-1).isfinite().all():  # NaN spreads to the maximum
         raise ModelError("Its logits are not finite. Try a wider dtype (bfloat16 or float32); or it is damaged.")
     return seconds

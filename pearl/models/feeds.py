@@ -17,12 +17,12 @@ class Feed:
     Attributes:
         tokens: [n], not empty. Ids in a tensor are on the device, perhaps not yet computed there, and their range is
             not checked.
-        rows: how many of the last tokens to return the logits of; 0 <= rows <= n.
+        rows: return the logits of this many last tokens; 0 <= rows <= n.
         slot: which sequence the tokens continue.
         parents: None for a chain, in which each token follows the one before. For a tree: the index in `tokens` of each
             token's parent, smaller than its own, or -1 where the token follows the slot's sequence.
-        prompt: whether these are tokens of a prompt. A GPU computes them in its large pieces, however few, and all
-            others in its small ones, however many: the bits of a row depend on the size.
+        prompt: whether these are tokens of a prompt. A GPU always computes them in its large pieces, and all other
+            tokens in its small ones: the bits of a row depend on the size.
     """
 
     tokens: Tokens
@@ -63,8 +63,8 @@ def ancestors(parents: Sequence[int]) -> list[int]:
 def branches(parents: Sequence[int]) -> list[list[int]]:
     """Cut a tree into chains, depth first: lists of nodes, each the parent of the next.
 
-    A chain begins below a node of an earlier chain, or below the slot's sequence. The cache then holds its ancestors,
-    for the last chain that reached that depth wrote them: the chains can be computed one after the other in one cache.
+    A chain begins below a node of an earlier chain, or below the slot's sequence. Its ancestors are then in the cache,
+    written by the last chain that reached their depth: chains can be computed one after the other in one cache.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

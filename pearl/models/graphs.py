@@ -1,13 +1,12 @@
-"""Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the time that kernels take to start.
+"""Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the kernels' launch times.
 
 A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, however many tokens are
-fed, and looks at one of a few numbers of positions, which the position of its first token decides.  Rows beyond the
-tokens are padding, discarded; positions that a row does not see are masked.  So whatever the forward that a token comes
-in, the same kernels compute its row, over the same shapes: its logits are the same bits.  A forward that crosses a
-limit is cut there.
+fed, and looks at one of a few numbers of positions, which its first token's position determines.  Rows beyond the
+tokens are padding, discarded; positions that a row must not see are masked.  So the same kernels compute a token's row
+over the same shapes in every forward, and its logits are the same bits.  A forward that crosses a limit is split there.
 
-What changes from replay to replay, where the tokens start and which they are, stands in a buffer that each forward
-fills.  Ranks that share a model record their exchanges with the rest, all of them at the same forward.
+What differs between replays (the tokens and their position) is in a buffer that each forward fills.  Ranks that share a
+model record their exchanges too, all of them at the same forward.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 
 from pearl.models.feeds import Feed, ancestors, depths
 
-FED = 16  # rows of a recorded forward; 16 cost what 1 costs where reading the weights takes longest
+FED = 16  # rows of a recorded forward; 16 cost as much as 1 where reading the weights takes longest
 PREFILL = 512  # rows of a piece of a longer forward; the coordinator cuts prompts at multiples of it too
 _LEAST_VISIBLE = 512  # positions
 
@@ -59,7 +58,7 @@ def ends(context: int, room: int) -> list[int]:
 
 
 def pieces(start: int, count: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Cut a forward of `count` tokens from position `start` on into pieces of up to `rows`: (start, stop) of each."""
+    """Split a forward of `count` tokens from position `start` on into pieces of up to `rows`: (start, stop) of each."""
     end = start + count
     while start < end:
         stop = min(end, visible(start), start + FED if rows == FED else start - start % PREFILL + PREFILL)
@@ -81,9 +80,8 @@ class Graphs:
         self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}  # by slot and end
 
     def forward(self, feed: Feed, start: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Logits [rows, vocab] of a feed, and up to which position the cache was written.
-
-        The logits may stand in a buffer that the next forward overwrites.
+        """Logits [rows, vocab] of a feed, perhaps in a buffer that the next forward overwrites; and the end of the
+        positions that were written to the cache.
         """
         end = start + len(feed.tokens)
         if feed.parents is not None:
@@ -128,9 +126,9 @@ class Graphs:
         return logits if rows else logits.new_empty(count, logits.shape[-1])[:count]
 
     def record(self, slot: int, end: int, device: torch.device) -> None:
-        """Make the recording of forwards that look at `end` positions of a slot. Writes to its first `FED`.
+        """Record the forward that looks at `end` positions of a slot. Writes to its first `FED` positions.
 
-        To be done before any text: it takes 40 to 150 ms on a GPU, and waits for all that the GPU does meanwhile.
+        Done before any text: it takes 40 to 150 ms on a GPU, and waits for all its other work.
         """
         buffer = torch.zeros(1 + 3 * FED, dtype=torch.long, device=device)
         piece = Piece(buffer[:1], *buffer[1:].split(FED))
@@ -142,10 +140,10 @@ class Graphs:
 
 
 def record_on_gpu(device: torch.device) -> Record:
-    """Recordings as CUDA graphs, which share their memory: one is replayed at a time. Unproven: no GPU was at hand.
+    """Records CUDA graphs, which share their memory: one is replayed at a time.
 
-    They are captured on a stream of this runner's own. torch's default is one stream for all, and a graph that goes
-    clears the workspaces that cuBLAS keeps for its stream: those that another runner's recordings use.
+    They are captured on a stream of this runner's own: a graph that is freed clears cuBLAS's workspaces for its stream,
+    which other runners' recordings would use on torch's default, one stream for all.
     """
     pool, aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 

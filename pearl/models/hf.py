@@ -1,7 +1,7 @@
 """Any Hugging Face causal language model as a `ModelRunner`: batch 1, a KV cache in memory allocated once.
 
-Knows transformers' cache and forward conventions.  It must not know where models come from (`loading`), nor
-what their logits are used for.
+Contains transformers' cache and forward conventions.  Must not know where models come from (`loading`), nor what
+their logits are used for.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_ch
 from pearl.printable import cause_of
 
 _TRIED = 8  # tokens of the trial at construction
-_ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are the same but for rounding
-_ALIKE_IN_HALF = 0.97  # of most rows: where experts are chosen, rounding may choose others
-# Of a layer that keeps nothing: it attends to the keys of another (Gemma 3n, Gemma 4), or to none. Not in all versions.
+_ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are equal up to rounding
+_ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
+# A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
 _EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer in buffers [1, heads, capacity, head_dim]; the first `filled` rows count.
+    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], of which the first `filled` rows count.
 
-    Growing copies only the new rows, where `DynamicLayer` copies all of them, and shrinking sets a number.
+    Growing copies only the new rows (`DynamicLayer` copies all), and shrinking sets a number.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -38,7 +38,7 @@ class FixedLayer(DynamicLayer):
         self.filled = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates at the first update: only then are head counts, dtypes and devices known."""
+        """Allocate at the first update: only then are head counts, dtypes and devices known."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
         self.is_initialized = True
@@ -51,7 +51,7 @@ class FixedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends states [1, heads, n, head_dim]; views of all that is filled then."""
+        """Append states [1, heads, n, head_dim]; return views of all filled rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -69,9 +69,9 @@ class FixedLayer(DynamicLayer):
 class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
-    Raises `ModelError` at construction, naming the model, where its cache cannot be rolled back:
-    linear-attention and hybrid layers, and windows or chunks shorter than the context, forget or mix what a rollback
-    would need.  And, whatever its kind, where a trial fails or finds that logits depend on how a text is cut.
+    Raises `ModelError` at construction where the model's cache cannot be rolled back (linear-attention and hybrid
+    layers, and windows or chunks shorter than the context, forget or mix what a rollback needs), or where a trial fails
+    or finds that logits depend on how a text is cut into forwards.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
@@ -113,7 +113,7 @@ class HFRunner:
         except BaseException as error:
             self.rollback(self._length)
             if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
-                # A limit that its configuration does not name, say. On a GPU nothing could be computed after it.
+                # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
                 raise ForwardError(f"{type(self._model).__name__}'s forward failed: {cause_of(error)}.") from error
             raise
         self._length = end
@@ -142,9 +142,9 @@ class HFRunner:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _try(self) -> None:
-        """Feeds a text at once, from a rollback on cut, and as the model counts its positions itself.
+        """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.
 
-        Raises `ModelError` where that fails or differs.
+        Raises `ModelError` where that fails or the logits differ.
         """
         name, count = type(self._model).__name__, min(_TRIED, self.context)
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
@@ -176,7 +176,7 @@ class HFRunner:
             )
 
     def _differ(self, rows: torch.Tensor, others: torch.Tensor, start: int = 0) -> bool:
-        """By more than rounding, from the row `start` on."""
+        """Whether logits differ by more than rounding, from the row `start` on."""
         alike = _cosines(rows, others)[start:]
         if self.weights in _ALIKE:
             return bool((alike < _ALIKE[self.weights]).any())
@@ -191,7 +191,7 @@ class HFRunner:
         return ids.to(self.device, non_blocking=True)
 
     def _arguments(self, end: int, rows: int) -> dict[str, Any]:
-        """The other arguments of the forward. No mask: each model derives its own from the cache, in under 0.1 ms."""
+        """The forward's other arguments. No mask: each model derives its own from the cache, in under 0.1 ms."""
         arguments: dict[str, Any] = {
             self._cache_name: self._cache,
             "use_cache": True,
@@ -205,14 +205,14 @@ class HFRunner:
 
 
 def cache_name(model: torch.nn.Module) -> str:
-    """What a model's forward calls the cache that it is given: transformers has another name for it since 5.24."""
+    """The forward's parameter for the cache, which has another name since transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Of each of `rows` [n, vocabulary] with its like, about their means; and 1 where they are the same.
+    """The cosine of each of `rows` [n, vocab] with its counterpart, about their means; 1 where they are equal.
 
-    Of what is finite, and not the same in all rows: a model may mask tokens, and beside -1e9 nothing else would count.
+    Over logits that are finite and not the same in all rows: a mask's -1e9 would outweigh all others.
     """
     both = torch.stack((rows, others)).double()
     fixed = (both == both[0, 0]).flatten(0, 1).all(0) | ~both.isfinite().all(0)
@@ -225,14 +225,14 @@ def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _cached(model: PreTrainedModel, context: int) -> list[Any]:
-    """The cache layers that transformers would make; `ModelError` where one is of a kind that cannot be rolled back."""
+    """The cache layers that transformers would make; raises `ModelError` where one cannot be rolled back."""
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     doubtful = (
         getattr(config, "is_decoder", None) is False
         or not getattr(config, "is_causal", True)
         or not getattr(text, "is_causal", True)
-        # Of Gemmas that were made to embed texts. In others only what belongs to a picture sees what comes later.
+        # Gemmas that embed texts. In others only the tokens of a picture see later ones.
         or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
     )
     if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
@@ -256,14 +256,14 @@ def _cached(model: PreTrainedModel, context: int) -> list[Any]:
 
 
 def _check_doge(name: str, config: Any, context: int) -> None:
-    """Raises `ModelError` where a row of a Doge depends on those fed with it: a text would, on how it was cut."""
+    """Raise `ModelError` where a row of a Doge depends on the rows fed with it."""
     if config.is_moe:
         raise ModelError(
             f"{name} cannot be used here: which experts a token takes depends on the tokens that are fed with it. "
             "Use a model without experts, or of another family."
         )
     if context > (most := config.keep_window_size):
-        # In the first layer equal tokens have equal values and tie, and the size of a forward decides ties.
+        # In the first layer equal tokens tie, and the size of a forward decides ties.
         raise ModelError(
             f"{name} cannot be used here: it attends to {most} tokens that it chooses, otherwise in forwards of other "
             f"sizes. In a context of {most} it attends to all: max_context {most}."
@@ -271,14 +271,14 @@ def _check_doge(name: str, config: Any, context: int) -> None:
 
 
 def _can_roll_back(layer: object, context: int) -> bool:
-    """Whether a cache layer keeps all positions, or nothing. A window as long as the context does: it never slides."""
+    """Whether a cache layer keeps all positions, as a window as long as the context does, or none."""
     if type(layer) is DynamicSlidingWindowLayer:
         return bool(layer.sliding_window >= context)
     return type(layer) is DynamicLayer or isinstance(layer, _EMPTY)
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
-    """Whether a row depends on earlier positions only. GPT-NeoX's does, though its configuration says otherwise."""
+    """Whether a row depends on earlier positions only. GPT-NeoX's does, despite its configuration."""
     tokens = [[0, *following] for following in ((1, 1, 1), (2, 3, 4))]
     device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     with torch.inference_mode():

@@ -17,10 +17,9 @@ import torch
 from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.attention import plan_no_shapes, whole_blocks
-from pearl.models.checkpoint import resolve_checkpoint
+from pearl.models.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
 from pearl.models.gguf import unfit_weights
-from pearl.models.hub import in_cache
 from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.matrix_cache import matrix_cache
 from pearl.models.memory import check_cache_fits, check_room, fits_in_float32, needed
@@ -126,7 +125,7 @@ def load_runner(
             model = model if chosen is None else model.to(chosen)  # type: ignore[arg-type]
         runner = _make_runner(spec, Path(path), model, is_ours, rounding, wanted, group)
         if wanted.exact:
-            _check_exact(spec, model, runner, wanted.weights)
+            _check_exact(spec, model, runner, is_ours, wanted.weights)
         return runner
 
 
@@ -182,13 +181,11 @@ def _check_takes(
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
 
 
-def _check_exact(spec: str, model: object, runner: ModelRunner, dtype: str) -> None:
+def _check_exact(spec: str, model: object, runner: ModelRunner, is_ours: bool, dtype: str) -> None:
     """Raise `ModelError` where a row's bits depend on its company."""
     if runner.capabilities.row_invariant:
         return
-    from pearl.models.llama import LlamaRunner
-
-    if isinstance(runner, LlamaRunner):
+    if is_ours:
         raise ModelError(
             f"Model {spec!r}: on this machine its {dtype} products depend on how many rows are computed together. "
             "Choose another dtype, or leave --exact off."
@@ -225,8 +222,10 @@ def _load(
 ) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as bars
 
-    with _explained(spec), _no_progress_bars():
+    bars.disable_progress_bar()
+    with _explained(spec):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             output_loading_info=True,
@@ -274,19 +273,6 @@ def _advice(error: Exception) -> str:
     if isinstance(error, ImportError):
         return "Install what it asks for."
     return "Check that the files are complete and belong to a causal language model."
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:

@@ -8,13 +8,15 @@ own code.  What cannot be cached or read is made anew.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -24,7 +26,8 @@ from pearl.models.matrices import Laid, Make, Packed, Rounded
 
 log = logging.getLogger(__name__)
 
-_FILE = "matrices.pt"
+_BYTES, _ABOUT = "matrices", "about.json"
+_TENSORS = {"data", "layout", "steps", "scales"}
 _CODE = (
     "attention",
     "layers",
@@ -34,6 +37,7 @@ _CODE = (
     "probe",
     "slot_attention",
 )  # our modules that decide what is made
+_ALIGNED = 4096  # bytes: each matrix begins with a page
 _LEAST = 10_000_000  # bytes of matrices: fewer are made in a moment
 # What decides which kernels compute: the first processor's lines in /proc/cpuinfo but these, and of the environment.
 _VARYING = ("processor", "cpu mhz", "core id", "apicid", "initial apicid", "bogomips", "physical id", "microcode")
@@ -103,8 +107,10 @@ def _read(name: str) -> tuple[list[Laid], Any] | None:
     if where is None:
         return None
     try:
-        saved = torch.load(where / _FILE, mmap=True, weights_only=True)  # a private mapping: writes go to a copy
-        return [_restore(each) for each in saved["matrices"]], saved["probed"]
+        about = json.loads((where / _ABOUT).read_text())
+        file = where / _BYTES  # mapped privately: writes go to a copy
+        data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+        return [_restore(_mapped(data, each)) for each in about["matrices"]], about["probed"]
     except Exception as error:  # whatever a file of another torch may raise
         log.debug("%s cannot be read (%s): making it anew", where, error)
         shutil.rmtree(where, ignore_errors=True)
@@ -122,11 +128,38 @@ def _save(name: str, matrices: list[Laid], probed: Any) -> None:
 
         def build(building: Path, progress: object) -> None:
             building.mkdir()
-            torch.save({"matrices": saved, "probed": probed}, building / _FILE)
+            with (building / _BYTES).open("wb") as file:
+                written = [_write(file, parts) for parts in saved]
+            (building / _ABOUT).write_text(json.dumps({"matrices": written, "probed": probed}))
 
         converted(name, build, silent, checksums=True)
     except (PackingError, ModelError, ConfigError, OSError, RuntimeError) as error:  # the next start is just slower
         log.debug("%s is not cached: %s", name, error)
+
+
+def _write(file: BinaryIO, parts: dict[str, Any]) -> dict[str, Any]:
+    """Append the tensors of `parts`; return `parts` as JSON, with [start, dtype, shape] for a tensor."""
+    written = dict(parts)
+    for name, part in parts.items():
+        if isinstance(part, torch.Tensor):
+            start = file.seek(-(-file.tell() // _ALIGNED) * _ALIGNED)
+            written[name] = [start, _plain(part.dtype), list(part.shape)]
+            file.write(part.flatten().view(torch.uint8).numpy().data)
+    return written
+
+
+def _mapped(data: torch.Tensor, written: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_write`, as views of the file's bytes."""
+    parts = dict(written)
+    for name in parts.keys() & _TENSORS:
+        start, kind, shape = written[name]
+        dtype = getattr(torch, kind)
+        parts[name] = data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return parts
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _contents(made: Laid) -> dict[str, Any]:
@@ -140,7 +173,7 @@ def _contents(made: Laid) -> dict[str, Any]:
     except (AttributeError, RuntimeError) as error:
         raise PackingError(str(error)) from error
     data = torch.frombuffer((ctypes.c_ubyte * size).from_address(start), dtype=torch.uint8)  # a view
-    return {"data": data, "layout": layout, "shape": list(packed.shape), "dtype": packed.dtype}
+    return {"data": data, "layout": layout, "shape": list(packed.shape), "dtype": _plain(packed.dtype)}
 
 
 def _restore(saved: dict[str, Any]) -> Laid:
@@ -150,7 +183,7 @@ def _restore(saved: dict[str, Any]) -> Laid:
     return Packed(_unpacked(**saved), memory=saved["data"])
 
 
-def _unpacked(data: torch.Tensor, layout: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _unpacked(data: torch.Tensor, layout: torch.Tensor, shape: list[int], dtype: str) -> torch.Tensor:
     """A matrix in oneDNN's layout over `data`, by torch's interface for compiled models, whose constants these are.
 
     It does not own `data`, which must outlive it. Raises `PackingError`.
@@ -163,7 +196,7 @@ def _unpacked(data: torch.Tensor, layout: torch.Tensor, shape: list[int], dtype:
             (ctypes.c_int64 * 2)(*shape),
             (ctypes.c_int64 * 2)(shape[1], 1),
             ctypes.c_int64(0),
-            ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()),
+            ctypes.c_int32(getattr(library, f"aoti_torch_dtype_{dtype}")()),
             ctypes.c_int32(library.aoti_torch_device_type_cpu()),
             ctypes.c_int32(0),
             ctypes.byref(made),

@@ -1,9 +1,8 @@
-"""Pacing: a runner whose every forward lasts a given time from call to return.
+"""A runner whose every forward lasts a given time from call to return: emulates a model of known speed.
 
-Emulates a model of known speed.  Only the time between call and return is filled: whatever the runtime spends between
-forwards stays visible, which is what makes the emulation an honest measure of the runtime.  The core stays awake, as
-with a model that computes on it, or one that is waited for on a GPU; and a forward ends in what every forward is made
-of, small torch operations, so that torch's code is as near to the core as it is after a real one.
+Only that time is filled, so the runtime's own time between forwards stays visible.  The core stays awake, as with a
+model that computes on it or that is awaited on a GPU; and a forward ends with small torch operations, so that torch's
+code is in the core's caches as after a real one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch.nn.functional import linear, softmax
 
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 
-_NAP_SECONDS = 1e-5  # short ones: a core that slept through a forward would be slow after it, unlike one that works
-_SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is computed away
-_OPERATION_SECONDS = 5e-5  # one must not reach beyond the end
+_NAP_SECONDS = 1e-5  # short: a core that sleeps through a forward is slow after it
+_SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is spent in operations
+_OPERATION_SECONDS = 5e-5  # of one operation
 _WEIGHT = torch.ones(64, 64)
 
 

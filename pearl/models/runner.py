@@ -21,11 +21,11 @@ class Capabilities:
     Attributes:
         slots: sequences that it holds side by side.
         tree_nodes: the most tokens of a tree; 0: it takes no trees.
-        launches: whether a forward of few tokens returns before it is done: it can then be fed a token yet to be drawn.
+        launches: whether a forward of few tokens returns before it is done, so that it accepts tokens not yet drawn.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
-        prompt_piece: positions of a prompt that are computed together. The cache of a prompt can serve another text in
-            whole pieces only, for behind them it has other bits; 1: up to any position.
+        prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
+            whole pieces only, for later positions have other bits; 1: up to any position.
         trees_row_invariant: whether a tree node's logits have the bits that its path gives when fed as a chain.
     """
 
@@ -67,7 +67,7 @@ class ModelRunner(Protocol):
         """Feed each slot its tokens; return for each feed its logits [rows, vocab_size], float32.
 
         A row holds the logits for the position after its token.  A chain continues its slot's sequence at once.  A tree
-        waits: `keep` says which path continues the sequence, and any other feed or a rollback forgets it.
+        waits for `keep`, which chooses the path that continues the sequence; another feed or a rollback discards it.
 
         At most one feed a slot.  Raises `RequestError` where a context would overflow or a capability is missing (the
         cache is then unchanged).  The tensors are the caller's to keep: a later forward does not overwrite them.
@@ -84,12 +84,12 @@ class ModelRunner(Protocol):
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
         """Continue the slot's sequence by these nodes of the tree fed last, each the parent of the next.
 
-        The slot is then as if the path alone had been fed.
+        The slot's state is then that of feeding only the path.
         """
         ...
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        """Make slot `into` hold the first `length` tokens of `slot`, in place of what it held; None: all of them.
+        """Replace the sequence of slot `into` by the first `length` tokens of `slot`; None: all of them.
 
         `shared`: how many of these `into` holds already, so that they need not be copied.
         """
@@ -106,7 +106,7 @@ def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0, pr
 
 
 def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
-    """Raise `RequestError` for feeds that `runner`, called `name`, cannot take: before anything has changed."""
+    """Raise `RequestError` for feeds that `runner`, called `name`, cannot take, before anything has changed."""
     can = runner.capabilities
     for feed in feeds:
         if not 0 <= feed.slot < can.slots:
@@ -132,14 +132,14 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
 
 
 def dtype_of(runner: ModelRunner) -> str:
-    """What the weights are in: float32, bfloat16, int8 ...; empty for a model that has none."""
+    """The type of the weights: float32, bfloat16, int8 ...; empty for a model without weights."""
     while isinstance(runner, WrappedRunner):
         runner = runner._runner
     return str(getattr(runner, "weights", ""))
 
 
 class WrappedRunner:
-    """A `ModelRunner` that passes everything on to another; what wraps a runner overrides what it changes."""
+    """A `ModelRunner` that forwards everything to another; subclasses override what they change."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

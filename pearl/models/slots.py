@@ -1,7 +1,7 @@
 """Keys and values of several sequences, in buffers allocated once.
 
-A slot holds one sequence and its length: a rollback sets the length.  The states of a tree are kept aside until `keep`
-says which of its paths continues the sequence.
+A slot holds one sequence and its length: a rollback sets the length.  A tree's states wait until `keep` chooses the
+path that continues the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pearl.models.feeds import is_path
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree that was fed to a slot and of which no path is kept yet.
+    """A tree that was fed to a slot and waits for `keep`.
 
     Attributes:
         parents: see `Feed`.
@@ -53,12 +53,12 @@ class Slots:
         self._written[slot] = max(self._written[slot], end)
 
     def extend(self, slot: int, count: int) -> None:
-        """A chain of `count` tokens was fed: it continues the sequence."""
+        """Continue the sequence by a chain of `count` tokens that was fed."""
         self._trees[slot] = None
         self.lengths[slot] += count
 
     def hold(self, slot: int, tree: Tree) -> None:
-        """A tree was fed: it waits for `keep`."""
+        """Hold a tree that was fed until `keep`."""
         self._trees[slot] = tree
 
     def rollback(self, length: int, slot: int) -> None:
@@ -107,7 +107,7 @@ class Slots:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU pages of a fresh mapping, which take no memory until they are written to."""
+    """Zeros; on a CPU in a fresh mapping, whose pages take no memory until they are written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

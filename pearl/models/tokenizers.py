@@ -1,4 +1,4 @@
-"""Tokenizers by the name of their model: of checkpoints, toy models and recorded texts. Never loads weights."""
+"""Tokenizers by the name of their model: checkpoints, toy models and recorded texts. Must not load weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pearl.cache import Progress, silent
 from pearl.config import MOST_EOS
 from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoint import is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
-from pearl.models.hub import in_cache
+from pearl.models.checkpoint import in_cache, is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults, load
 
@@ -25,10 +24,10 @@ _FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  #
 
 
 class ToyTokenizer:
-    """One printable character per token, for the toy models: 0-9, a-z, A-Z, then those from U+0100 on.
+    """One printable character per token, for toy models: 0-9, a-z, A-Z, then those from U+0100 on.
 
-    A character outside the vocabulary is encoded as its code point modulo vocab_size, so every text can be
-    a prompt; decode(encode(s)) == s holds for texts of its own characters.
+    Other characters are encoded as their code point modulo vocab_size, so that every text can be a prompt;
+    decode(encode(s)) == s holds for texts of its own characters.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -57,7 +56,7 @@ class ToyTokenizer:
 
 
 class ReplayTokenizer(ToyTokenizer):
-    """Of recorded texts, which know no other prompts than their own: the prompt "7" is that of the seventh."""
+    """For recorded texts, which have no other prompts than their own: "7" is the prompt of the seventh."""
 
     def __init__(self, recorded: RecordedTexts) -> None:
         super().__init__(recorded.header.vocab_size)
@@ -73,10 +72,10 @@ class ReplayTokenizer(ToyTokenizer):
 def load_tokenizer(
     spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer of the model named `spec`, and how it wants to be sampled.
+    """The tokenizer of the model named `spec`, and its generation defaults.
 
-    `spec` as for `resolve_checkpoint`, or "toy", "toy:vocab=32,eos=5" (other options of a toy are the
-    runner's), or "replay:FILE". Raises `ModelError`.
+    `spec`: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's), or
+    "replay:FILE". Raises `ModelError`.
     """
     if is_replay(spec):
         return _replay(spec)
@@ -85,7 +84,7 @@ def load_tokenizer(
     checkpoint = resolve_checkpoint(spec, progress=progress)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code)
-    except Exception as error:  # whatever files, their readers and a model's own code may raise
+    except Exception as error:  # files, their readers and a model's own code raise anything
         cause = _lacking_sentencepiece(checkpoint) or " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
             f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
@@ -110,13 +109,13 @@ def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
     from pearl.models.recorded import read_texts  # which takes NumPy
 
     recorded = read_texts(Path(replayed_file(spec)))
-    said = recorded.header
-    defaults = GenerationDefaults(said.temperature, said.top_k, said.top_p, said.min_p, said.eos)
+    given = recorded.header
+    defaults = GenerationDefaults(given.temperature, given.top_k, given.top_p, given.min_p, given.eos)
     return ReplayTokenizer(recorded), defaults
 
 
 def _lacking_sentencepiece(checkpoint: str) -> str:
-    """What to install for tokens that are in a model of sentencepiece alone, where transformers asks for tiktoken."""
+    """What to install for tokens that only a sentencepiece model has; transformers' message names tiktoken."""
     directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
     if directory is None or (directory / "tokenizer.json").is_file():
         return ""

@@ -118,12 +118,11 @@ def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> 
 
 
 def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[NextToken, NextToken]:
-    """(target, draft): equal in a share `alpha` of the contexts of `order` tokens, and elsewhere as good as disjoint.
+    """(target, draft) distributions: equal in a share `alpha` of the contexts of `order` tokens, else almost disjoint.
 
-    So a draft token is accepted with rate `alpha`, i.i.d., greedy and sampled, under any rule and with any filter of
-    the probabilities: how large the vocabulary is costs the runtime time, and changes nothing else.  A row has no
-    zeros, and is peaked as text is: the r-th likeliest token has a probability in proportion to r ** -1.6, so that
-    top-p 0.95 leaves about 90 tokens of any large vocabulary.
+    So a draft token is accepted with rate `alpha`, i.i.d., greedy and sampled, under any rule, filter of probabilities
+    and size of the vocabulary.  A row has no zeros, and is peaked as text is: the r-th likeliest token's probability is
+    proportional to r ** -1.6, so that top-p 0.95 leaves about 90 tokens of any large vocabulary.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
@@ -135,7 +134,7 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
         other[order_[len(likely) : 2 * len(likely)]] = likely
 
     def toss(tokens: Sequence[int]) -> tuple[int, bool]:
-        """Which rows this context has, and whether the draft is right here."""
+        """(which rows this context has, whether the draft is right here)."""
         digest = blake2b(repr((seed, tuple(tokens[-order:]))).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         return number % _COIN_ROWS, (number // _COIN_ROWS % _COIN_SIDES) < alpha * _COIN_SIDES
@@ -153,10 +152,8 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
 def load_toy(spec: str, role: str, max_context: int | None, slots: int) -> ModelRunner:
     """A runner of `slots` sequences, from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`.
 
-    `role`: "target" or "draft".
-
-    `coin=1`: one of `coin_pair`. `fault=hang@drafting` and `once=FILE` make it go wrong: see `FaultyRunner`.
-    Raises ModelError for an unknown key or a bad value.
+    `role`: "target" or "draft". `coin=1`: one of `coin_pair`. `fault=hang@drafting`, `once=FILE`: see `FaultyRunner`.
+    Raises `ModelError` for an unknown key or a bad value.
     """
     values = toy_options(spec)
     vocab = int(values["vocab"])

@@ -9,7 +9,7 @@ Schemas of one page never come near these bounds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from math import lcm, prod
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 MOST_REMAINDERS = 10_000  # states for `multipleOf`; 0.03 s
 MOST_PATTERNS = 8  # patterns and formats that apply to one string; 5 ms, where 12 can take 0.3 s and 16 a minute
-MOST_PAIRS = 200  # intersected alternatives, in all; 0.1 s
+MOST_PAIRS = 400  # intersected alternatives, in all; 0.2 s
 MOST_PATTERN_PROPERTIES = 16  # in all; with many properties 0.2 s, and 300 take 10 s
 MOST_PARTS = 500  # groups and repetitions of an expression; 0.1 s, and the time grows with their square
 MOST_BYTES = 20_000  # of an expression with its counts written out; up to 30 ms a token
@@ -89,13 +89,11 @@ class _Cost(NamedTuple):
 
     Attributes:
         patterns: the most that apply to one string in the value.
-        here: alternatives for the value itself.
-        below: the most alternatives for a property, by its name; "": for a property of any name, or an element.
+        alternatives: the most for the value itself, or for one value in it.
     """
 
     patterns: int = 0
-    here: int = 1
-    below: dict[str, int] = {}  # noqa: RUF012  # never written to
+    alternatives: int = 1
 
 
 class _Costs:
@@ -124,21 +122,17 @@ class _Costs:
         self._pattern_properties += len(named)
         if self._pattern_properties > MOST_PATTERN_PROPERTIES:
             raise ValueError(f"patternProperties: more than {MOST_PATTERN_PROPERTIES} in all")
-        inside = [(name, self.of(one)) for name, one in _inside(schema)]
+        inside = [self.of(one) for one in _inside(schema)]
         together = [self.of(one) for one in _listed(schema.get("allOf"))]
         together += [_either([self.of(one) for one in _listed(schema.get(name))]) for name in ("anyOf", "oneOf")]
         if isinstance(reference := schema.get("$ref"), str):
             together.append(self.of(self._found(reference)))
         patterns = ("pattern" in schema) + ("format" in schema) + sum(one.patterns for one in together)
-        patterns += max((one.patterns for _, one in inside), default=0)
+        patterns += max((one.patterns for one in inside), default=0)
         if patterns > MOST_PATTERNS:
             raise ValueError(f"one string would have to match more than {MOST_PATTERNS} patterns and formats")
-        here = self._intersect([len(_listed(schema.get("enum"))), *(one.here for one in together)])
-        holds = _largest((name, max(one.here, *one.below.values(), 1)) for name, one in inside)
-        every = [holds, *(one.below for one in together)]
-        names = {name for one in every for name in one}
-        below = {name: self._intersect([max(one.get(name, 1), one.get("", 1)) for one in every]) for name in names}
-        return _Cost(patterns, here, below)
+        own = max(len(_listed(schema.get("enum"))), *(one.alternatives for one in inside), 1)
+        return _Cost(patterns, self._intersect([own, *(one.alternatives for one in together)]))
 
     def _intersect(self, alternatives: list[int]) -> int:
         several = [number for number in alternatives if number > 1]
@@ -161,31 +155,19 @@ class _Costs:
         return at
 
 
-def _inside(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas of what a value holds, by property name; "" for those of any name and of elements."""
+def _inside(schema: dict[str, Any]) -> list[Any]:
+    """The schemas of what a value holds."""
     items = schema.get("items")
-    unnamed = [one for _, one in _items(schema.get("patternProperties"))]
-    unnamed += [*_listed(schema.get("prefixItems")), *(items if isinstance(items, list) else [items])]
-    unnamed += [schema.get("additionalProperties"), schema.get("additionalItems")]
-    yield from (("", one) for one in unnamed)
-    yield from _items(schema.get("properties"))
+    found = [one for name in ("properties", "patternProperties") for _, one in _items(schema.get(name))]
+    found += [*_listed(schema.get("prefixItems")), *(items if isinstance(items, list) else [items])]
+    return [*found, schema.get("additionalProperties"), schema.get("additionalItems")]
 
 
 def _either(options: list[_Cost]) -> _Cost:
     """The cost of a value that keeps to one of several schemas."""
     if not options:
         return _Cost()
-    below = _largest(item for one in options for item in one.below.items())
-    return _Cost(max(one.patterns for one in options), sum(one.here for one in options), below)
-
-
-def _largest(items: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The largest number for each name, where that is over 1."""
-    found: dict[str, int] = {}
-    for name, number in items:
-        if number > found.get(name, 1):
-            found[name] = number
-    return found
+    return _Cost(max(one.patterns for one in options), sum(one.alternatives for one in options))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """From tokens to text, token by token: incremental detokenisation and stop strings.
 
-Pure: the front uses it to show text while it is made, the target worker to find the token that completes a
-stop string, and both come to the same result on the same tokens.  It must not import torch or transformers,
-nor know where tokens come from.
+Pure: the front uses it to show text while it is generated, the target worker to find the token that completes a stop
+string, and both get the same result from the same tokens.  Must not import torch or transformers, nor know where
+tokens come from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pearl.printable import is_unicode
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
 
 CONTEXT = 16  # tokens decoded before the new ones, so that these read as they do in the whole text
-PATIENCE = 16  # tokens held back before their text is given out unfinished
+PATIENCE = 16  # tokens held back before their text is released unfinished
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # byte tokens of sentencepiece
@@ -37,13 +37,13 @@ _BYTES = _byte_alphabet()
 
 
 def check_characters(text: str) -> str:
-    """`text`; raises `RequestError` where no tokenizer could read it."""
+    """Return `text`; raise `RequestError` where no tokenizer can read it."""
     if not is_unicode(text):
         raise RequestError("the prompt holds half a surrogate pair, which is no character: it must be UTF-8")
     return text
 
 
-Tools = Sequence[dict[str, Any]] | None  # what a model is told that it may call, in OpenAI's notation
+Tools = Sequence[dict[str, Any]] | None  # functions that the model may call, in OpenAI's notation
 
 
 class Tokenizer(Protocol):
@@ -76,7 +76,7 @@ class Tokenizer(Protocol):
 
 
 def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
-    """What a token is by itself, in UTF-8: a part of a character too, and the name of a special one.
+    """One token in UTF-8: it may be a part of a character, or the name of a special token.
 
     Vocabularies write a byte as one of 256 characters (GPT-2) or as "<0xE4>", and a space as U+2581 (sentencepiece).
     """
@@ -93,17 +93,16 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-# `tokenizers.DecodeStream` (0.23) fails: of a character in byte tokens before a wrong byte ("<0xE4><0xBD><0xA0>", then
-# "<0xFF>") it gives out the character, which is U+FFFD in the whole text; after a prompt that ends amid a character it
-# gives out the prompt's text again; and it does not tell the text that it holds back, in which a stop may be complete.
+# Not `tokenizers.DecodeStream` (0.23): for a character in byte tokens before an invalid byte ("<0xE4><0xBD><0xA0>",
+# then "<0xFF>") it returns the character, which is U+FFFD in the whole text; after a prompt that ends within a
+# character it returns the prompt's text again; and it hides the text that it holds back, which may complete a stop.
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 
-    What `push` returns is final. Held back is text that later tokens may change: an incomplete character,
-    and a run of byte tokens such as "<0xE4>", which decoders read as a whole (one wrong byte spoils all of
-    it).  All pieces joined are what decode(prompt + tokens) has beyond decode(prompt).  One exception: of
-    more than `PATIENCE` byte tokens in a row the older ones are not read again when a wrong byte follows at
-    last.
+    What `push` returns is final. Text that later tokens may change is held back: an incomplete character, and a run of
+    byte tokens such as "<0xE4>", which decoders read as a whole (one invalid byte makes all of it U+FFFD).  All pieces
+    joined are what decode(prompt + tokens) has beyond decode(prompt).  One exception: an invalid byte after more than
+    `PATIENCE` byte tokens in a row does not change the older ones.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -111,19 +110,19 @@ class Detokenizer:
         self._silent: dict[int, bool] = {}
         self._ids = self._tail(prompt)  # the window that is decoded: context, then tokens whose text is held
         self._held_from = len(self._ids)
-        self._given = tokenizer.decode(self._ids)  # the part of the window's text that is out
-        self._given_whole = self._whole_characters()  # how much of it no further token can alter
+        self._given = tokenizer.decode(self._ids)  # the part of the window's text that was returned
+        self._given_whole = self._whole_characters()  # its length that no further token can change
         self._pending = ""
 
     def is_special(self, token: int) -> bool:
-        """Has no text, as special tokens. Decoded twice over, for a decoder may strip one leading space."""
+        """Whether a token has no text. Decoded twice over, for a decoder may strip one leading space."""
         if token not in self._silent:
             self._silent[token] = not self._tokenizer.decode([token, token])
         return self._silent[token]
 
     @property
     def held(self) -> str:
-        """The text held back as it reads if no more tokens come, less what cannot be a character yet."""
+        """The text held back as it reads if no more tokens come, without an incomplete character at its end."""
         return self._pending.rstrip(REPLACEMENT)
 
     def push(self, token: int) -> str:
@@ -140,18 +139,18 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """The text still held, at the end; unfinished characters stand as U+FFFD."""
+        """The text still held, at the end; incomplete characters are U+FFFD."""
         rest, self._pending = self._pending, ""
         return rest
 
     def _tail(self, prompt: Sequence[int]) -> list[int]:
-        """The end of the prompt, as context. It begins at a character, else a run of byte tokens is spoilt."""
+        """The end of the prompt, as context. It begins at a character, else a run of byte tokens would be invalid."""
         tail = list(itertools.islice(self._spoken(reversed(prompt)), CONTEXT))[::-1]
         amid = _LONGEST_CHARACTER - 1
         return [*itertools.dropwhile(self._is_amid_character, tail[:amid]), *tail[amid:]]
 
     def _whole_characters(self) -> int:
-        """The length of the given text without a character that the prompt's end has cut in two."""
+        """The length of the returned text without a character that the prompt's end has cut in two."""
         lengths = range(len(self._ids), len(self._ids) - _LONGEST_CHARACTER, -1)
         texts = (self._tokenizer.decode(self._ids[: max(0, length)]) for length in lengths)
         return len(next((text for text in texts if not text.endswith(REPLACEMENT)), self._given))
@@ -177,11 +176,10 @@ class Detokenizer:
         return piece
 
     def _lose_patience(self) -> str:
-        """Gives out all but what the last bytes may still become, and starts a new window.
+        """Release all but what the last bytes may still become, and start a new window.
 
-        Decoding may begin amid a character here: UTF-8 finds back into step within a character's length,
-        which is less than the window. A window that begins at a character is better, and found where the
-        bytes are sound.
+        It begins at a character where the bytes are valid. Otherwise it may begin within one: UTF-8 resynchronises
+        within a character's length, which is less than the window.
         """
         unfinished = len(self._pending) - len(self.held)
         waited = len(self._ids) - self._held_from - PATIENCE
@@ -195,7 +193,7 @@ class Detokenizer:
         return piece
 
     def _sound_end(self) -> list[int]:
-        """The fewest last tokens that are whole characters, or a window's worth where bytes are no text."""
+        """The fewest last tokens that are whole characters, or a window's worth where bytes are invalid."""
         for count in range(1, 2 * _LONGEST_CHARACTER):
             if REPLACEMENT not in self._tokenizer.decode(self._ids[-count:]):
                 return self._ids[-count:]
@@ -211,9 +209,8 @@ def _split(text: str, last: int) -> tuple[str, str]:
 class StopMatcher:
     """Finds stop strings in text that comes in pieces, and holds back what may be the beginning of one.
 
-    `matched` is the stop that was found, None until then. The text shown in all ends before it; where one
-    piece completes several stops, before the one that starts first.  Raises `RequestError` for an empty
-    stop.
+    `matched` is the stop that was found, None until then. The returned text ends before it; where one piece completes
+    several stops, before the one that starts first.  Raises `RequestError` for an empty stop.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -226,7 +223,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str:
-        """Take more text; return the part of the text not shown yet that may be shown."""
+        """Take more text; return the text that may be shown with it."""
         if self.matched is not None:
             return ""
         text = self._tail + text
@@ -239,7 +236,7 @@ class StopMatcher:
         return text[:keep]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the last text, which `stop` follows, unless a stop in it comes first; return as `push`."""
+        """Take the last text before a `stop` token; a stop within it has priority. Returns as `push`."""
         shown = self.push(text)
         if self.matched is None:
             shown, self.matched = shown + self.flush(), stop
@@ -272,9 +269,9 @@ class StopMatcher:
 class TextStream:
     """The text of one request: what `push` and `finish` return, joined.
 
-    `stopped` is true from the token on that completes a stop: the first whose text so far (less an
-    unfinished character at its end) holds one.  That text is looked at even where the detokenizer holds it
-    back, so that a stop is never found a token late.
+    `stopped` is true from the token on that completes a stop: the first with which the text (without an incomplete
+    character at its end) contains one.  Text that the detokenizer holds back counts, so that no stop is found a token
+    late.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -299,10 +296,9 @@ class TextStream:
         return shown
 
     def finish(self) -> str:
-        """The rest, when the request ends otherwise than by a stop (EOS, limit, cancelled).
+        """The rest, when the request ends without a stop (EOS, limit, cancelled).
 
-        A character that was never finished reads U+FFFD; a stop that asks for U+FFFD can match here, and
-        cuts.
+        An incomplete character is U+FFFD here, and a stop of U+FFFD can match it.
         """
         if self.stopped:
             return ""

@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
 
-Takes directories; `pearl.models.tokenizers` finds them by name.  transformers is imported only when a checkpoint is
-read for the first time.
+Takes directories; `pearl.models.tokenizers` finds them by name.  Imports transformers only when a checkpoint is read
+for the first time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "eta_cutoff": 0.0,
     "top_h": None,
 }
-# What is honoured, and its value where it is not set.
+# Supported options, and their values where they are not set.
 _SETTINGS: Mapping[str, float] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -54,11 +54,11 @@ _SETTINGS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The generation settings of a checkpoint, for those that the user does not set.
+    """The generation settings of a checkpoint, the defaults of a request.
 
     temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off. max_tokens None: up to the context.
-    `ignored` names options of its generation_config.json that would change the text and are not supported, or whose
-    values cannot be, a top_k of -1 for one.
+    `ignored` names options of its generation_config.json that would change the text but are not supported, or whose
+    values are invalid, such as a top_k of -1.
     """
 
     temperature: float = 0.0
@@ -101,11 +101,11 @@ class HFTokenizer:
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
-        told: Any = None if tools is None else [*tools]
+        listed: Any = None if tools is None else [*tools]
 
         def render(given: list[dict[str, Any]]) -> str:
             of = self._tokenizer
-            return str(of.apply_chat_template(given, tools=told, add_generation_prompt=True, tokenize=False))
+            return str(of.apply_chat_template(given, tools=listed, add_generation_prompt=True, tokenize=False))
 
         return chat_prompt(render, messages)
 
@@ -114,10 +114,10 @@ class HFTokenizer:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
-    """Raises `ModelError` unless every id that both have is the same token. Ids of one alone are padding."""
+    """Raise `ModelError` unless every id that both have is the same token. Ids of only one are padding."""
     size = min(target.vocab_size, draft.vocab_size)
     if isinstance(target, CachedTokenizer) and isinstance(draft, CachedTokenizer) and target.digest == draft.digest:
-        return  # what is kept of them says so: neither need be read
+        return  # without reading either's tokens
     if (wanted := _pieces(target, size)) == (found := _pieces(draft, size)):
         return
     id = next(id for id in range(size) if wanted[id] != found[id])
@@ -128,7 +128,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str,
 
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
-    """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` from afar."""
+    """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
     if isinstance(tokenizer, CachedTokenizer) and size == tokenizer.vocab_size:
         return tokenizer.digest
     return hashlib.blake2b(json.dumps(_pieces(tokenizer, size)).encode(), digest_size=16).digest()
@@ -155,7 +155,7 @@ def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefau
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """transformers' tokenizer of a checkpoint.
 
-    That of a GGUF file is read as we wrote it: AutoTokenizer splits texts of any Qwen 2 by a rule of its own.
+    One that we made of a GGUF file is read as it is: AutoTokenizer splits texts of any Qwen 2 by a rule of its own.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -171,37 +171,36 @@ def _hashable(value: Any) -> Any:
 
 
 def _generation_config(path: str, trust_remote_code: bool) -> GenerationConfig:
-    """Return generation_config.json. Its EOS, or all of it where the file is missing, is taken from config.json."""
+    """generation_config.json; its EOS, or all of it where the file is missing, is taken from config.json."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        said: GenerationConfig | None = GenerationConfig.from_pretrained(path)
+        given: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:
         if (Path(path) / "generation_config.json").is_file():
-            raise  # it is there, and broken
-        said = None
-    if said is not None and said.eos_token_id is not None:
-        return said
+            raise  # it is damaged
+        given = None
+    if given is not None and given.eos_token_id is not None:
+        return given
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     derived = GenerationConfig.from_model_config(config)
-    if said is not None:
-        said.eos_token_id = derived.eos_token_id
-    return said or derived
+    if given is not None:
+        given.eos_token_id = derived.eos_token_id
+    return given or derived
 
 
 def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> GenerationDefaults:
-    """Return the settings as transformers' generate() reads them.
+    """The settings as transformers' generate() reads them.
 
-    Unset options are None in transformers from 5.0 on; its own defaults (GenerationConfig.
-    _get_default_generation_params: top_k 50) stand in only where the checkpoint samples. Where it is
-    greedy, a user who sets a temperature gets no filter that nobody asked for.
+    Unset options are None from transformers 5.0 on; its own defaults (GenerationConfig._get_default_generation_params:
+    top_k 50) apply only where the checkpoint samples. On a greedy one a request with a temperature gets no such filter.
     """
     samples = bool(config.do_sample)
-    said = {name: getattr(config, name) for name in _SETTINGS}
-    unset = {**_SETTINGS, "top_k": 50 if samples and said["top_k"] is None else 0}
-    said["max_tokens"] = config.max_new_tokens
-    impossible = {name: value for name, value in said.items() if value is not None and not _is_possible(name, value)}
-    taken = {name: _first(value, unset.get(name)) for name, value in (said | dict.fromkeys(impossible)).items()}
+    given = {name: getattr(config, name) for name in _SETTINGS}
+    unset = {**_SETTINGS, "top_k": 50 if samples and given["top_k"] is None else 0}
+    given["max_tokens"] = config.max_new_tokens
+    invalid = {name: value for name, value in given.items() if value is not None and not _is_valid(name, value)}
+    taken = {name: _first(value, unset.get(name)) for name, value in (given | dict.fromkeys(invalid)).items()}
     return GenerationDefaults(
         temperature=float(taken["temperature"]) if samples else 0.0,
         top_k=int(taken["top_k"]),
@@ -212,16 +211,16 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
         eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
         ignored=(
             *_ignored(config, samples),
-            *(f"{name} {value}" for name, value in impossible.items()),
+            *(f"{name} {value}" for name, value in invalid.items()),
             *(f"eos_token_id {token!r}" for token in _listed(config.eos_token_id) if not _is_whole(token)),
         ),
     )
 
 
-def _is_possible(name: str, value: Any) -> bool:
-    """Whether a request could have it. What cannot be is no reason to refuse every request: it is as if it were unset.
+def _is_valid(name: str, value: Any) -> bool:
+    """Whether a request could have this value; an invalid one counts as unset, so that requests still work.
 
-    A temperature that is too small for float32 is refused with each request that does not name another.
+    A temperature too small for float32 is valid here, and refused with each request that names no other.
     """
     if name == "temperature":
         return 0 <= float(value) < math.inf
@@ -237,10 +236,7 @@ def _first(value: Any, otherwise: Any) -> Any:
 
 
 def _ids(eos: Any) -> tuple[int, ...]:
-    """A checkpoint's ids that end a text, each once, but for what no token has (as -1): such a one never ends any.
-
-    A whole number may be written as 2.0, as `generate` has it.
-    """
+    """The ids that end a text, each once, without those that no token has (such as -1). 2.0 is 2, as in `generate`."""
     given = [int(token) for token in _listed(eos) if _is_whole(token)]
     return tuple(dict.fromkeys(token for token in given if 0 <= token < 2**31))
 
