@@ -1,7 +1,6 @@
-"""Draws a picture of the chat from a real conversation: `python scripts/picture_chat.py pearl/cli/chat.svg`.
+"""Draw a picture of the chat from a real conversation: `python scripts/picture_chat.py pearl/cli/chat.svg`.
 
-The first reply is shown whole. The second is frozen in the middle, with the draft's guess behind the text. The first
-request after the start is slower, so one that is not shown goes before.
+The first reply is complete; the second is frozen in the middle, with the draft's tokens behind the text.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FROZEN_AT, LEAST_GUESS = 12, 16  # tokens of the text, characters of the guess
 
 
 class Still:
-    """A reply of which one moment is kept."""
+    """A reply that stops changing at one moment."""
 
     def __init__(self, console: Console, frozen_at: int | None) -> None:
         self._console, self._frozen_at = console, frozen_at

@@ -564,7 +564,7 @@ def test_a_calibration_on_a_busy_machine_is_not_kept(
     known = times(1, 5), times(1, 5), 0.8, False, 5, 9.0, (ar,), None, "words", "flags", profile
     monkeypatch.setattr("pearl.lab.bench.calibrate.calibrate", lambda *_: calibrate.Calibration(*known))
     monkeypatch.setattr("pearl.lab.bench.rows.check_comparable", lambda _: None)
-    monkeypatch.setattr(machine.LoadMeter, "read", lambda _: ForeignLoad(0.0, others))
+    monkeypatch.setattr(machine.Conditions, "stop", lambda self: setattr(self, "load", ForeignLoad(0.0, others)))
     done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "profiles").exists() == ("not kept" not in done.output) == (others < 0.05)
