@@ -29,7 +29,7 @@ FROZEN_AT, LEAST_GUESS = 12, 16  # tokens of the text, characters of the guess
 
 
 class Still:
-    """A reply that stops changing at one moment."""
+    """A reply of which one moment is kept."""
 
     def __init__(self, console: Console, frozen_at: int | None) -> None:
         self._console, self._frozen_at = console, frozen_at
