@@ -560,7 +560,7 @@ def test_a_calibration_on_a_busy_machine_is_not_kept(
 ) -> None:
     """Later engines would start with its figures."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
-    ar, profile = Verdict("ar", 1.0, about(1, 0)), Profile(gain=1.0, comparisons=8.0)
+    ar, profile = Verdict("ar", 1.0, about(1, 0)), Profile(acceptance=0.9)
     known = times(1, 5), times(1, 5), 0.8, False, 5, 9.0, (ar,), None, "words", "flags", profile
     monkeypatch.setattr("pearl.lab.bench.calibrate.calibrate", lambda *_: calibrate.Calibration(*known))
     monkeypatch.setattr("pearl.lab.bench.rows.check_comparable", lambda _: None)
