@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -155,8 +156,9 @@ def reached() -> Reached:
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, target_side, target)
         watch(patch, draft_side, draft)
-        for side in (target_side, draft_side):
-            patch.setattr(side, "PREFILL_CHUNK", 1)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("pearl.protocol.") and hasattr(module, "PREFILL_CHUNK"):
+                patch.setattr(module, "PREFILL_CHUNK", 1)
         for seed in (*range(6000), 17335, 22907):  # the last two take the rarest arrow
             eventful_run(seed)
         # pearl-no-post-verify with windows of one: between two of them a prefix comes with nothing to draft
