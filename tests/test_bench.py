@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from pearl import SamplingParams
 from pearl.cli import cli
-from pearl.cli.bench import read_sets
+from pearl.cli.numbers import read_sets
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError, ModelError, RequestError, StartError
