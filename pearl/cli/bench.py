@@ -18,7 +18,7 @@ from pearl.cli.numbers import (
     print_lines,
     print_table,
     read_json,
-    read_sets,
+    read_sets as read_sets,
     refuse_options,
     shown,
     table_console,

@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pearl.cli.bench import result_lines
+from pearl.cli.bench import read_sets, result_lines
 from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
-from pearl.cli.numbers import (
-    STDOUT,
-    Column,
-    json_option,
-    print_lines,
-    print_table,
-    read_sets,
-    shown,
-    table_console,
-    write_json,
-)
+from pearl.cli.numbers import STDOUT, Column, json_option, print_lines, print_table, shown, table_console, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
