@@ -18,11 +18,13 @@ from pearl.cli.numbers import (
     print_lines,
     print_table,
     read_json,
-    read_sets as read_sets,
     refuse_options,
     shown,
     table_console,
     write_json,
+)
+from pearl.cli.numbers import (
+    read_sets as read_sets,
 )
 from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
