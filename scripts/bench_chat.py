@@ -1,8 +1,7 @@
-"""Does a long conversation slow down the first token of a reply?  It must not: what was said keeps its KV.
+"""Time to first token by turn of a conversation: it must not grow, because earlier turns stay in the KV cache.
 
-Several conversations of ten turns, every message equally long, every reply of the same length; prints the median time
-to the first token of each turn, as the front sees it, and the median of turn 10 over that of turn 2, with a bootstrap
-interval over the conversations.
+Several conversations of ten turns, with messages and replies of equal length; prints the median time to first token of
+each turn, measured by the client, and the ratio of turn 10 to turn 2, with a bootstrap interval over the conversations.
 
     python scripts/bench_chat.py             # the embedded pair: about two minutes
 """
@@ -39,7 +38,7 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
     lengths = [0] * turns
     conditions = Conditions()
     with Engine(target, draft) as engine:
-        for i in range(-1, conversations):  # the first is for warming up
+        for i in range(-1, conversations):  # the first warms up
             conversation = Conversation(engine.tokenizer)
             for turn in range(turns):
                 message = f"Now say something about {SUBJECTS[(turn + i) % len(SUBJECTS)]}, please."

@@ -1,8 +1,8 @@
-"""The control channel's round trip between two processes, as the workers use it: a verdict there, a token back.
+"""Round trip of the control channel between two processes: a verdict there, a token back.
 
     python scripts/bench_control.py               # private socket file; --control tcp for the loopback with keys
 
-Both ends wait in their loops, so each message wakes a sleeping process: what a rejection costs before the draft knows.
+Each message wakes a sleeping process, as in the workers: the latency between a rejection and the draft's reaction.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What tracing costs: the same texts with and without --trace, taking turns, on two engines that are both loaded.
+"""The cost of tracing: the same texts with and without --trace, in turns, on two engines that are both loaded.
 
-Prints the ratio of the times with a bootstrap interval, and what the recorder says of itself.
+Prints the ratio of the times with a bootstrap interval, and the recorder's own measurements.
 
     python scripts/bench_trace.py            # the embedded pair, greedy: about five minutes
 """
@@ -38,7 +38,7 @@ def main(target: str, draft: str, target_pace: float | None, draft_pace: float |
     with TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         with Engine(target, draft, **pace) as off, Engine(target, draft, trace=str(path), **pace) as on:
-            for i in range(-1, pairs):  # the first is for warming up
+            for i in range(-1, pairs):  # the first warms up
                 order = (off, on) if i % 2 else (on, off)
                 seconds = {e: e.generate([prompt], params)[0].statistics.seconds for e in order}
                 if i >= 0:

@@ -5,17 +5,17 @@
     python scripts/peer_pearl.py ../ParallelSpeculativeDecoding
     python scripts/peer_pearl.py ../ParallelSpeculativeDecoding --target my-target --draft my-draft --gamma 5
 
-Nothing of that repository is copied: its `src/engine.py` is imported from where it lies, and its three loops (target
-alone, `sd`, `para_sd`) run as they are, `para_sd` in two processes joined by `accelerate`. Three things are put around
-them, for they were written for transformers 4 and two GPUs:
+Nothing of that repository is copied: its `src/engine.py` is imported from the checkout, and its three loops (target
+alone, `sd`, `para_sd`) run unchanged, `para_sd` in two processes joined by `accelerate`.  They need transformers 4 and
+two GPUs, so this script adapts three things:
 
-* a model takes and gives its KV cache as tuples of tensors, and its logits in float32, as transformers 4 had them;
-* a GPU that is not there ("cuda:1") means the device that the process has;
-* models are loaded by our loader, in one data type for them and for us.
+* a model takes and gives its KV cache as tuples of tensors, and its logits in float32, as with transformers 4;
+* a missing GPU ("cuda:1") means the device of the process;
+* models are loaded by our loader, in one data type for both programs.
 
-Their loops end with the window that passes the limit, and do not end at EOS. `tokens/s` counts what a user gets: tokens
-up to EOS and limit, prefill included, for them and for us; `as they count` is their own way. The last column says how
-many tokens agree with the target alone, by our engine.
+Their loops end with the window that passes the limit, and do not end at EOS.  `tokens/s` counts tokens up to EOS and
+limit, prefill included, for both; `as they count` is their own way.  The last column counts tokens that agree with the
+target alone, by our engine.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
-from rich.table import Table
 
 from pearl import SamplingParams
-from pearl.cli.numbers import json_option, table_console, write_json
+from pearl.cli.numbers import json_option, print_table, table_console, write_json
 from pearl.config import DecodingConfig, EngineConfig
-from pearl.engine import Engine
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.systems import devices_of
+from pearl.lab.bench.systems import OurSystem, devices_of
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
 from pearl.models.tokenizers import load_tokenizer
 from pearl.spec.methods import AS_PUBLISHED
@@ -64,7 +63,7 @@ def serve(settings: dict[str, Any]) -> None:
     import torch
 
     torch.set_num_threads(max(1, len(settings["cores"])))
-    _say_own_device_for_missing_ones(torch)
+    _replace_missing_gpus(torch)
     theirs = _their_decoding(settings)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -78,7 +77,7 @@ def serve(settings: dict[str, Any]) -> None:
         print(json.dumps({"tokens": output[0, len(asked["prompt"]) :].tolist(), "seconds": seconds}), flush=True)
 
 
-def _say_own_device_for_missing_ones(torch: Any) -> None:
+def _replace_missing_gpus(torch: Any) -> None:
     original, present = torch.Tensor.to, torch.cuda.device_count()
 
     def to(tensor: Any, *arguments: Any, **options: Any) -> Any:
@@ -141,7 +140,9 @@ class Peers:
     """Processes of theirs that decode together: one for the target alone and `sd`, two for `para_sd`."""
 
     def __init__(self, settings: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
-        port = _free_port()
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
         self._processes = [self._start(settings | own, rank, len(ranks), port) for rank, own in enumerate(ranks)]
         for process in self._processes:
             self._read(process)
@@ -171,27 +172,13 @@ class Peers:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
         self.close()
-        raise StartError("a process of theirs has ended; its own words stand above")
+        raise StartError("a process of theirs has ended; its error message stands above")
 
     def close(self) -> None:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def _settings(repository: Path, config: EngineConfig, gamma: int, vocab: int) -> dict[str, Any]:
-    sampling = {"temp": 0.0, "top_k": 0, "top_p": 0.0, "gamma": gamma, "seed": 1234, "vocab_size": vocab}
-    models = {"target": config.target, "draft": config.draft}
-    dtypes = {"target_dtype": config.target_dtype, "draft_dtype": config.draft_dtype}
-    return {"repository": str(repository.resolve())} | sampling | models | dtypes
 
 
 @click.command()
@@ -205,40 +192,28 @@ def _settings(repository: Path, config: EngineConfig, gamma: int, vocab: int) ->
 @click.option("--gamma", type=int, default=4, show_default=True, help="Window of sd and of PEARL, theirs and ours.")
 @json_option
 def main(
-    repository: Path,
-    target: str,
-    draft: str,
-    prompts: str,
-    limit: int,
-    max_tokens: int,
-    dtype: str,
-    gamma: int,
+    repository: Path, target: str, draft: str, prompts: str, limit: int, max_tokens: int, dtype: str, gamma: int,
     to: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure theirs and ours, greedy, in turns."""
     if not (repository / "src" / "engine.py").is_file():
         raise ConfigError(f"{repository} holds no src/engine.py: give a checkout of ParallelSpeculativeDecoding")
     config = EngineConfig(target=target, draft=draft, target_dtype=dtype, draft_dtype=dtype)
     tasks = read_tasks(prompts, None if prompts in (HUMANEVAL, *OURS) else Path(prompts), limit)
     conditions = Conditions()
-    samples = _measure(repository, config, [task.turns[0] for task in tasks], max_tokens, gamma)
+    samples = measure(repository, config, [task.turns[0] for task in tasks], max_tokens, gamma)
     conditions.stop()
     if to is not None:
-        settings = {
-            "target": target,
-            "draft": draft,
-            "dtype": dtype,
-            "max_tokens": max_tokens,
-            "gamma": gamma,
-            "prompts": prompts,
-        }
+        settings: dict[str, Any] = {"target": target, "draft": draft, "dtype": dtype, "max_tokens": max_tokens}
+        settings |= {"gamma": gamma, "prompts": prompts}
         write_json(to, {"kind": "peer", "settings": settings, **conditions.as_dict(), "samples": samples})
     _print(samples, f"greedy, {dtype}, {len(tasks)} prompts, window {gamma}; {conditions}")
 
 
-def _measure(
+def measure(
     repository: Path, config: EngineConfig, prompts: Sequence[str], max_tokens: int, gamma: int
 ) -> list[dict[str, Any]]:
+    """A sample for each prompt and system, as `_sample` makes them; another text of the first prompt warms up."""
     on_target, on_draft = devices_of(config)
     tokenizer, defaults = load_tokenizer(config.target)
     ours = {
@@ -247,63 +222,43 @@ def _measure(
         "pearl, published": DecodingConfig(method="pearl", window="fixed", gamma=gamma, **AS_PUBLISHED),
         "pearl": DecodingConfig(method="pearl"),
     }
+    settings: dict[str, Any] = {"repository": str(repository.resolve()), "vocab_size": tokenizer.vocab_size}
+    settings |= {"temp": 0.0, "top_k": 0, "top_p": 0.0, "gamma": gamma, "seed": 1234}
+    settings |= {name: getattr(config, name) for name in ("target", "draft", "target_dtype", "draft_dtype")}
+    settings["device"] = "cuda" if on_target.gpus else "cpu"
+    cores = {"target": list(on_target.cores), "draft": list(on_draft.cores)}
+    alone = [{"roles": ["draft", "target"], "cores": sorted({*cores["target"], *cores["draft"]})}]
     samples = []
-    with Engine(config=config) as engine:
-        device = "cuda" if on_target.gpus else "cpu"
-        settings = _settings(repository, config, gamma, tokenizer.vocab_size) | {"device": device}
-        cores = {"target": list(on_target.cores), "draft": list(on_draft.cores)}
-        both = sorted({*cores["target"], *cores["draft"]})
-        one = Peers(settings | {"eval_mode": "sd"}, [{"roles": ["draft", "target"], "cores": both}])
+    with ExitStack() as stack:
+        system = OurSystem(config)
+        stack.callback(system.close)
+        one = Peers(settings | {"eval_mode": "sd"}, alone)
+        stack.callback(one.close)
         two = Peers(
-            settings | {"eval_mode": "para_sd"},
-            [{"roles": [role], "cores": cores[role]} for role in ("draft", "target")],
+            settings | {"eval_mode": "para_sd"}, [{"roles": [r], "cores": cores[r]} for r in ("draft", "target")]
         )
-        try:
-            peers = {"large": one, "sd": one, "para_sd": two}
-            for number, text in enumerate([prompts[0], *prompts]):
-                prompt, limit = engine.encode(text), max_tokens if number else WARM_UP
-                found = _in_turns(engine, ours, peers, prompt, limit, defaults.eos)
-                samples += [{"prompt": number} | one for one in found] if number else []
-        finally:
-            one.close()
-            two.close()
+        stack.callback(two.close)
+        for number, text in enumerate([prompts[0], *prompts]):
+            prompt, limit = system.engine.encode(text), max_tokens if number else WARM_UP
+            params, texts = SamplingParams(temperature=0.0, seed=0, max_tokens=limit), {}
+            for name, decoding in ours.items():
+                system.forget(decoding, prompt)
+                decoded = system.decode(decoding, prompt, params)
+                texts[f"ours: {name}"] = list(decoded.tokens), decoded.seconds
+            for loop, group in {"large": one, "sd": one, "para_sd": two}.items():
+                texts[f"theirs: {loop}"] = group.decode(loop, prompt, limit)
+            expected = texts["ours: ar"][0]
+            found = [_sample(name, *text, expected, limit, defaults.eos) for name, text in texts.items()]
+            samples += [{"prompt": number} | each for each in found] if number else []
     return samples
-
-
-def _in_turns(
-    engine: Engine,
-    ours: dict[str, DecodingConfig],
-    peers: dict[str, Peers],
-    prompt: list[int],
-    max_tokens: int,
-    eos: Sequence[int],
-) -> list[dict[str, Any]]:
-    params, found = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens), []
-    expected: list[int] = []
-    for name, decoding in ours.items():
-        other = [int(prompt[0] == 0)]  # replaces what the caches hold of this prompt
-        engine.generate(other, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), decoding=decoding)
-        (result,) = engine.generate(prompt, params, decoding=decoding)
-        expected = expected or list(result.tokens)
-        s = result.statistics
-        found.append(
-            _sample(f"ours: {name}", list(result.tokens), s.seconds - s.queue_seconds, expected, max_tokens, eos)
-        )
-    for loop, group in peers.items():
-        tokens, seconds = group.decode(loop, prompt, max_tokens)
-        found.append(_sample(f"theirs: {loop}", tokens, seconds, expected, max_tokens, eos))
-    return found
 
 
 def _sample(
     name: str, tokens: list[int], seconds: float, expected: list[int], max_tokens: int, eos: Sequence[int]
 ) -> dict[str, Any]:
-    kept = tokens[:max_tokens]
-    ends = [i for i, token in enumerate(kept) if token in eos]
-    kept = kept[: ends[0] + 1] if ends else kept
-    same = next(
-        (i for i, (a, b) in enumerate(zip(kept, expected, strict=False)) if a != b), min(len(kept), len(expected))
-    )
+    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
+    kept = tokens[: min(end, max_tokens)]
+    pairs = enumerate(zip(kept, expected, strict=False))
     return {
         "system": name,
         "returned": len(tokens),
@@ -311,23 +266,22 @@ def _sample(
         "seconds": seconds,
         "rate": len(kept) / seconds,
         "as_they_count": len(tokens) / seconds,
-        "same": same,
+        "same": next((i for i, (a, b) in pairs if a != b), min(len(kept), len(expected))),
         "of": len(expected),
     }
 
 
 def _print(samples: Sequence[dict[str, Any]], end: str) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("system", "tokens/s", "as they count", "tokens", "returned", "same as ours alone"):
-        table.add_column(column, justify="left" if column == "system" else "right")
+    rows = []
     for name in dict.fromkeys(sample["system"] for sample in samples):
         own = [sample for sample in samples if sample["system"] == name]
         total = {key: sum(sample[key] for sample in own) for key in ("tokens", "returned", "seconds", "same", "of")}
         rates = (total["tokens"] / total["seconds"], total["returned"] / total["seconds"])
         counts = (str(total["tokens"]), str(total["returned"]), f"{total['same']} of {total['of']}")
-        table.add_row(name, *(f"{rate:.1f}" for rate in rates), *counts)
+        rows.append([name, *(f"{rate:.1f}" for rate in rates), *counts])
     console = table_console()
-    console.print(table)
+    columns = ("system", "tokens/s", "as they count", "tokens", "returned", "same as ours alone")
+    print_table(console, columns, rows)
     console.print(f"\n{end}", soft_wrap=True)
 
 

@@ -1,7 +1,6 @@
-"""Draws a picture of the chat from a real conversation: `python scripts/picture_chat.py pearl/cli/chat.svg`.
+"""Draw a picture of the chat from a real conversation: `python scripts/picture_chat.py pearl/cli/chat.svg`.
 
-The first reply is shown whole. The second is frozen in the middle, with the draft's guess behind the text. The first
-request after the start is slower, so one that is not shown goes before.
+The first reply is complete; the second is frozen in the middle, with the draft's tokens behind the text.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Requests under random faults, as many as you like: every text must be whole, or fail by its name.
+"""Requests under random faults: every text must be the target's, or fail with the expected error.
 
-Pairs in real processes: toys, with `--pair embedded` the real one, or with `--models` any two.  Each round makes an
-engine, asks for texts, and meanwhile does one thing after another to its workers, until it has lost its target or has
-had enough: SIGKILL, SIGSTOP with or without SIGCONT and, of toys, a hang, an exception, NaN, slowness.  It goes on
-until so many faults have *struck*: how long that takes is the machine's affair.  Prints counts; exits with 1 where a
-text was wrong, an error was none of those that may come, or something was left behind.
+Pairs in real processes: toys, with `--pair embedded` the embedded one, or with `--models` any two.  Each round starts
+an engine, decodes texts, and meanwhile injects faults into its workers, until the target is lost or six faults are in:
+SIGKILL, SIGSTOP with or without SIGCONT and, for toys, a hang, an exception, NaN, slowness.  Stops after a number of
+faults that hit a worker.  Prints counts; exits with 1 if a text was wrong, an error was unexpected, or a process or
+directory was left behind.
 
     scripts/soak                             # 20 faults
     scripts/soak --faults 1000 --seed 7
@@ -40,7 +40,7 @@ from pearl.models.toy import alpha_pair
 ALPHA, VOCAB = 0.7, 32
 SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 METHODS = ("pearl", "pearl", "pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "ar")
-ROLES = ("target", "draft", "draft", "draft")  # a target that is lost ends the round
+ROLES = ("target", "draft", "draft", "draft")  # a lost target ends the round
 INFLICTED = ("hang", "raise", "nan", "kill", "stop", "slow")  # by a worker on itself
 FATAL = ("hang", "raise", "kill", "stop", "SIGKILL", "SIGSTOP")  # to a target
 SIGNALLED = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "SIGSTOP, SIGCONT")
@@ -60,7 +60,7 @@ def workers(engine: Engine) -> tuple[Ranks, DraftKeeper]:
 
 
 class Toys:
-    """Pairs whose texts are known without any of the runtime."""
+    """Toys, whose texts are computed here without the runtime."""
 
     timeout = TIMEOUT["toy"]
 
@@ -75,7 +75,7 @@ class Toys:
         return [noise.randrange(VOCAB) for _ in range(noise.randint(40, 60))], noise.randint(1, 120)
 
     def text(self, prompt: list[int], length: int) -> list[int]:
-        """What the target says by itself."""
+        """The text of the target alone."""
         target, _ = alpha_pair(VOCAB, ALPHA)
         tokens = list(prompt)
         for _ in range(length):
@@ -84,7 +84,7 @@ class Toys:
 
 
 class Real:
-    """A pair of checkpoints; what it says is found by an engine to which nothing happens."""
+    """A pair of checkpoints; its texts are decoded beforehand by an engine without faults."""
 
     timeout = TIMEOUT["embedded"]
     settings = {"target_pace": 0.02, "draft_pace": 0.005}  # noqa: RUF012  # tiny ones too: faults strike amid a text
@@ -112,7 +112,7 @@ class Real:
 
 
 class Soak:
-    """`counts`: what happened; `faults`: how many of those struck; `wrong`: what must not have."""
+    """`counts`: events by name; `faults`: faults that hit a worker; `wrong`: violations, in words."""
 
     def __init__(self, seed: int, directory: Path, pair: Toys | Real) -> None:
         self.noise, self.directory, self.pair = random.Random(seed), directory, pair
@@ -122,7 +122,7 @@ class Soak:
         self._others = {child.pid for child in psutil.Process().children()}
 
     def round(self, number: int) -> None:
-        """One engine, from its start to its end."""
+        """One engine, from start to end."""
         noise, once = self.noise, self.directory / str(number)
         inflicted: Fault | None = None
         named = ""
@@ -130,7 +130,7 @@ class Soak:
         if isinstance(self.pair, Toys) and noise.random() < 0.5:
             inflicted = noise.choice(INFLICTED), role
             named = f",fault={inflicted[0]}@{noise.choice(('prefill', 'drafting', 'verifying'))},once={once}"
-        had: list[Fault] = []  # what was done to this engine
+        had: list[Fault] = []  # faults of this engine
         try:
             with Engine(
                 **self.pair.specs(role, named),  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ class Soak:
 
     @contextmanager
     def struck(self, engine: Engine, had: list[Fault]) -> Iterator[None]:
-        """Sends signals to a worker, a while from now."""
+        """Send signals to a worker after a random delay."""
         fault, role = self.noise.choice(SIGNALLED), self.noise.choice(ROLES)
         delay, pause = self.noise.uniform(0.0, 0.6), self.noise.uniform(0.05, 0.5)
 
@@ -185,10 +185,10 @@ class Soak:
         try:
             yield
         finally:
-            timer.join()  # texts may end sooner: then it strikes an idle worker
+            timer.join()  # if the texts end sooner, it hits an idle worker
 
     def wait_for_draft(self, engine: Engine) -> None:
-        """A fault can strike only what is there: one that is gone is on its way back."""
+        """Wait for the restarted draft: faults need a live worker."""
         _, draft = workers(engine)
         deadline = time.monotonic() + PATIENCE
         while not (draft.worker.alive and draft.worker.reached("ready")):
@@ -209,7 +209,7 @@ class Soak:
         self.check(result.tokens == self.pair.text(prompt, length), f"wrong text: {method}, after {had}")
 
     def note(self, fault: Fault) -> None:
-        """A fault that has struck."""
+        """Count a fault that hit a worker."""
         self.faults += 1
         self.counts[f"fault: {fault[0]} of the {fault[1]}"] += 1
 
@@ -232,13 +232,13 @@ class Soak:
 
 
 @click.command()
-@click.option("--faults", default=20, type=click.IntRange(min=1), help="After so many have struck no new round begins.")
+@click.option("--faults", default=20, type=click.IntRange(min=1), help="No new round starts after so many.")
 @click.option("--seconds", default=None, type=float, help="Nor after so long; fewer faults are then an error.")
-@click.option("--pair", type=click.Choice(list(TIMEOUT)), default="toy", help="The real one takes signals only.")
+@click.option("--pair", type=click.Choice(list(TIMEOUT)), default="toy", help="The embedded one takes signals only.")
 @click.option("--models", nargs=2, metavar="TARGET DRAFT", help="Two checkpoints in place of --pair; signals only.")
 @click.option("--seed", default=0, help="Of the faults and the requests.")
 def main(faults: int, seconds: float | None, pair: str, models: tuple[str, str] | None, seed: int) -> None:
-    """Prints what happened, by count."""
+    """Print the counts of all events."""
     console = Console(soft_wrap=True, highlight=False)
     began, rounds = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="soak-") as name:

@@ -1,15 +1,14 @@
-"""Many clients at once against `pearl serve --http`, whose draft is killed at random: is every answer right?
+"""Many clients at once against `pearl serve --http`, whose draft is killed at random.
 
-Toys in real processes: what the target says is known without any of the runtime.  Half of the clients stream; some go
-away amid a text.  A text that is not the target's, an answer that does not come, memory that grows, a token that waits
-too long in the server: each is named, and the exit code is 1.
+Toys in real processes, whose texts are computed here without the runtime.  Half of the clients stream; some disconnect
+in the middle of a text.  The exit code is 1 if a text is not the target's, an answer does not come, memory grows, or
+the server's overhead per token is too high.
 
     python scripts/soak_http.py                       # 32 clients for five minutes
     python scripts/soak_http.py --seconds 30 --clients 8 --slots 2
 
-**Overhead** is what a text takes beyond waiting for its turn and beyond the engine: the client's seconds from asking to
-the last token, less those of the queue, less the engine's own from its turn to the last commit; a token.  It has this
-script's own work in it, on the same cores.
+**Overhead** per token: the client's seconds from the request to the last token, minus the time in the queue, minus the
+engine's own time.  It includes this script's work on the same cores.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ ALPHA, VOCAB = 0.7, 32
 SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 LONGEST_TEXT = 60  # tokens
 LONGEST_PROMPT = 300
-GO_AWAY = 0.05  # of the streams
+GO_AWAY = 0.05  # share of the streams that a client leaves early
 PATIENCE = 60.0  # seconds for an answer
-SETTLED = 0.2  # of the time: what grows after that, grows for ever
+SETTLED = 0.2  # of the time: growth after that is a leak
 
 
 @dataclass
 class Found:
-    """What the clients have seen.
+    """Results of all clients.
 
     Attributes:
         overheads: (seconds a token, tokens) of each text that was read to its end.
@@ -64,7 +63,7 @@ class Found:
     texts: list[tuple[list[int], int, str]] = field(default_factory=list)
 
     def check_texts(self) -> None:
-        """Against what the target says by itself. Once all is over: it takes the time that the server is given."""
+        """Compare with the texts of the target alone; after the run, because it takes CPU time from the server."""
         tokenizer, (target, _) = ToyTokenizer(VOCAB), alpha_pair(VOCAB, ALPHA)
         for prompt, length, text in self.texts:
             tokens = list(prompt)
@@ -75,7 +74,7 @@ class Found:
 
 
 class Client:
-    """Asks for one text after the other."""
+    """Requests one text after the other."""
 
     def __init__(self, number: int, found: Found, http: httpx.AsyncClient, model: str) -> None:
         self._noise, self._found, self._http, self._model = random.Random(number), found, http, model
@@ -114,7 +113,7 @@ class Client:
         return answer["choices"][0]["text"], answer["usage"]
 
     async def _streamed(self, asked: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-        """The usage is None where it went away."""
+        """The usage is None if the client disconnected."""
         text, usage = "", None
         leaves = self._noise.randint(1, 5) if self._noise.random() < GO_AWAY else None
         async with self._http.stream("POST", "/v1/completions", json=asked) as answer:
@@ -157,7 +156,7 @@ class Server:
         self._of = psutil.Process(self._process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """The target, and the draft where there is one now: it was started last."""
+        """The target, and the draft if it is alive: it was started last."""
         return sorted(self._of.children(), key=lambda child: child.create_time())
 
     def kill_draft(self) -> bool:
@@ -168,7 +167,7 @@ class Server:
         return True
 
     def megabytes(self) -> dict[str, float]:
-        """Of memory that each long-lived process has for itself."""
+        """Private memory of each long-lived process."""
         named = {"server": self._of, "target": self.workers()[0]}
         return {name: process.memory_full_info().uss / 1e6 for name, process in named.items()}
 
@@ -220,7 +219,7 @@ def _quantile(overheads: Sequence[tuple[float, int]], share: float) -> float:
 @click.option("--most-overhead", default=5.0, help="Milliseconds a token, of 99 tokens in 100.")
 @click.option("--most-growth", default=5.0, help="Megabytes, of a process, once a fifth of the time is over.")
 def main(seconds: float, clients: int, slots: int, kill_every: float, most_overhead: float, most_growth: float) -> None:
-    """Prints what happened, by count."""
+    """Print the counts of all events."""
     console, found = Console(soft_wrap=True, highlight=False), Found()
     server = Server(slots, clients)
     try:

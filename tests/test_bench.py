@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from pearl import SamplingParams
 from pearl.cli import cli
-from pearl.cli.bench import read_sets
+from pearl.cli.numbers import read_sets
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError, ModelError, RequestError, StartError
@@ -168,7 +168,7 @@ def system(tiny_pair: EngineConfig) -> Iterator[OurSystem]:
 
 @pytest.mark.slow
 def test_generate_decodes_the_texts_of_ours(tiny_pair: EngineConfig, system: OurSystem) -> None:
-    """Alone and assisted, token for token; sampled texts depend on the seed only; a dead process is an error."""
+    """Alone and assisted, token for token; sampled texts depend on the seed only."""
     defaults, params = GenerationDefaults(eos=(EOS_ID,)), SamplingParams(temperature=0.0, max_tokens=20, seed=1)
     prompt = [5, 6, 7, 8]
     wanted = system.engine.generate(prompt, params)[0].tokens
@@ -182,16 +182,17 @@ def test_generate_decodes_the_texts_of_ours(tiny_pair: EngineConfig, system: Our
             sampled = params.model_copy(update={"temperature": 1.0, "top_k": 5})
             drawn = [other.decode(DecodingConfig(), prompt, sampled).tokens for _ in range(2)]
             assert drawn[0] == drawn[1]
-            other._process.kill()
-            with pytest.raises(StartError, match="has ended"):
-                other.decode(DecodingConfig(), prompt, params)
         finally:
             other.close()
 
 
-def test_generate_that_cannot_start_is_an_error(tiny_pair: EngineConfig) -> None:
+def test_generate_that_cannot_start_or_has_died_is_an_error(tiny_pair: EngineConfig) -> None:
     with pytest.raises(StartError, match="nowhere"):
         Generate(tiny_pair.model_copy(update={"target": "./nowhere"}), ONE, GenerationDefaults())
+    system = Generate(tiny_pair, ONE, GenerationDefaults())
+    system._process.kill()
+    with pytest.raises(StartError, match="has ended"):
+        system.decode(DecodingConfig(), [5], SamplingParams(temperature=0.0, max_tokens=2, seed=0))
 
 
 def test_a_row_does_not_profit_from_the_cache_of_the_one_before(system: OurSystem) -> None:
@@ -560,11 +561,11 @@ def test_a_calibration_on_a_busy_machine_is_not_kept(
 ) -> None:
     """Later engines would start with its figures."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
-    ar, profile = Verdict("ar", 1.0, about(1, 0)), Profile(gain=1.0, comparisons=8.0)
+    ar, profile = Verdict("ar", 1.0, about(1, 0)), Profile(acceptance=0.9)
     known = times(1, 5), times(1, 5), 0.8, False, 5, 9.0, (ar,), None, "words", "flags", profile
     monkeypatch.setattr("pearl.lab.bench.calibrate.calibrate", lambda *_: calibrate.Calibration(*known))
     monkeypatch.setattr("pearl.lab.bench.rows.check_comparable", lambda _: None)
-    monkeypatch.setattr(machine.LoadMeter, "read", lambda _: ForeignLoad(0.0, others))
+    monkeypatch.setattr(machine.Conditions, "stop", lambda self: setattr(self, "load", ForeignLoad(0.0, others)))
     done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "profiles").exists() == ("not kept" not in done.output) == (others < 0.05)
@@ -621,11 +622,14 @@ def test_advice_goes_by_what_was_measured() -> None:
     assert "told apart" not in advice(measured("ngram", 1.2), measured("pearl, ahead", 1.44))[0]
 
 
-def test_calibration_needs_a_pair_and_a_text_and_takes_a_perfect_draft() -> None:
-    """With a draft that is always right the target hardly ever verifies a single token."""
+def test_calibration_needs_a_pair_and_a_text() -> None:
     assert "no pair" in str(pearl("calibrate", "--draft", "none").exception)
     arguments = ("--target", TOY, "--draft", TOY, "--limit", 1, "--max-tokens", 1)
     assert "ended too soon" in str(pearl("calibrate", *arguments).exception)
+
+
+def test_a_draft_that_is_always_right_is_calibrated_too() -> None:
+    """Then the target hardly ever verifies a single token."""
     right = "toy:vocab=32,alpha=1,context=512"
     arguments = ("--target", right, "--draft", right, "--target-pace", 0.004, "--draft-pace", 0.001)
     done = pearl("calibrate", *arguments, "--limit", 1, "--max-tokens", 60, "--json", "-")

@@ -1,11 +1,13 @@
-"""The tables of the two state machines: what they do not list is refused, what they list does happen."""
+"""The tables of the two state machines: unlisted events are refused, listed transitions happen."""
 
 from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,15 +17,7 @@ from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Guessed, Judged, Sampled, Stalled
-from pearl.protocol.messages import (
-    Begin,
-    Cancel,
-    DraftTokens,
-    Finish,
-    Resync,
-    Submit,
-    Verdict,
-)
+from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import METHODS
@@ -56,7 +50,7 @@ DRAFT_EVENTS = {
 
 
 def in_state(state: target_side.State) -> Coordinator:
-    """A target that has come to `state` in the course of things."""
+    """A target that is in `state` in the middle of a request."""
     for method, seed, look_ahead in (("pearl", 0, 0), ("sd", 1, 0), ("pearl", 2, 4)):
         pair = make_pair(method, (4, 9), look_ahead=look_ahead)
         try:
@@ -66,35 +60,28 @@ def in_state(state: target_side.State) -> Coordinator:
     raise AssertionError(state)
 
 
-@pytest.mark.parametrize("kind", TARGET_EVENTS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("state", target_side.State)
-def test_target_refuses_what_its_table_does_not_list(state: target_side.State, kind: type) -> None:
-    """And is then as it was: nothing half done."""
-    machine = in_state(state)
-    if kind in target_side.TRANSITIONS[state] or kind in target_side.ANYTIME:
-        machine.handle(TARGET_EVENTS[kind])
+CASES = [
+    *((target_side, state, kind) for state in target_side.State for kind in TARGET_EVENTS),
+    *((draft_side, state, kind) for state in draft_side.State for kind in DRAFT_EVENTS),
+]
+
+
+@pytest.mark.parametrize(("side", "state", "kind"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_events_that_a_table_does_not_list_are_refused(side: Any, state: Any, kind: type) -> None:
+    """And leave the machine unchanged."""
+    machine = in_state(state) if side is target_side else draft_in(state)
+    event = (TARGET_EVENTS | DRAFT_EVENTS)[kind]
+    if kind in side.TRANSITIONS[state] or kind in side.ANYTIME:
+        machine.handle(event)
         return
     before = freeze(copy.deepcopy(machine))
     with pytest.raises(LocalProtocolError, match=state.value):
-        machine.handle(TARGET_EVENTS[kind])
-    assert freeze(machine) == before
-
-
-@pytest.mark.parametrize("kind", DRAFT_EVENTS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("state", draft_side.State)
-def test_draft_refuses_what_its_table_does_not_list(state: draft_side.State, kind: type) -> None:
-    machine = draft_in(state)
-    if kind in draft_side.TRANSITIONS[state] or kind in draft_side.ANYTIME:
-        machine.handle(DRAFT_EVENTS[kind])
-        return
-    before = freeze(copy.deepcopy(machine))
-    with pytest.raises(LocalProtocolError, match=state.value):
-        machine.handle(DRAFT_EVENTS[kind])
+        machine.handle(event)
     assert freeze(machine) == before
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, side: object, seen: set[tuple[object, type, object]]) -> None:
-    """Records (state, event type, next state) of every single event, those handled within another included."""
+    """Record (state, event type, next state) of every event, nested ones included."""
 
     def watched(kind: type, handler: Callable[..., None]) -> Callable[..., None]:
         def handle(machine: Coordinator | Drafter, event: object, do: Callable[[object], None]) -> None:
@@ -118,7 +105,7 @@ def garble(message: object) -> object:
 
 
 def eventful_run(seed: int) -> None:
-    """A random method, window and text, and now and then a disaster: whatever may come of it, as far as it goes."""
+    """A random method, window and text, with random faults, for up to 600 steps."""
     chance = random.Random(seed)
     often = chance.choice((0.1, 0.6))
     wrong = tuple(p for p in range(len(TEXT)) if chance.random() < often)
@@ -127,21 +114,12 @@ def eventful_run(seed: int) -> None:
     branches = chance.choice((0, 8))
     has_blocks = chance.random() < 0.3
     rule, parameters = ("joint", (("depth", chance.choice((2.0, 3.0))),)) if has_blocks else ("ratio", ())
-    is_lost = 0.5 if has_blocks else 0.3  # of a draft that has come: how often it is told what it must take for wrong
+    garbled = 0.5 if has_blocks else 0.3  # up to this chance a message to the draft has a wrong digest
     foresees = tuple(p for p in range(len(TEXT)) if chance.random() < 0.5)
+    options = {"window": window, "look_ahead": look_ahead, "branches": branches, "sampling": sampling}
+    options |= {"rule": rule, "parameters": parameters}
     submits = [
-        submission(
-            *(TEXT, method),
-            window=window,
-            gamma=chance.choice((1, 2, 5)),
-            look_ahead=look_ahead,
-            branches=branches,
-            rule=rule,
-            parameters=parameters,
-            sampling=sampling,
-            request=i,
-            limit=chance.randint(3, 30),
-        )
+        submission(TEXT, method, gamma=chance.choice((1, 2, 5)), **options, request=i, limit=chance.randint(3, 30))
         for i in range(2)
     ]
     target = ScriptTarget(TEXT, chance.choice(((), (6, 7, 12))), trees=chance.random() < 0.5)
@@ -150,18 +128,18 @@ def eventful_run(seed: int) -> None:
     for _ in range(600):
         if pair.done or not pair.moves:
             return
-        disaster = chance.random() * calm
-        if disaster < 0.04 and pair.drafter:
+        fault = chance.random() * calm
+        if fault < 0.04 and pair.drafter:
             pair.kill_draft()
-        elif disaster < 0.3 and not pair.drafter:
+        elif fault < 0.3 and not pair.drafter:
             pair.join_draft(chance.choice((2, 9, 1000)))
-        elif disaster < is_lost and pair.to_draft:
+        elif fault < garbled and pair.to_draft:
             pair.to_draft[0] = garble(pair.to_draft[0])
-        elif disaster < 0.31:
+        elif fault < 0.31:
             pair.tell_target(Cancel(chance.randrange(2)))
-        elif disaster < 0.32 and pair.target_answer:
+        elif fault < 0.32 and pair.target_answer:
             pair.fail_target()
-        elif disaster < 0.5 and pair.drafter and pair.coordinator.state in WAITING:
+        elif fault < 0.5 and pair.drafter and pair.coordinator.state in WAITING:
             pair.tell_target(Stalled(request=pair.working))
         else:
             pair.move(picker(pair.moves))
@@ -178,8 +156,9 @@ def reached() -> Reached:
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, target_side, target)
         watch(patch, draft_side, draft)
-        for side in (target_side, draft_side):
-            patch.setattr(side, "PREFILL_CHUNK", 1)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("pearl.protocol.") and hasattr(module, "PREFILL_CHUNK"):
+                patch.setattr(module, "PREFILL_CHUNK", 1)
         for seed in (*range(6000), 17335, 22907):  # the last two take the rarest arrow
             eventful_run(seed)
         # pearl-no-post-verify with windows of one: between two of them a prefix comes with nothing to draft
@@ -194,12 +173,7 @@ def test_every_transition_made_is_in_the_table(reached: Reached) -> None:
         assert extra == set()
 
 
-def test_every_state_and_event_of_the_tables_is_reached(reached: Reached) -> None:
-    for side, made in zip((target_side, draft_side), reached, strict=True):
-        assert {(a, kind) for a, kind, _ in entries(side)} <= {(a, kind) for a, kind, _ in made}
-
-
 def test_every_entry_of_the_tables_is_reached(reached: Reached) -> None:
-    """The README's diagram is drawn from the tables: an arrow that is never taken misleads."""
+    """The page's diagram is drawn from the tables."""
     for side, made in zip((target_side, draft_side), reached, strict=True):
         assert entries(side) - made == set()

@@ -16,7 +16,6 @@ from pearl.cli.numbers import (
     STDOUT,
     Column,
     json_option,
-    named_file,
     print_lines,
     print_table,
     read_json,
@@ -25,13 +24,15 @@ from pearl.cli.numbers import (
     table_console,
     write_json,
 )
+from pearl.cli.numbers import (
+    read_sets as read_sets,
+)
 from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
 from pearl.config import MAX_SLOTS, SamplingParams, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 from pearl.models.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
@@ -135,19 +136,6 @@ def _plan(
         gamma=settings.decoding.gamma,
         attempts=3 if toys else 1,
     )
-
-
-def read_sets(prompts: Sequence[str], limit: int, toys: bool, default: Sequence[str] = OURS) -> list[Task]:
-    """The sets named by `--prompts`. For an emulated pair, whose toys know no language: one prompt, several seeds."""
-    if toys and not prompts:
-        return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
-    found: list[Task] = []
-    for given in prompts or default:
-        name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
-        if any(task.set == name for task in found):
-            raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
-        found += read_tasks(name, path, limit)
-    return found
 
 
 def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingParams:

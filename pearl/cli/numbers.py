@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pearl.document import parse_json
 from pearl.errors import ConfigError
+from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
 _Row = TypeVar("_Row")
 Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
@@ -96,6 +97,22 @@ def named_file(argument: str) -> tuple[str, Path]:
     if not (path if equals else name):
         raise ConfigError(f"{argument!r}: write FILE or NAME=FILE")
     return (name, Path(path)) if equals else (Path(name).stem, Path(name))
+
+
+def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: Sequence[str] = OURS) -> list[Task]:
+    """The first `limit` tasks of each set named by `--prompts`. Raises `ConfigError`.
+
+    `toys`: of an emulated pair, whose toys know no language: by default one prompt, decoded with several seeds.
+    """
+    if toys and not prompts:
+        return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
+    found: list[Task] = []
+    for given in prompts or default:
+        name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
+        if any(task.set == name for task in found):
+            raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
+        found += read_tasks(name, path, limit)
+    return found
 
 
 def read_json(path: Path) -> Any:

@@ -12,12 +12,12 @@ from msgspec import structs
 
 from pearl.cli.console import SafeConsole
 from pearl.cli.distill import Bars
-from pearl.cli.numbers import STDOUT, json_option, named_file, print_table, read_json, table_console, write_json
+from pearl.cli.numbers import STDOUT, json_option, print_table, read_json, read_sets, table_console, write_json
 from pearl.cli.texts import replay_pairs
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
+from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.papers import STUDIES
 from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, shortfall, tables, write_page
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
+_SETS = (HUMANEVAL, "edits")
 _QUICK = {"tokens": 60, "texts": 1}
 _GUESSES = "sssd"  # the paper with tables by source, number and temperature of guesses
 _GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts for these
@@ -107,8 +108,8 @@ def paper(
     embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
     tokens, repeats = (_QUICK["tokens"], _QUICK["texts"]) if quick else (tokens, repeats)
     if other is not None:
-        guessed = _tasks(prompts, _GUESSED_QUICK if quick else _GUESSED) if other == _GUESSES else []
-        _study(other, _tasks(prompts, embedded["texts"]), embedded["tokens"], guessed, datastore, to)
+        guessed = read_sets(prompts, _GUESSED_QUICK if quick else _GUESSED, default=_SETS) if other == _GUESSES else []
+        _study(other, read_sets(prompts, embedded["texts"], default=_SETS), embedded["tokens"], guessed, datastore, to)
     elif earlier is not None:
         try:
             _show(read_json(earlier), page, to)
@@ -119,7 +120,11 @@ def paper(
         replay_pairs(_once(_pairs(path, names)), file, run=run, tokens=tokens, seed=seed, parts=parts, to=to)
     else:
         found = _pairs(path, names)
-        tasks = [] if simulate_only or no_baselines or wanted or names else _tasks(prompts, embedded["texts"])
+        tasks = (
+            []
+            if simulate_only or no_baselines or wanted or names
+            else read_sets(prompts, embedded["texts"], default=_SETS)
+        )
         settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
         _show(_run(found, wanted or tuple(TABLES), tasks, embedded["tokens"], settings), page, to)
 
@@ -135,14 +140,6 @@ def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
 def _once(found: Sequence[Pair]) -> list[Pair]:
     """Each pair of models once: recorded texts are not one of the paper's benchmarks."""
     return list({pair.config: pair for pair in reversed(found)}.values())[::-1]
-
-
-def _tasks(prompts: Sequence[str], limit: int) -> list[Task]:
-    found: list[Task] = []
-    for given in prompts or (HUMANEVAL, "edits"):
-        name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
-        found += read_tasks(name, path, limit)
-    return found
 
 
 def _run(

@@ -60,30 +60,19 @@ class ForeignLoad:
         return words + (": too much for fine differences" if self.is_too_much else "")
 
 
-class LoadMeter:
-    """Measures the foreign load since its construction. Linux only; elsewhere always 0."""
+class Conditions:
+    """Duration and foreign load of a measurement, from construction to `stop`. Load: Linux only; elsewhere 0."""
 
     def __init__(self) -> None:
         self._host, self._others, self._began = *_foreign_seconds(), time.monotonic()
-
-    def read(self) -> ForeignLoad:
-        passed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
-        host, others = _foreign_seconds()
-        if not passed:
-            return ForeignLoad(0.0, 0.0)
-        stolen, taken = (max(0.0, seconds) / passed for seconds in (host - self._host, others - self._others))
-        return ForeignLoad(stolen, taken, os.getloadavg()[0])
-
-
-class Conditions:
-    """Duration and foreign load of a measurement, from construction to `stop`."""
-
-    def __init__(self) -> None:
-        self._meter, self._began = LoadMeter(), time.monotonic()
         self.seconds, self.load = 0.0, ForeignLoad(0.0, 0.0)
 
     def stop(self) -> None:
-        self.seconds, self.load = time.monotonic() - self._began, self._meter.read()
+        self.seconds = time.monotonic() - self._began
+        host, others = _foreign_seconds()
+        passed = max(self.seconds, 1e-9) * (os.cpu_count() or 1)
+        stolen, taken = (max(0.0, seconds) / passed for seconds in (host - self._host, others - self._others))
+        self.load = ForeignLoad(stolen, taken, os.getloadavg()[0])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the hardware."""

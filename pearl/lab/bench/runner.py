@@ -13,7 +13,7 @@ from pearl.engine.conversation import Conversation
 from pearl.errors import ModelError, RequestError
 from pearl.lab.bench.emulation import lost, paced, simulated
 from pearl.lab.bench.energy import Meter
-from pearl.lab.bench.machine import LoadMeter
+from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
 from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System, devices_of
 from pearl.lab.bench.tasks import Task
@@ -279,13 +279,14 @@ class _Run:
     def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
         params, attempts = self._params_of(row), list[tuple[Sample, list[Decoded]]]()
         while len(attempts) < self._plan.attempts:
-            meter, before = LoadMeter(), self._meter.joules()
+            conditions, before = Conditions(), self._meter.joules()
             turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
             if not turns:
                 return None
             after = self._meter.joules()
+            conditions.stop()
             joules = None if before is None or after is None else after - before
-            sample = replace(make_sample(row, task, repeat, turns, meter.read().stolen), joules=joules)
+            sample = replace(make_sample(row, task, repeat, turns, conditions.load.stolen), joules=joules)
             attempts.append((sample, turns))
             if sample.stolen <= _MAX_STOLEN:
                 break
