@@ -294,7 +294,7 @@ def test_recorded_by_one_command_and_simulated_by_another(tmp_path: Path) -> Non
         invoked("--datastore", str(tmp_path / "store"))
     with pytest.raises(ConfigError, match="acceptance"):
         invoked("--texts", out, "--acceptance", "0.5")
-    with pytest.raises(ConfigError, match="what a draft would"):
+    with pytest.raises(ConfigError, match="has the draft's tokens"):
         invoked("record", str(tmp_path / "prompts.txt"), "--out", out, "--draft", "none")
 
 

@@ -4,7 +4,7 @@ The draft is right at a position if its token there is the committed one.  It dr
 prefix, so under greedy or coupled decoding the answer depends on the text alone: any method or window would meet the
 same.  Under the ratio rule that holds for `pearl` with any window, with or without pre-verify: draws are keyed by
 position.  `sd` and `pearl-no-post-verify` draw bonus tokens, so a replay stands for another text as hard.  Positions
-that nobody drafted get coins of the trace's own acceptance rate.
+without a draft token get coins of the trace's own acceptance rate.
 
 A forward lasts as the trace's did on average, by tokens fed, with what its worker did until the next (judging,
 sampling, messages) but not its waits; beyond the recorded sizes, as the nearest.
