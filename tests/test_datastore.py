@@ -83,7 +83,7 @@ def store(tmp_path: Path) -> Datastore:
 
 @pytest.fixture
 def run_pearl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What the command says, and that it ends with this code."""
+    """Runs a command; returns its output, and checks its exit code and the form of its errors."""
 
     def run(*arguments: str, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
@@ -450,7 +450,7 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_rates_are_learned_from_the_text(tmp_path: Path) -> None:
-    """What the datastore says of a text that it knows is believed, of one that it does not know less and less."""
+    """The chances of a datastore's candidates rise in a text that it knows, and fall in another."""
     known = [i % 5 for i in range(60)]
     store = make(tmp_path, [known] * 20)
     right, wrong = Guesser([], store), Guesser([], store)
@@ -477,7 +477,7 @@ TIMING = Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1)
 
 @pytest.fixture(scope="module")
 def knowing(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
-    """A datastore of what the toy target says."""
+    """A datastore of the toy target's texts."""
     target, _ = alpha_pair(VOCAB, 0.7, order=1)
     texts = []
     for seed in range(20):
@@ -556,7 +556,7 @@ def test_a_replay_takes_the_steps_that_decoding_takes(knowing: Datastore) -> Non
 
 @pytest.fixture(scope="module")
 def toy_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the toy target says greedily."""
+    """A datastore of the toy target's greedy text."""
     directory = tmp_path_factory.mktemp("toy") / "store"
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
     return directory
@@ -608,7 +608,7 @@ def test_build_info_and_add(tmp_path: Path, run_pearl: Callable[..., str]) -> No
     assert all(each in shown for each in ("80 tokens in 2 documents", TOY, "32 tokens"))
 
 
-def test_mistakes_are_told_in_a_line(tmp_path: Path, toy_store: Path, run_pearl: Callable[..., str]) -> None:
+def test_mistakes_are_reported_in_a_line(tmp_path: Path, toy_store: Path, run_pearl: Callable[..., str]) -> None:
     text, out = tmp_path / "a.txt", str(tmp_path / "x.ds")
     text.write_text("0123")
     build = ("datastore", "build", "--tokenizer", TOY, "--out")

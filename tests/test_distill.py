@@ -414,6 +414,15 @@ def test_a_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path: Path)
     assert all(tensor.isfinite().all() for tensor in torch.load(kept[0])["weights"].values())
 
 
+def test_a_run_of_another_format_is_refused(whole: Path, tmp_path: Path) -> None:
+    """Its answers and checkpoints would not be found, and all begin anew."""
+    before = json.loads((whole / "run.json").read_text())
+    del before["format"]
+    (tmp_path / "run.json").write_text(json.dumps(before))
+    with pytest.raises(ConfigError, match="other settings than these: format"):
+        run(settings(tmp_path), resume=True)
+
+
 def test_a_run_is_not_overwritten_nor_continued_otherwise(whole: Path) -> None:
     with pytest.raises(ConfigError, match="holds a run already: --resume"):
         run(settings(whole))

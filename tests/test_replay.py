@@ -180,9 +180,9 @@ def test_the_prompts_of_recorded_texts_are_their_numbers(file: Path) -> None:
     tokenizer, defaults = load_tokenizer(f"replay:{file}")
     assert tokenizer.encode("2") == list(recorded(0.7).texts[1].prompt)
     assert (defaults.temperature, defaults.eos) == (0.7, (1,))
-    for said in ("0", "4", "hello", "²"):
+    for prompt in ("0", "4", "hello", "²"):
         with pytest.raises(RequestError, match="1 to 3"):
-            tokenizer.encode(said)
+            tokenizer.encode(prompt)
 
 
 def test_two_processes_say_what_was_recorded(file: Path) -> None:
@@ -282,14 +282,14 @@ def test_recorded_by_one_command_and_simulated_by_another(tmp_path: Path) -> Non
     options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw"]
     out = str(tmp_path / "it.npz")
     assert "2 texts, 24 tokens" in invoked("record", str(tmp_path / "prompts.txt"), "--out", out, *options)
-    said = invoked("--texts", out, "--t-draft", "1:10,4:11", "--t-target", "50")
-    rows = [line for line in said.splitlines() if line.startswith("pearl, stream")]
+    shown = invoked("--texts", out, "--t-draft", "1:10,4:11", "--t-target", "50")
+    rows = [line for line in shown.splitlines() if line.startswith("pearl, stream")]
     assert len(rows) == 9, "one by coins, eight by the executors"
     assert rows[0].split()[2] == rows[1].split()[2]
     make(tmp_path / "store", [[0, 1, *text.prompt, *text.answer] for text in read_texts(Path(out)).texts], 20)
     with_store = invoked("--texts", out, "--datastore", str(tmp_path / "store"))
     assert "datastore" in with_store
-    assert "datastore" not in said
+    assert "datastore" not in shown
     with pytest.raises(ConfigError, match="--texts"):
         invoked("--datastore", str(tmp_path / "store"))
     with pytest.raises(ConfigError, match="acceptance"):
