@@ -28,7 +28,7 @@ _FRONT_TOKENS = 48  # of a text, without --max-tokens
 
 @click.command()
 @click.option(
-    "--tokens", type=click.IntRange(min=20_000), default=60_000, show_default=True, metavar="N", help="Of a simulation."
+    "--tokens", type=click.IntRange(min=20_000), default=20_000, show_default=True, metavar="N", help="Of a simulation."
 )
 @click.option("--seed", type=int, default=0, metavar="N")
 @json_option
