@@ -98,7 +98,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "disco": (
             "recorded:disco",
-            "Train the classifier that decides where a draft stops.",
+            "Train the classifier that tells a draft where to stop.",
             "pearl disco train texts.npz --out pair.disco",
         ),
         "evaluate-draft": (

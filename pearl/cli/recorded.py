@@ -179,7 +179,7 @@ def _stop_cells(one: Stopped) -> list[str]:
 
 @click.group()
 def disco() -> None:
-    """Train the classifier that decides where a draft stops.
+    """Train the classifier that tells a draft where to stop.
 
     It is for one pair, and for --draft-stop disco.
     """
