@@ -200,7 +200,7 @@ def test_habits_change_no_text_and_save_steps(method: str, rule: str) -> None:
     assert method == "pearl" or (len(set(steps[False])), steps[True][2] < steps[True][0]) == (1, True)
 
 
-def test_an_engine_keeps_habits_where_it_is_told_to() -> None:
+def test_an_engine_keeps_habits() -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
     with Engine(TOY, "none", habits=True, target_pace=0.004) as engine:  # forwards of any size last as long: all pay
         alone, *ahead = (

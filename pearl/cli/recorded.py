@@ -86,18 +86,18 @@ class LocalPair:
 @raw_option
 @settings_options
 def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int | None, raw: bool) -> None:
-    """Record answers of the target, with the tokens that the draft holds likeliest at each position.
+    """Record answers of the target, with the draft's likeliest tokens at each position.
 
     PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
-    --temperature says otherwise; then the texts are those of the coupled rule. What is recorded can be replayed at any
-    speed: by pearl simulate --texts FILE, and in real processes as the models replay:FILE.
+    --temperature is above 0; then the texts are those of the coupled rule. A recording can be replayed at any speed: by
+    pearl simulate --texts FILE, and in real processes as the models replay:FILE.
     """
     from pearl.lab.experiments import texts as study
     from pearl.models.recorded import Header, write_texts
 
     config = settings.engine
     conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    pair = LocalPair(settings, temperature=0.0, why="what is recorded is what a draft would have said")
+    pair = LocalPair(settings, temperature=0.0, why="a recording has the draft's tokens")
     sampling = structs.asdict(pair.sampling)
     with progress("recording") as report:
         target, draft = pair.runners()

@@ -66,10 +66,9 @@ def simulate(
 ) -> None:
     """All methods side by side in virtual time, without a model.
 
-    The coordinator is the real one. Only forwards and messages take time. Each model has a device of its own; ar has
-    the target's alone. A replay (--trace) takes from a recorded run its texts, which positions the draft got right,
-    and how long forwards took. Recorded texts (--texts) are decoded with look-ahead, lookup and branches too, alone
-    and together.
+    Runs the real coordinator; only forwards and messages take time. Each model has its own device. A replay (--trace)
+    takes from a recorded run which positions the draft got right, and how long forwards took. Recorded texts (--texts)
+    are also decoded with look-ahead, lookup and branches, alone and together.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
@@ -106,7 +105,7 @@ def simulate(
 def _refuse(given: dict[str, Any], by: str) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} is what --{by} tells: leave one of them out")
+            raise ConfigError(f"--{by} determines --{name.replace('_', '-')}: leave one of them out")
 
 
 def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:
@@ -202,7 +201,7 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
         f"{workload.acceptance:.3g}, jitter {timing.jitter:g}, delay {timing.delay * 1e3:g} ms; c = {done[-1].window}",
         "tokens/s: after a text's first commit; step: a target forward after the prefill; "
         "run: up to a correction or bonus, it included",
-        *(["one block of texts: nothing tells how far these figures are noise"] if is_unknown else []),
+        *(["one block of texts: the noise of these figures is unknown"] if is_unknown else []),
         f"{len(workload.texts)} texts, {workload.tokens} tokens by each method; this took {seconds:.1f} s",
     )
 

@@ -28,7 +28,7 @@ _FRONT_TOKENS = 48  # of a text, without --max-tokens
 
 @click.command()
 @click.option(
-    "--tokens", type=click.IntRange(min=20_000), default=60_000, show_default=True, metavar="N", help="Of a simulation."
+    "--tokens", type=click.IntRange(min=20_000), default=20_000, show_default=True, metavar="N", help="Of a simulation."
 )
 @click.option("--seed", type=int, default=0, metavar="N")
 @json_option
@@ -80,8 +80,8 @@ def rejections(texts: int, seed: int, png: Path | None, to: Path | None) -> None
     """Rejections and bias of the rules, as theory expects and as the protocol has them.
 
     On two pairs of Markov chains whose distributions are known (Yin et al. 2024): the ratio rule's expected rejections
-    are the sum of the distances between the two models; batch drafts save some of these, and no number of them all; opt
-    pays for each rejection less with as much bias, uno with more.
+    are the sum of the distances between the two models; batch drafts save some of them, but never all; opt trades each
+    rejection for as much bias, uno for more.
     """
     from pearl.lab.experiments import plots
     from pearl.lab.experiments import rejections as study
@@ -130,9 +130,8 @@ def front(
     """What opt and uno pay in bias for fewer rejections, by epsilon, on a pair of models.
 
     PROMPTS are files as pearl bench reads them. Both models run in this process, one after the other, and nothing is
-    timed; temperature 1 unless --temperature says otherwise. Along texts that the target might have written, bias and
-    rejections of opt add up to one number, the distance between the models; in the rules' own texts, which the bias
-    leads elsewhere, they are measured.
+    timed; the default temperature is 1. Along texts of the target, bias and rejections of opt add up to one number, the
+    distance between the models; in each rule's own texts, which its bias changes, they are measured.
     """
     from pearl.engine.conversation import Conversation
     from pearl.lab.experiments import plots

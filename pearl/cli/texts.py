@@ -46,7 +46,7 @@ def replay_pairs(
         _print_pairs(done, read_texts(file).header, file, str(conditions))
 
 
-def _print_pairs(done: Sequence[Replayed], said: Header, file: Path, end: str) -> None:
+def _print_pairs(done: Sequence[Replayed], header: Header, file: Path, end: str) -> None:
     columns = ("simulator:\nover ar", "over pub-\nlished", "tokens\na step", "fore-\nseen")
     rows = []
     for one in done:
@@ -58,8 +58,8 @@ def _print_pairs(done: Sequence[Replayed], said: Header, file: Path, end: str) -
     print_table(
         ("pair", "method", *columns, "runtime:\nover ar", "over pub-\nlished", "of simulated"),
         rows,
-        f"EMULATION: texts of {said.target} and {said.draft} ({file}; temperature {said.temperature:g}, vocabulary "
-        f"{said.vocab_size}) at these pairs' speeds; a forward lasts as long whatever it is fed.",
+        f"EMULATION: texts of {header.target} and {header.draft} ({file}; temperature {header.temperature:g}, "
+        f"vocabulary {header.vocab_size}) at these pairs' speeds; all forwards take the same time.",
         end,
         words=2,
     )

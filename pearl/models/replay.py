@@ -34,30 +34,17 @@ def faint(temperature: float) -> float:
     return 40 * (temperature or 1.0)
 
 
-class _Places:
-    """Finds contexts in the recorded texts."""
-
-    def __init__(self, recorded: RecordedTexts) -> None:
-        self._texts = [(*text.prompt, *text.answer) for text in recorded.texts]
-        self._found: dict[int, _Place] = {}
-        for number, (text, whole) in enumerate(zip(recorded.texts, self._texts, strict=True)):
-            for length in range(len(text.answer) + 1):
-                self._found.setdefault(hash(whole[: len(text.prompt) + length]), (number, length))
-
-    def of(self, context: tuple[int, ...]) -> _Place | None:
-        place = self._found.get(hash(context))
-        if place is None or self._texts[place[0]][: len(context)] != context:
-            return None
-        return place
-
-
 class ReplayRunner(ToyRunner):
     """One model of the pair. `role`: "target" or "draft"."""
 
     def __init__(self, recorded: RecordedTexts, role: str, context: int, slots: int = 1 + BRANCHES) -> None:
         super().__init__(recorded.header.vocab_size, self._unused, context, slots)
         self._recorded, self._is_target = recorded, role == "target"
-        self._places = _Places(recorded)
+        self._texts = [(*text.prompt, *text.answer) for text in recorded.texts]
+        self._places: dict[int, _Place] = {}  # by the hash of the context
+        for number, (text, whole) in enumerate(zip(recorded.texts, self._texts, strict=True)):
+            for length in range(len(text.answer) + 1):
+                self._places.setdefault(hash(whole[: len(text.prompt) + length]), (number, length))
         order = torch.from_numpy(np.random.default_rng(0).permutation(recorded.header.vocab_size))
         self._faint = -faint(recorded.header.temperature) - _APART * order
         self._ids = np.concatenate([text.ids for text in recorded.texts]).astype(np.int64)
@@ -77,8 +64,12 @@ class ReplayRunner(ToyRunner):
             row[torch.from_numpy(ids)] = torch.from_numpy(values)
         return rows
 
+    def _place(self, context: tuple[int, ...]) -> _Place | None:
+        place = self._places.get(hash(context))
+        return place if place is not None and self._texts[place[0]][: len(context)] == context else None
+
     def _target_row(self, context: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        place, eos = self._places.of(context), self._recorded.header.eos
+        place, eos = self._place(context), self._recorded.header.eos
         if place is None:
             token = int(self._ids[self._elsewhere(context), 0])
         else:
@@ -87,7 +78,7 @@ class ReplayRunner(ToyRunner):
         return np.array([token]), np.zeros(1, np.float32)
 
     def _draft_row(self, context: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        place = self._places.of(context)
+        place = self._place(context)
         if place is None or place[1] == len(self._recorded.texts[place[0]].answer):
             row = self._elsewhere(context)
         else:

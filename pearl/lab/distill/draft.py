@@ -167,7 +167,7 @@ def head(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise `ModelError` unless logits are states times head: `head_loss` knows no scale, cap or bias."""
+    """Raise `ModelError` unless logits are states times head: `head_loss` supports no scale, cap or bias."""
     ids = torch.arange(4, device=model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits.float()
     ours = (hidden_states(model, ids) @ head(model).T).float()

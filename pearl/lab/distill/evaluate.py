@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -29,8 +30,7 @@ _BATCH_TOKENS = 4096  # tokens of a batch, padding included
 _LOGIT_ROWS = 256  # rows of logits of both models in memory at a time
 
 
-@dataclass(frozen=True)
-class Observations:
+class Observations(NamedTuple):
     """One entry for each answer token.
 
     Attributes:
@@ -44,12 +44,6 @@ class Observations:
     overlap: torch.Tensor
     repeated: torch.Tensor
     position: torch.Tensor
-
-    def __add__(self, other: Observations) -> Observations:
-        return Observations(*(torch.cat((getattr(self, f.name), getattr(other, f.name))) for f in fields(self)))
-
-    def only(self, wanted: torch.Tensor) -> Observations:
-        return Observations(*(getattr(self, f.name)[wanted] for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -73,22 +67,26 @@ class Figures:
     repeated: float | None
     agreement_unrepeated: float | None
     overlap_unrepeated: float | None
-    by_position: dict[int, tuple[float, int]]
+    by_position: dict[int, tuple[float | None, int]]
     correction_in_top: dict[int, float | None]
+
+
+def joined(parts: Sequence[Observations]) -> Observations:
+    return Observations(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 def figures(seen: Observations) -> Figures:
     """Summarise observations."""
-    new, wrong = seen.only(~seen.repeated), seen.rank[seen.rank > 0]
+    new, wrong = ~seen.repeated, seen.rank[seen.rank > 0]
     bins = {a: seen.rank[(seen.position >= a) & (seen.position < b)] for a, b in pairwise(BINS)}
     return Figures(
         tokens=len(seen.rank),
         agreement=_mean(seen.rank == 0),
         overlap=_mean(seen.overlap),
         repeated=_mean(seen.repeated),
-        agreement_unrepeated=_mean(new.rank == 0),
-        overlap_unrepeated=_mean(new.overlap),
-        by_position={a: (float((ranks == 0).double().mean()), len(ranks)) for a, ranks in bins.items() if len(ranks)},
+        agreement_unrepeated=_mean(seen.rank[new] == 0),
+        overlap_unrepeated=_mean(seen.overlap[new]),
+        by_position={a: (_mean(ranks == 0), len(ranks)) for a, ranks in bins.items() if len(ranks)},
         correction_in_top={k: _mean(wrong < k) for k in TOPS},
     )
 
@@ -99,13 +97,9 @@ def _mean(values: torch.Tensor) -> float | None:
 
 def repeated(tokens: Sequence[int]) -> list[bool]:
     """For each token, whether it ends a run of `REPEATED` tokens that occurred before."""
-    seen: set[tuple[int, ...]] = set()
-    again = []
-    for end in range(1, len(tokens) + 1):
-        run = tuple(tokens[max(0, end - REPEATED) : end])
-        again.append(len(run) == REPEATED and run in seen)
-        seen.add(run)
-    return again
+    runs = [tuple(tokens[max(0, end - REPEATED) : end]) for end in range(1, len(tokens) + 1)]
+    first = {run: end for end, run in reversed([*enumerate(runs)])}
+    return [len(run) == REPEATED and first[run] < end for end, run in enumerate(runs)]
 
 
 class GreedyAnswers:
@@ -139,21 +133,19 @@ def observe(
     target: PreTrainedModel, draft: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> Observations:
     """Let both models read each prompt with its answer; one observation per answer token."""
-    parts, pairs = [], [(p, a) for p, a in zip(prompts, answers, strict=True) if a]
+    empty = torch.empty(0)
+    parts = [Observations(empty.long(), empty, empty.bool(), empty.long())]
+    pairs = [(p, a) for p, a in zip(prompts, answers, strict=True) if a]
     for numbers in packed(range(len(pairs)), [len(p) + len(a) for p, a in pairs], _BATCH_TOKENS):
         some = [pairs[number] for number in numbers]
         longest = max(len(p) + len(a) for p, a in some)
         ids = torch.tensor([[*p, *a, *[0] * (longest - len(p) - len(a))] for p, a in some])
         rows = torch.cat([i * longest + torch.arange(len(p) - 1, len(p) + len(a) - 1) for i, (p, a) in enumerate(some)])
         tokens = torch.tensor([token for _, a in some for token in a])
-        ranks, overlaps = _compare(target, draft, ids, rows, tokens)
         again = torch.tensor([flag for _, a in some for flag in repeated(a)])
         position = torch.cat([torch.arange(len(a)) for _, a in some])
-        parts.append(Observations(ranks, overlaps, again, position))
-    if not parts:
-        empty = torch.empty(0)
-        return Observations(empty.long(), empty, empty.bool(), empty.long())
-    return sum(parts[1:], parts[0])
+        parts.append(Observations(*_compare(target, draft, ids, rows, tokens), again, position))
+    return joined(parts)
 
 
 def _compare(
@@ -207,7 +199,6 @@ def evaluate(
     for name, prompts in sets.items():
         asked = [teacher.encode_prompt(prompt) for prompt in prompts]
         seen[name] = observe(teacher.model, draft, asked, kept.of(asked, batch, tick))
-    observations = list(seen.values())
-    if len(observations) > 1:
-        seen["all"] = sum(observations[1:], observations[0])
+    if len(seen) > 1:
+        seen["all"] = joined(list(seen.values()))
     return {name: figures(of) for name, of in seen.items()}

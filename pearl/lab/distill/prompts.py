@@ -111,16 +111,8 @@ def invent(
         for _ in range(attempts(count))
     ]
     turns: list[Answer] = []
+    how: dict[str, Any] = {"eos": teacher.eos, "temperatures": (_TEMPERATURE,), "top": _TOP, "generator": generator}
     for some in batched([teacher.encode_start(start) for start in starts], batch):
-        turns += answer(
-            teacher.model,
-            some,
-            limit=limit,
-            eos=teacher.eos,
-            temperatures=(_TEMPERATURE,),
-            top=_TOP,
-            generator=generator,
-            tick=tick,
-        )
+        turns += answer(teacher.model, some, limit=limit, tick=tick, **how)
     texts = (start + teacher.tokenizer.decode(turn.tokens) for start, turn in zip(starts, turns, strict=True))
     return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[:count]

@@ -51,7 +51,7 @@ class Check:
 
 
 def checks(
-    tokens: int = 60_000, seed: int = 0, coin: Coin = CoinTarget, pair: Pair = paired_executors
+    tokens: int = 20_000, seed: int = 0, coin: Coin = CoinTarget, pair: Pair = paired_executors
 ) -> Iterator[Check]:
     """All checks, each as it is done; the search for the best windows, which takes longest, comes last.
 

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.guesser import StoreGuesses, text_index
+from pearl.drafting.guesser import Guesser, text_index
 from pearl.drafting.ngram import Candidate, TextIndex, anchored, guess_tree
 from pearl.protocol.messages import Source
 from pearl.protocol.window import worthwhile
 
 Seconds = Callable[[int], float]  # of a forward, by tokens fed
 MakeIndex = Callable[[Sequence[int], Datastore | None], TextIndex]
-_LEARN = 64  # tokens at the end of a prompt that the rates are learned from, as in a worker
 
 
 @dataclass(frozen=True)
@@ -71,37 +70,16 @@ class Replayed:
         return self.tokens * seconds(1) / spent if spent else 0.0
 
 
-class StoreIndex:
-    """A `TextIndex` that guesses from a datastore only, not from the text's own n-grams."""
-
-    def __init__(self, tokens: Sequence[int], store: Datastore) -> None:
-        self.tokens = list(tokens)
-        self._store = StoreGuesses(store, self.tokens, max(0, len(tokens) - _LEARN))
-        self._store.learn(len(tokens))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        self.tokens.extend(tokens)
-
-    def cut(self, length: int) -> None:
-        del self.tokens[length:]
-        self._store.cut(length)
-
-    def learn(self, committed: int) -> None:
-        self._store.learn(committed)
+class _StoreOnly(Guesser):
+    """Guesses from the datastore only, not from the text's own n-grams."""
 
     def candidates(self, position: int) -> list[Candidate]:
+        assert self._store is not None
         return self._store.candidates(position)
-
-    def following(self, candidate: Candidate) -> list[Candidate]:
-        return self._store.following(candidate)
 
 
 def store_alone(tokens: Sequence[int], store: Datastore | None) -> TextIndex:
-    assert store is not None
-    return StoreIndex(tokens, store)
+    return _StoreOnly(tokens, store)
 
 
 def replay(

@@ -4,7 +4,7 @@ The draft is right at a position if its token there is the committed one.  It dr
 prefix, so under greedy or coupled decoding the answer depends on the text alone: any method or window would meet the
 same.  Under the ratio rule that holds for `pearl` with any window, with or without pre-verify: draws are keyed by
 position.  `sd` and `pearl-no-post-verify` draw bonus tokens, so a replay stands for another text as hard.  Positions
-that nobody drafted get coins of the trace's own acceptance rate.
+without a draft token get coins of the trace's own acceptance rate.
 
 A forward lasts as the trace's did on average, by tokens fed, with what its worker did until the next (judging,
 sampling, messages) but not its waits; beyond the recorded sizes, as the nearest.
@@ -12,12 +12,11 @@ sampling, messages) but not its waits; beyond the recorded sizes, as the nearest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from statistics import mean, median_low
-from typing import Any
 
 from pearl.errors import TraceError
 from pearl.lab.experiments.workload import Text, Workload
@@ -56,12 +55,12 @@ def recorded(trace: Trace, delay: float = 0.0, jitter: float = 0.0, seed: int = 
         raise TraceError(f"{trace.path} holds no request that came to its end")
     if any(later.start < earlier.end - _ROUNDING for earlier, later in pairwise(whole)):
         raise TraceError(f"{trace.path}: requests ran side by side in it, and the simulation has one at a time")
-    inside = [[s.args for s in trace.target if s.name == "decide" and _within(s, request)] for request in whole]
-    rights = [_right(decisions) for decisions in inside]
+    decisions = [[s for s in trace.target if s.name == "decide" and _within(s, request)] for request in whole]
+    rights = [_right(each) for each in decisions]
     bits = [bit for right in rights for bit in right.values()]
     if not bits:
         raise TraceError(f"{trace.path}: no draft drafted for these texts; record a run of pearl or sd")
-    commits = [list(_commits(trace, request)) for request in whole]
+    commits = [_commits(each) for each in decisions]
     rate = _rate(commits)
     if not rate:
         raise TraceError(f"{trace.path}: all was committed at once; record a longer text")
@@ -87,27 +86,28 @@ def _decoding(trace: Trace, request: Slice) -> RequestOptions:
     return decoding.changed(gamma=decoding.gamma or (median_low(windows) if windows else None))
 
 
-def _right(decisions: Iterable[dict[str, Any]]) -> dict[int, bool]:
+def _right(decisions: Iterable[Slice]) -> dict[int, bool]:
     """Position -> whether its draft token was accepted, from the commands to judge and their results."""
     right: dict[int, bool] = {}
     start = 0
-    for decision in decisions:
-        event = decision["event"]
+    for one in decisions:
+        event = one.args["event"]
         if event["type"] == "Judged":
             right |= dict.fromkeys(range(start, start + event["accepted"]), True)
             if event["token"] is not None:
                 right[start + event["accepted"]] = False
-        start = next((c["start"] for c in decision.get("commands", ()) if c["type"] == "Judge"), start)
+        start = next((c["start"] for c in one.args.get("commands", ()) if c["type"] == "Judge"), start)
     return right
 
 
-def _commits(trace: Trace, request: Slice) -> Iterator[tuple[float, int]]:
-    """(time, tokens) of each commit of a request."""
-    for one in trace.target:
-        if one.name == "decide" and _within(one, request):
-            for command in one.args.get("commands", ()):
-                if command["type"] == "Deliver" and command["message"]["type"] == "Committed":
-                    yield one.end, len(command["message"]["tokens"])
+def _commits(decisions: Iterable[Slice]) -> list[tuple[float, int]]:
+    """(time, tokens) of each commit."""
+    return [
+        (one.end, len(command["message"]["tokens"]))
+        for one in decisions
+        for command in one.args.get("commands", ())
+        if command["type"] == "Deliver" and command["message"]["type"] == "Committed"
+    ]
 
 
 def _rate(commits: Iterable[list[tuple[float, int]]]) -> float:

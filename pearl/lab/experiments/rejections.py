@@ -2,8 +2,8 @@
 
 `rejections` uses pairs of non-stationary Markov chains, whose distributions are all known (figures 2 to 4; the paper
 does not print its chains).  `front` does the same for opt and uno on a pair of models: along texts of the target, where
-bias and rejections of opt add up to the distance between the models, and in texts of each rule's own, which its bias
-leads elsewhere.
+bias and rejections of opt add up to the distance between the models, and in each rule's own texts, which its bias
+changes.
 """
 
 from __future__ import annotations
