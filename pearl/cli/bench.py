@@ -17,7 +17,8 @@ from pearl.cli.distill import Bars
 from pearl.cli.numbers import STDOUT, json_option, named_file, read_json, refuse_options, table_console, write_json
 from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
-from pearl.config import MAX_SLOTS, SamplingParams, Settings
+from pearl.config import SamplingParams, Settings
+from pearl.config.engine import MAX_SLOTS
 from pearl.errors import ConfigError
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Stolen, Taken, hardware, in_words

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 import click
 from pydantic.fields import FieldInfo
 
-from pearl.config import NUMBER_WORDS, SECTIONS, UNSUPPORTED, Settings, WordedNumber, load_settings
+from pearl.config import SECTIONS, UNSUPPORTED, Settings, load_settings
+from pearl.config.decoding import NUMBER_WORDS, WordedNumber
 from pearl.errors import ConfigError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
