@@ -348,7 +348,7 @@ def test_planted_faults_are_found(run: tuple[Outcome, Path]) -> None:
         "rank": lambda d: d.pop("distributedInfo"),
         "without ts": lambda d: _events(d, "X")[5].pop("ts"),
         "'?'": lambda d: d["traceEvents"].append({"ph": "?"}),
-        "kind that is known: 5": lambda d: d["traceEvents"].append(5),
+        "known kind: 5": lambda d: d["traceEvents"].append(5),
     }
     for words, plant in plants.items():
         document = json.loads(whole)
