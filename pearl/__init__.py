@@ -31,7 +31,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Imported on first use: a worker, which imports this package too, has no use for an engine; nor has `--help`."""
+    """Import on first use: neither workers nor `--help` need the engine."""
     if name in _ROOMS:
         return getattr(import_module(_ROOMS[name]), name)
     raise AttributeError(f"module 'pearl' has no attribute {name!r}")

@@ -1,7 +1,4 @@
-"""Documents that somebody else has written, as JSON or YAML: data, or one ValueError that says what is wrong.
-
-Knows nothing of what stands in them.
-"""
+"""Untrusted JSON and YAML: parsed to data, or refused with one ValueError that says what is wrong."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ import yaml
 
 from pearl.errors import PearlError
 
-_MOST_YAML = 1 << 16  # characters; a configuration has two thousand, and PyYAML takes 0.1 s for so many
+_MOST_YAML = 1 << 16  # characters, which take PyYAML 0.1 s; a configuration has two thousand
 _DEEPEST_YAML = 8
-# What goes wrong where something of another shape is taken for what it should be.
+# Errors of code that reads values of an unexpected type or shape.
 _WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError, `json.JSONDecodeError` where it is no JSON."""
+    """Raises ValueError: `json.JSONDecodeError` if it is not JSON."""
     collects = gc.isenabled()
-    gc.disable()  # a million lists would be walked again and again while they come: 0.3 s for 2 MiB, not 0.06 s
+    gc.disable()  # the collector would walk a million new lists again and again: 0.3 s for 2 MiB, not 0.06 s
     try:
         return json.loads(text)
     except RecursionError:
@@ -39,7 +36,7 @@ def parse_json(text: str) -> Any:
 
 
 class _Plain(yaml.SafeLoader):
-    """Knows numbers, true, false, null and text. A date is text."""
+    """Loads numbers, true, false, null and text. A date is text."""
 
 
 _Plain.yaml_implicit_resolvers = {
@@ -49,10 +46,7 @@ _Plain.yaml_implicit_resolvers = {
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document without tags, anchors and aliases: a few of those expand to more than any memory holds.
-
-    Raises ValueError.
-    """
+    """One YAML document without tags, anchors and aliases, a few of which could fill all memory. Raises ValueError."""
     if len(text) > _MOST_YAML:
         raise ValueError(f"it has {len(text):,} characters, at most {_MOST_YAML:,} are read")
     try:
@@ -77,7 +71,7 @@ def _check_plain(text: str) -> None:
 
 @contextmanager
 def damaged(what: object, kind: type[PearlError]) -> Iterator[None]:
-    """For what reads a file whose every value may be of any shape: what then goes wrong is the file's fault."""
+    """Turn the errors of reading values of unexpected types or shapes into one error: `what`, a file, is damaged."""
     try:
         yield
     except _WRONG as error:

@@ -1,8 +1,7 @@
-"""Every error that PEARL raises on purpose.
+"""Every error that PEARL raises on purpose; all descend from `PearlError`.
 
-Two kinds of mistake, told apart as h11 does: `LocalProtocolError` is a bug of ours, `RemoteProtocolError` is the
-peer's. All else descends from `PearlError`, so that a caller can catch the lot.  A message says what happened, where,
-and what to do next.
+As in h11 there are two protocol errors: `LocalProtocolError` is our own bug, `RemoteProtocolError` is the peer's. A
+message says what happened, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 class PearlError(Exception):
     """Base of all errors raised on purpose.
 
-    `exit_code` is what the command line returns for it; `advice` what it prints below it: what to do next, where the
-    message itself cannot know.
+    Attributes:
+        exit_code: of the command line.
+        advice: what to do next, if the message does not say it; the command line prints it below the message.
     """
 
     exit_code = 1
@@ -27,14 +27,14 @@ class ConfigError(PearlError):
 
 
 class TraceError(PearlError):
-    """A trace cannot be written or read, or is none."""
+    """A trace cannot be written or read, or the file is not a trace."""
 
     exit_code = 2
-    advice = "`pearl trace --help` says how one is made, merged and checked."
+    advice = "See `pearl trace --help` for how to record, merge and check one."
 
 
 class RequestError(PearlError):
-    """This request cannot be served (too long for the context, say); the engine is unharmed."""
+    """This request cannot be served (too long for the context, say); the engine continues."""
 
     exit_code = 2
     advice = ""
@@ -48,26 +48,26 @@ class ModelError(PearlError):
 
 
 class DistillError(PearlError):
-    """A distillation cannot go on; what it has saved is whole, and `--resume` continues from there."""
+    """A distillation cannot continue; its last checkpoint is complete, and `--resume` continues from it."""
 
     exit_code = 6
 
 
 class StartError(PearlError):
-    """A worker did not come up; the message carries the real cause."""
+    """A worker did not start; the message has the cause."""
 
     exit_code = 3
 
 
 class TargetLost(PearlError):
-    """The target worker died or fell silent; the request is lost."""
+    """The target worker died or stopped responding; the request is lost."""
 
     exit_code = 4
-    advice = "Run it again; if it is lost again, --log-level debug tells what it did last."
+    advice = "Run it again; if it is lost again, --log-level debug shows its last steps."
 
 
 class DraftLost(PearlError):
-    """The draft worker died or fell silent. Requests go on with the target alone.
+    """The draft worker died or stopped responding. Requests continue with the target alone.
 
     Raised inside workers, and by checks that need a draft.
     """
@@ -76,22 +76,22 @@ class DraftLost(PearlError):
 
 
 class ForwardError(PearlError):
-    """The target's forward gave nothing that can be used; this request is lost, the engine is unharmed."""
+    """The target's forward gave no usable result; this request is lost, the engine continues."""
 
     exit_code = 4
     advice = ""
 
 
 class NumericalError(ForwardError):
-    """A model's logits are not finite: NaN, infinite, or nothing but minus infinity."""
+    """A model's logits are NaN, infinite, or all minus infinity."""
 
 
 class GrammarError(NumericalError):
-    """The grammar that a text is held to names no token that may follow: it cannot be read, or asks for too much."""
+    """The grammar of a text allows no token: it cannot be parsed, or exceeds a limit."""
 
 
 class OutOfMemory(ForwardError):
-    """A forward found no memory on its device."""
+    """A forward ran out of memory on its device."""
 
 
 class EngineClosed(PearlError):
@@ -108,14 +108,14 @@ class TransportError(PearlError):
 
 
 class ProtocolError(PearlError):
-    """Base of the two below. Raising one leaves the state machine as it was."""
+    """Base of the two below. Raising one leaves the state machine unchanged."""
 
     exit_code = 5
     advice = "This is a bug: report it, with what --log-level debug prints and, if it can be repeated, a --trace FILE."
 
 
 class LocalProtocolError(ProtocolError):
-    """We fed our own state machine something that its state does not allow: a bug here."""
+    """An event that our own state machine's state does not allow: a bug of ours."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -123,6 +123,6 @@ class RemoteProtocolError(ProtocolError):
 
 
 def error_named(kind: str) -> type[PearlError]:
-    """The class of that name; `StartError` where there is none: a name may come from a stranger."""
+    """The class of that name; `StartError` for an unknown name, as the name may come from an untrusted peer."""
     found = globals().get(kind)
     return found if isinstance(found, type) and issubclass(found, PearlError) else StartError

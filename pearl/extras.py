@@ -1,4 +1,4 @@
-"""What to install for an extra of the package, as a command that works here. Imports nothing of PEARL."""
+"""The command that installs an extra of the package here. Imports nothing of PEARL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def installing(extra: str) -> str:
-    """`scripts/setup` in a checkout's own environment, else pip with what the extra needs: no index has the package."""
+    """`scripts/setup` in a checkout's own environment, else pip with the extra's requirements: no index has PEARL."""
     if (_ROOT / ".venv").resolve() == Path(sys.prefix).resolve():
         return f"{os.path.relpath(_ROOT / 'scripts' / 'setup')} {extra}"
     try:

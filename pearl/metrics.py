@@ -64,7 +64,7 @@ class Statistics:
         speed_ratio: t_target(1) / t_draft.
         window: c as last used; 0 without a draft.
         stale, duplicate, resyncs: draft messages dropped, and whole prefixes sent again.
-        draft_lost: whether the draft was lost on the way.
+        draft_lost: whether the draft was lost during the request.
     """
 
     num_prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""How long a peer has been silent, as far as its listener could hear. Knows no processes and no messages."""
+"""How long a peer has been silent while its listener was listening."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import threading
 import time
 from collections.abc import Callable
 
-SLACK = 4.0  # how much slower than measured announced work may be before its silence counts
+SLACK = 4.0  # announced work may take this many times its measured time before the silence counts
 
 
 class Silence:
-    """Counts seconds between signs of life, but only those in which the listener itself was there to hear one.
+    """Counts seconds since the last sign of life, without those in which the listener itself was stopped.
 
-    A machine that was suspended, a container that was paused, a front in the background of its terminal: who wakes up
-    must not take its own absence for the peer's.  So of the time between two looks at most `between_looks` counts.
+    After a suspended machine, a paused container or a front in the background wakes up, it must not take its own
+    absence for the peer's. So of the time between two looks at most `between_looks` seconds count.
 
     Args:
-        between_looks: seconds; the listener looks at least as often as that, as a rule.
+        between_looks: seconds; the listener normally looks at least as often.
     """
 
     def __init__(self, between_looks: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = between_looks, clock
-        self._lock = threading.Lock()  # one thread may listen, and another look
+        self._lock = threading.Lock()  # one thread may listen and another look
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:
-        """A sign of life. `allowance`: seconds that it has asked for, being busy; they do not count as silence."""
+        """A sign of life. `allowance`: seconds of announced work, which do not count as silence."""
         with self._lock:
             self._seconds, self._looked = -allowance, self._clock()
 
     @property
     def seconds(self) -> float:
-        """Of silence so far; a look."""
+        """Seconds of silence so far; reading this is a look."""
         with self._lock:
             now = self._clock()
             self._seconds += min(now - self._looked, self._most)

@@ -18,7 +18,7 @@ import pyte
 
 BOUND = 120.0  # seconds; far more than anything takes
 
-_KEPT = 20_000  # bytes of what the program wrote first, and last, to be shown where something was not seen
+_KEPT = 2_000  # bytes of the program's first and last output, shown if something was not seen
 _FRAME_ENDS = b"\x1b[?2026l"
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
@@ -35,7 +35,9 @@ class _Screen(pyte.HistoryScreen):
 class Person:
     """At a terminal of `rows` and `columns` on which `command` runs.
 
-    `controlling`: whether the terminal is the program's controlling one; under torchrun it is only its agent's.
+    Attributes:
+        frames: what the screen showed, one after the other.
+        italics: rows that were seen in italics.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class Person:
         self._screen.answer = self.type
         self._stream = pyte.ByteStream(self._screen)
         self._began = self._written = b""
-        self.frames: list[str] = []  # what the screen showed, one after the other
-        self.italics: set[str] = set()  # what was seen in italics
+        self.frames: list[str] = []
+        self.italics: set[str] = set()
         self.resize(rows, columns)
         self.process = subprocess.Popen(
             command,
@@ -107,15 +109,11 @@ class Person:
         self._written = (self._written + data)[-_KEPT:]
         for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
             self._stream.feed(part)
-            if part.endswith(_FRAME_ENDS):
-                self._look()
+            if part.endswith(_FRAME_ENDS):  # a terminal that waits for the end of each frame shows this
+                self.frames.append(self.screen)
+                rows = self._screen.buffer.values()
+                self.italics |= {"".join(c.data for _, c in sorted(row.items()) if c.italics) for row in rows}
         return bool(data)
-
-    def _look(self) -> None:
-        """A frame as a terminal shows it that waits for the end of each."""
-        self.frames.append(self.screen)
-        for row in self._screen.buffer.values():
-            self.italics.add("".join(cell.data for _, cell in sorted(row.items()) if cell.italics))
 
     @property
     def lines(self) -> list[str]:
@@ -152,9 +150,8 @@ class Person:
     def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + BOUND
         while not condition():
-            told = f"first: {self._began!r}\nand last: {self._written!r}"
-            late = f"not within {BOUND} s: {what}\n{self.text}\nwhat was written {told}"
-            assert time.monotonic() < deadline, late
+            written = f"{self._began!r}\nand last: {self._written!r}"
+            assert time.monotonic() < deadline, f"not within {BOUND} s: {what}\n{self.text}\nwritten: {written}"
             if not self.read(0.05) and self.process.poll() is not None:
                 while self.read(0.05):
                     pass

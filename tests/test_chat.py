@@ -206,7 +206,7 @@ def test_a_draft_killed_amid_a_reply_is_told_and_the_reply_goes_on(home: dict[st
         assert engine._launcher.draft_pid is not None
         os.kill(engine._launcher.draft_pid, signal.SIGKILL)
         person.sees(text)
-        person.sees("the draft was lost on the way")
+        person.sees("the draft was lost during the reply")
         person.sees(STATUS)
 
 
@@ -224,7 +224,7 @@ def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_conversation_is_s
         assert person.leaves() == 4
         text = " ".join(person.text.split())
         assert "error: target worker was killed by signal 9" in text
-        assert "last-chat.json; /load goes on with it" in text
+        assert "last-chat.json; /load continues it" in text
         assert "Traceback" not in text
         assert person.echoes
     kept = json.loads(Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json").read_text())

@@ -68,7 +68,7 @@ def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "500 ms after the submission, 200 ms of them in the queue" in text
     assert "25.0 ms each on average (TPOT); ITL p50 20 ms, p99 90 ms" in text
-    assert "0.80 of 10 judged draft tokens, 0.40 of 20 drafted" in text
+    assert "80% (8 of 10 judged), 40% of 20 drafted" in text
     assert "1.50 tokens a step" in text
     assert "with it 4.10 times as fast, compared on 48 tokens of this text" in text
 

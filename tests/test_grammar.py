@@ -21,7 +21,8 @@ from scipy import stats
 
 from pearl import Engine, SamplingParams
 from pearl.cli import cli
-from pearl.config import MAX_GRAMMAR, DecodingConfig
+from pearl.config import DecodingConfig
+from pearl.config.sampling import MAX_GRAMMAR
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from pearl import SamplingParams
-from pearl.config import LEAST_LOGPROB, DecodingConfig
+from pearl.config import DecodingConfig
+from pearl.config.sampling import LEAST_LOGPROB
 from pearl.engine import Engine
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError, RemoteProtocolError

@@ -35,8 +35,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def named(found: dict[str, list[str]]) -> list[tuple[str, str]]:
-    return sorted({(page, one) for page, some in found.items() for one in some})
+def named(pattern: str) -> list[tuple[str, str]]:
+    """Each page with each match of a pattern."""
+    return sorted({(page, one) for page, text in TEXTS.items() for one in re.findall(pattern, text)})
 
 
 # ---- the first page ----
@@ -116,9 +117,8 @@ def flags(command: click.Command) -> set[str]:
 def test_every_flag_named_is_a_flag() -> None:
     torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
     scripts = {"--help", "--dry-run", "--model", "--run", "--faults", "--rehearse"}
-    found = named({page: re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) for page, text in TEXTS.items()})
     known = flags(cli) | torchrun | scripts
-    wrong = [one for one in found if one[1] not in known]
+    wrong = [one for one in named(r"(?<![\w-])--[a-z][a-z-]+") if one[1] not in known]
     assert not wrong, wrong
 
 
@@ -140,8 +140,7 @@ def leads(page: str, link: str) -> bool:
 
 
 def test_every_link_leads_somewhere() -> None:
-    links = named({page: LINK.findall(text) for page, text in TEXTS.items()})
-    wrong = [one for one in links if not leads(*one)]
+    wrong = [one for one in named(LINK.pattern) if not leads(*one)]
     assert not wrong, wrong
 
 
@@ -163,7 +162,7 @@ def commands(text: str) -> Iterator[str]:
 
 
 STARTS = {"pearl", ".venv/bin/pearl", "torchrun", "python", "sbatch"}
-COMMANDS = named({page: list(commands(text)) for page, text in TEXTS.items()})
+COMMANDS = sorted({(page, one) for page, text in TEXTS.items() for one in commands(text)})
 
 
 def test_the_commands_are_found() -> None:

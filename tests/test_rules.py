@@ -15,7 +15,8 @@ import torch
 
 from pearl import Engine, EngineConfig
 from pearl.cli.options import field_option
-from pearl.config import DecodingConfig, SamplingParams, with_registered_rules
+from pearl.config import DecodingConfig, SamplingParams
+from pearl.config.decoding import with_registered_rules
 from pearl.decoding.rules import make_draft_half, make_target_half, ratio
 from pearl.decoding.sampling import read_draw, shortlists
 from pearl.engine import processes

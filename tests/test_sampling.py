@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pearl.config import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
+from pearl.config.sampling import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
 from pearl.decoding import sampling as module
 from pearl.decoding.keys import Purpose, draw_key, early, exponentials, uniform
 from pearl.decoding.rules.direct import DirectDraw

@@ -149,7 +149,7 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(temporary: dict[st
     rest, said = run.communicate(timeout=BOUND)
     assert run.returncode == 0, said
     assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 400)) + "\n"
-    assert "lost on the way" in said
+    assert "lost during the text" in said
     assert "starting it again (1)" in said
 
 

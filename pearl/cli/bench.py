@@ -29,7 +29,8 @@ from pearl.cli.numbers import (
 )
 from pearl.cli.options import SettingsGroup, settings_options
 from pearl.cli.paper import paper
-from pearl.config import MAX_SLOTS, SamplingParams, Settings
+from pearl.config import SamplingParams, Settings
+from pearl.config.engine import MAX_SLOTS
 from pearl.errors import ConfigError
 from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Conditions

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import click
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
@@ -41,11 +41,11 @@ class _Waiting:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._began = engine, time.monotonic()
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich__(self) -> Text:
         ahead = self._engine.requests_ahead
         others = "another client is being served" if ahead == 1 else f"{ahead} requests of other clients come first"
         what = others if ahead else "reading the conversation"
-        yield Text(f"{what}, {time.monotonic() - self._began:.0f} s", "dim")
+        return Text(f"{what}, {time.monotonic() - self._began:.0f} s", "dim")
 
 
 class ContextFull(RequestError):
@@ -172,7 +172,7 @@ def _statistics_until_stopped(result: Result, watch: Stopwatch) -> Statistics:
 
 
 def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
-    """The text that the tokens `pending` add to the text shown, without incomplete characters at its end."""
+    """The text that the tokens `pending` add, without incomplete characters at its end."""
     before = [*result.prompt_tokens[-CONTEXT:], *result.tokens][-CONTEXT:]
     shown = engine.tokenizer.decode(before).rstrip(REPLACEMENT)
     return engine.tokenizer.decode([*before, *pending])[len(shown) :].rstrip(REPLACEMENT)
@@ -201,7 +201,7 @@ def status(answer: Answer, context: int) -> Text:
     parts += _wait_shares(s)
     line = Text(" · ".join(parts), "dim")
     if s.draft_lost:
-        line.append("\nthe draft was lost on the way; the target went on alone", "yellow")
+        line.append("\nthe draft was lost during the reply; the target went on alone", "yellow")
     if result.finish_reason == "length" and answer.room <= 0:
         line.append(
             f"\nthe reply was cut: the context of {context:,} tokens is full; /undo, /clear, or go on and drop turns",
@@ -226,12 +226,10 @@ def _wait_shares(s: Statistics) -> list[str]:
 @click.command(cls=SettingsCommand)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
-@click.option("--raw", is_flag=True, help="No chat template: what you type is continued as it is.")
-@click.option("--show-draft", is_flag=True, help="Show what the draft guesses, and what the target made of it.")
+@click.option("--raw", is_flag=True, help="No chat template: the model continues your input.")
+@click.option("--show-draft", is_flag=True, help="Show the draft's guesses, and which of them the target accepted.")
 @click.option("--markdown/--no-markdown", default=True, help="Render replies as Markdown.  [default: markdown]")
-@click.option(
-    "--history/--no-history", default=True, help="Keep what you type, for the arrow keys.  [default: history]"
-)
+@click.option("--history/--no-history", default=True, help="Keep your input for the arrow keys.  [default: history]")
 @connect_option
 @settings_options
 def chat(
@@ -271,7 +269,7 @@ def chat(
 
 
 def _run_interactive(chat: Chat, reader: LineReader) -> None:
-    """Read and answer messages until the user leaves."""
+    """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; survives other errors."""
     logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
     chat.keys = True
     config = chat.engine.config
@@ -279,45 +277,29 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
     while True:
         try:
             line = reader.read()
-        except KeyboardInterrupt:
+            message = run_command(chat, line) if line.startswith("/") else line
+            if message and message.strip():
+                _exchange(chat, reader, message)
+        except KeyboardInterrupt:  # Ctrl-C in an empty line
             chat.console.print("Ctrl-D or /bye leaves.", style="dim")
-            continue
-        except EOFError:
+        except (EOFError, Leave):
             return
-        except RequestError as error:
-            chat.console.print(Text(str(error), "red"))
-            continue
-        try:
-            _handle_line(chat, reader, line)
-        except Leave:
-            return
-
-
-def _handle_line(chat: Chat, reader: LineReader, line: str) -> None:
-    """Run one line: a command or a message.
-
-    Prints errors that the chat survives. Raises `Leave`, and `TargetLost` and `EngineClosed`, which end the chat.
-    """
-    try:
-        message = run_command(chat, line) if line.startswith("/") else line
-        if message and message.strip():
-            _exchange(chat, reader, message)
-    except (TargetLost, EngineClosed):
-        _save_last_chat(chat)
-        raise
-    except PearlError as error:
-        chat.console.print(Text(printable(str(error)), "red"))
+        except (TargetLost, EngineClosed):
+            _save_last_chat(chat)
+            raise
+        except PearlError as error:
+            chat.console.print(Text(printable(str(error)), "red"))
 
 
 def _save_last_chat(chat: Chat) -> None:
-    """Save the conversation to a file if there is any: the engine is gone. Ignores errors of the file system."""
+    """Save the conversation, if any, to a file, as the engine is gone. Ignores errors of the file system."""
     if chat.conversation.turns:
         with contextlib.suppress(OSError, RuntimeError):
             path = state_directory() / "last-chat.json"
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch(mode=0o600)
             path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
-            chat.console.print(Text(f"the conversation is in {path}; /load goes on with it", "yellow"))
+            chat.console.print(Text(f"the conversation is in {path}; /load continues it", "yellow"))
 
 
 def _exchange(chat: Chat, reader: LineReader, message: str) -> None:

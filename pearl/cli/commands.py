@@ -217,7 +217,7 @@ def _save(chat: Chat, rest: str) -> None:
 
 
 def _load(chat: Chat, rest: str) -> None:
-    """go on with a saved conversation: /load FILE"""
+    """continue a saved conversation: /load FILE"""
     path = _path(rest, "/load FILE")
     with _file_errors(f"cannot read {path}"):
         text = path.read_text(encoding="utf-8", errors="replace")

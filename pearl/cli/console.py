@@ -1,6 +1,6 @@
 """Text for the user's terminal, printed without obeying its control characters.
 
-Apart from `terminal`, which imports the library that the chat's line takes: every command prints, and few read.
+Separate from `terminal`, which imports prompt_toolkit: every command prints, but only the chat reads lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SafeConsole(Console):
 
 
 def text_input(errors: str, newline: str | None = "") -> TextIO:
-    """Standard input without a byte order mark; `errors` and `newline` as of `open`. To be called before it is read."""
+    """Standard input without a byte order mark; `errors` and `newline` as of `open`. To be called before reading."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = codecs.lookup(sys.stdin.encoding).name
         wider = "utf-8-sig" if encoding in ("utf-8", "ascii") else encoding

@@ -13,7 +13,7 @@ from pearl.engine.card import Card
 from pearl.errors import ConfigError, StartError
 from pearl.printable import printable
 
-_STOP_SECONDS = 30.0  # more than an engine takes that has to kill its workers, and to write a trace
+_STOP_SECONDS = 30.0  # enough for an engine to kill its workers and write a trace
 _SERVED = "pearl serve"
 
 
@@ -23,7 +23,7 @@ _SERVED = "pearl serve"
 def ps(as_json: bool) -> None:
     """List your engines on this machine.
 
-    Those of pearl serve, and those that other programs hold for themselves: each can be connected to (--connect).
+    Those of pearl serve, and those of other programs: --connect works with each.
     """
     running = card.running_engines()
     if as_json:
@@ -33,7 +33,7 @@ def ps(as_json: bool) -> None:
     else:
         say("no engine is running")
     for directory in card.leftovers():
-        say(f"left by an engine that was killed, and safe to remove: {directory}")
+        say(f"left by a killed engine, safe to remove: {directory}")
 
 
 @listed("Use it", "pearl stop 4242")
@@ -43,9 +43,8 @@ def ps(as_json: bool) -> None:
 def stop(engine: str, every: bool) -> None:
     """Stop an engine of yours on this machine.
 
-    Names it by its PID or directory, as pearl ps lists them; the name may be left out where there is only one. The
-    program that holds the engine is told to end (SIGTERM), and ends its workers. --all leaves engines that other
-    programs hold for themselves.
+    Name it by its PID or directory, as listed by pearl ps; the name may be left out if there is only one. The program
+    that owns the engine gets SIGTERM and ends its workers. --all does not stop engines of other programs.
     """
     if engine and every:
         raise ConfigError("name an engine or give --all, not both")
@@ -56,7 +55,7 @@ def stop(engine: str, every: bool) -> None:
     served = [each for each in running if each.program == _SERVED]
     for each in running:
         if each not in served:
-            say(f"left alone: PID {each.pid}, which {each.program} holds for itself")
+            say(f"left alone: PID {each.pid}, the engine of {each.program}")
     if not served:
         raise ConfigError(f"no engine of {_SERVED} is running")
     for each in served:

@@ -25,7 +25,7 @@ from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
 
-_QUEUED = 1e-3  # seconds: less is the way into an empty queue
+_QUEUED = 1e-3  # seconds; an empty queue takes less
 
 
 @listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
@@ -38,11 +38,11 @@ _QUEUED = 1e-3  # seconds: less is the way into an empty queue
 def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, connect: str | None) -> None:
     """Generate one text from a prompt.
 
-    PROMPT is read from standard input if it is left out (or is -). The text goes to standard output, all else to
-    standard error. If the model has a chat template it is applied; see --raw.
+    Without PROMPT (or with -) the prompt is read from standard input. The text goes to standard output, all else to
+    standard error. A chat template of the model is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
-    text = "" if torchrun.rank() else _prompt(prompt, raw)  # before loading anything; torchrun's other rank needs none
+    text = "" if torchrun.rank() else _prompt(prompt, raw)  # before loading models; torchrun's other ranks need none
     if connect is None:
         settings.engine.check_decoding(settings.decoding)
     with running(settings.engine, console, connect) as engine:
@@ -61,9 +61,9 @@ def _prompt(prompt: str | None, raw: bool) -> str:
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)
-        # Halves of surrogate pairs are refused with the prompt.
+        # The engine refuses a prompt with halves of surrogate pairs.
         prompt, raw = text_input("surrogateescape").read(), False
-    if not raw and not prompt.strip():  # --raw "" is a text from the tokenizer's own first token
+    if not raw and not prompt.strip():  # --raw "" starts from the tokenizer's first token
         raise ConfigError('no prompt: give one as an argument or on standard input, e.g. pearl generate "Hello!"')
     return prompt
 
@@ -71,7 +71,7 @@ def _prompt(prompt: str | None, raw: bool) -> str:
 def _print_as_it_comes(stream: Stream, quiet: bool) -> None:
     for piece in stream:
         if not quiet:
-            # Not click.echo, which strips ANSI codes: a file must get the model's own text.
+            # click.echo would strip ANSI codes, but a file must get the model's own text
             sys.stdout.write(printable(piece.text) if sys.stdout.isatty() else piece.text)
             sys.stdout.flush()
     if not quiet:
@@ -79,7 +79,7 @@ def _print_as_it_comes(stream: Stream, quiet: bool) -> None:
 
 
 def _document(settings: Settings, engine: Engine, result: Result) -> dict[str, object]:
-    """`settings` are those used: with them the prompt's tokens give the same text again."""
+    """The output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text again."""
     sampling = settings.sampling.model_dump() | with_defaults(settings.sampling, engine.defaults)
     room = engine.context - len(result.prompt_tokens)
     return {
@@ -121,17 +121,14 @@ def summary(settings: Settings, result: Result) -> Table:
         latencies = f"p50 {s.itl_p50 * 1e3:.0f} ms, p99 {s.itl_p99 * 1e3:.0f} ms"
         table.add_row("next tokens", f"{1e3 / s.tokens_per_second:.1f} ms each on average (TPOT); ITL {latencies}")
     if s.acceptance_rate is not None:
-        length = f"{s.mean_run_length:.2f}" if s.mean_run_length else "-"
-        table.add_row(
-            "acceptance",
-            f"{s.acceptance_rate:.2f} of {s.num_judged_draft_tokens} judged draft tokens"
-            + (f", {s.draft_acceptance_rate:.2f} of {s.num_draft_tokens} drafted" if s.draft_acceptance_rate else "")
-            + f"; mean run {length} tokens, its correction included",
-        )
+        judged = f"{s.acceptance_rate:.0%} ({s.num_accepted_draft_tokens} of {s.num_judged_draft_tokens} judged)"
+        drafted = f", {s.draft_acceptance_rate:.0%} of {s.num_draft_tokens} drafted" if s.draft_acceptance_rate else ""
+        length = f"; {s.mean_run_length:.1f} tokens per run" if s.mean_run_length else ""
+        table.add_row("acceptance", judged + drafted + length)
     if s.expected_rejections is not None:
         odds = f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
-        bias = f"; biased by {s.bias / s.num_judged_draft_tokens:.3f} a judged token" if s.bias else ""
-        table.add_row("rejections", f"{s.num_rejections}, {odds} by the models' distributions{bias}")
+        bias = f"; bias {s.bias / s.num_judged_draft_tokens:.3f} per judged token" if s.bias else ""
+        table.add_row("rejections", f"{s.num_rejections}, {odds} from the models' distributions{bias}")
     if s.num_guesses:
         guessed = s.provenance.get(Provenance.GUESSED.value, 0)
         sources = ", ".join(f"{n} {source}" for source, n in sorted(s.guessed_by_source.items(), reverse=True))
@@ -151,5 +148,5 @@ def summary(settings: Settings, result: Result) -> Table:
     waits = ", ".join(f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle")
     table.add_row("target waited", waits or "never")
     if s.draft_lost:
-        table.add_row("draft", "lost on the way; the target went on alone")
+        table.add_row("draft", "lost during the text; the target went on alone")
     return table

@@ -18,7 +18,7 @@ from pearl.transport.zeromq import new_keys
 def keys(file: Path) -> None:
     """Make the keys that secure a control channel between two hosts.
 
-    Whoever can read FILE can use the engines that are started with it. It is never overwritten.
+    Everyone who can read FILE can use the engines that are started with it. An existing file is never overwritten.
     """
     write_keys(file, new_keys())
     say(f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both")

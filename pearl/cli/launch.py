@@ -1,4 +1,4 @@
-"""Get an engine for a command: start one, start one under torchrun, or attach to a running one."""
+"""The engine of a command: started here, started under torchrun, or a running one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def connect_option(command: _Command) -> _Command:
         is_flag=False,
         flag_value="",
         metavar="[PID|DIRECTORY]",
-        help="Use an engine that is running, one that pearl ps lists; which may be left out where there is only one.",
+        help="Use a running engine, as listed by pearl ps; the name may be left out if there is only one.",
     )(command)
 
 
 @contextmanager
 def running(config: EngineConfig, console: Console, connect: str | None = None) -> Iterator[Engine | None]:
-    """Yield the engine for a command. On torchrun's other ranks: serve it until it ends, then yield None.
+    """Yield the engine for a command. On torchrun's other ranks: run its worker until it ends, then yield None.
 
     Args:
         connect: directory or process id of a running engine, "" for the only one; None: start one.
@@ -43,7 +43,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
     rank = torchrun.rank()
     if connect is not None:
         if rank is not None:
-            raise ConfigError("--connect takes no torchrun: the engine runs already")
+            raise ConfigError("--connect does not work under torchrun: the engine is already running")
         directory = find_card(connect).directory
         with _show_progress(console, f"connecting to {directory}") as progress:
             engine = attach(directory, progress)

@@ -12,14 +12,15 @@ from typing import Any, Literal, TypeVar
 import click
 from pydantic.fields import FieldInfo
 
-from pearl.config import NUMBER_WORDS, SECTIONS, UNSUPPORTED, Settings, WordedNumber, load_settings
+from pearl.config import SECTIONS, UNSUPPORTED, Settings, load_settings
+from pearl.config.decoding import NUMBER_WORDS, WordedNumber
 from pearl.errors import ConfigError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def settings_options(command: _Command) -> _Command:
-    """Add --config and a flag for every field to a command, which gets them as `settings: Settings`."""
+    """Add --config and a flag for every field to a command, which receives them as `settings: Settings`."""
 
     @functools.wraps(command)
     def wrapped(config: Path | None, **given: Any) -> Any:
@@ -38,12 +39,12 @@ def settings_options(command: _Command) -> _Command:
     return typing.cast(_Command, config(wrapped))
 
 
-# What each section's flags are listed under in a command's help.
+# The heading of each section's flags in a command's help.
 _TITLES = dict(zip(SECTIONS, ("The pair, and where it runs", "How it is decoded", "How tokens are drawn"), strict=True))
 
 
-class _InSections(click.Command):
-    """Lists its own options first, then those of each section of the settings."""
+class SettingsCommand(click.Command):
+    """A command with `settings_options`: lists its own options first, then those of each section of the settings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {name: title for section, title in _TITLES.items() for name in section.model_fields}
@@ -57,11 +58,7 @@ class _InSections(click.Command):
                 formatter.write_dl(records)
 
 
-class SettingsCommand(_InSections):
-    """A command with `settings_options`."""
-
-
-class SettingsGroup(_InSections, click.Group):
+class SettingsGroup(SettingsCommand, click.Group):
     """A group with `settings_options`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -91,13 +88,14 @@ def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
     multiple = typing.get_origin(kind) is tuple
     if WordedNumber in field.metadata:
         return click.option(flag, name, type=_NumberOrWord(), default=None, help=_help(field))
-    return click.option(
-        flag, name, type=_type(kind), multiple=multiple, default=None, help=_help(field), metavar=_metavar(field, kind)
-    )
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    metavar = extra.get("metavar") or {int: "N", float: "X", str: "NAME"}.get(kind)
+    form = {"type": _type(kind), "multiple": multiple, "metavar": metavar}
+    return click.option(flag, name, default=None, help=_help(field), **form)
 
 
 class _NumberOrWord(click.ParamType):
-    """A whole number, or one of the words for some; which numbers are allowed is the field's business."""
+    """A whole number or a word for one; the field checks its range."""
 
     name = "|".join(["N", *NUMBER_WORDS])
 
@@ -127,12 +125,6 @@ def _type(kind: Any) -> Any:
         return kind
     each = typing.get_args(kind)[0]
     return typing.get_args(each) or each  # pairs are two arguments of the flag
-
-
-def _metavar(field: FieldInfo, kind: Any) -> str | None:
-    extra = field.json_schema_extra
-    own = extra.get("metavar") if isinstance(extra, dict) else None
-    return str(own) if own else {int: "N", float: "X", str: "NAME"}.get(kind)
 
 
 def _help(field: FieldInfo) -> str:

@@ -1,4 +1,4 @@
-"""`pearl serve`: an engine to which clients of the same user attach, and with --http any that speak OpenAI's API."""
+"""`pearl serve`: an engine for clients of the same user, and with --http for every client of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _QUEUE = 32
 
 @listed("Use it", "pearl serve --target my-model --draft my-small-model")
 @click.command(cls=SettingsCommand)
-@click.option("--http", metavar="HOST:PORT", help="Serve OpenAI's API there too; port 0: a free one.")
+@click.option("--http", metavar="HOST:PORT", help="Also serve OpenAI's API at this address; port 0: a free one.")
 @click.option(
     "--api-key",
     envvar="PEARL_API_KEY",
     metavar="KEY",
-    help="What clients of --http must send; needed beyond the loopback. $PEARL_API_KEY keeps it out of ps.",
+    help="Key that clients of --http must send; required beyond the loopback. $PEARL_API_KEY hides it from ps.",
 )
 @click.option(
     "--http-queue",
     type=click.IntRange(0, 256),
     default=None,
-    help=f"Requests that may wait; more are told to try again later.  [default: {_QUEUE}]",
+    help=f"Requests that may wait; more get an error with Retry-After.  [default: {_QUEUE}]",
 )
 @click.option("--http-model", metavar="NAME", help="The model's name for clients; default: the target's.")
 @settings_options
@@ -49,8 +49,8 @@ def serve(
     It runs until Ctrl-C or pearl stop; pearl chat --connect and pearl generate --connect use it, and pearl ps lists it.
     Only this user's processes on this machine can reach it. Each client sets its own sampling and decoding.
 
-    With --http it is a server for every tool that speaks OpenAI's API, with the base URL http://HOST:PORT/v1. Settings
-    of sampling hold for what a request does not set, those of decoding for all.
+    With --http it is also a server for every client of OpenAI's API, with the base URL http://HOST:PORT/v1. The
+    sampling settings are defaults of its requests, the decoding settings hold for all of them.
     """
     if http is None and (http_queue is not None or http_model is not None):
         raise ConfigError("--http-queue and --http-model go with --http HOST:PORT")

@@ -1,4 +1,4 @@
-"""`pearl trace`: its arguments and tables; `pearl.trace` computes the numbers."""
+"""`pearl trace`: arguments and tables; `pearl.trace` computes the numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @listed("See and check", "pearl trace compare sd.json pearl.json --png both.png")
 @click.group()
 def trace() -> None:
-    """Report, compare, draw or replay what --trace FILE has recorded.
+    """Report, compare, draw or replay the recordings of --trace FILE.
 
     The file is a Chrome trace: ui.perfetto.dev opens it too.
     """
@@ -53,7 +53,7 @@ def report(file: Path, as_json: bool) -> None:
 @click.argument("b", type=click.Path(path_type=Path))
 @_JSON
 @click.option("--png", type=click.Path(path_type=Path), help="Instead draw both runs, A above B on one time scale.")
-@click.option("--seconds", type=float, help="How much --png shows of each; default: twelve verification steps of one.")
+@click.option("--seconds", type=float, help="Seconds of each in --png; default: twelve verification steps of one.")
 def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | None) -> None:
     """Two runs side by side: one of sd and one of pearl, say."""
     if png is not None:
@@ -63,7 +63,7 @@ def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | 
         say(f"{png}: {a} above {b}, {max(chart.end for chart in charts):.3f} s of each")
         return
     if seconds is not None:
-        raise click.UsageError("--seconds says how much a picture shows: give --png FILE too")
+        raise click.UsageError("--seconds is the length of a picture: give --png FILE too")
     reports = {str(path): _report(path) for path in (a, b)}
     if as_json:
         click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
@@ -79,7 +79,7 @@ def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | 
 @_FILE
 @click.option("--png", type=click.Path(path_type=Path), required=True, help="The picture to write.")
 @click.option("--from", "start", type=float, help="Seconds from the start of the first request.")
-@click.option("--seconds", type=float, help="How much to show; default: twelve verification steps.")
+@click.option("--seconds", type=float, help="Length of the picture; default: twelve verification steps.")
 def show(file: Path, png: Path, start: float | None, seconds: float | None) -> None:
     """Draw both workers on one time axis."""
     with damaged(file, TraceError):
@@ -112,7 +112,7 @@ def replay(file: Path) -> None:
 def merge(file: Path) -> None:
     """Make FILE from the parts that a killed run has left.
 
-    Each worker writes a part beside FILE while it runs. Closing the engine merges the parts; a kill does not.
+    Each worker writes a part beside FILE while it runs. Closing the engine merges them; a killed engine leaves them.
     """
     chrome.merge(file)
     click.echo(printable(f"{file}: {len(read_document(file)['traceEvents'])} events"))

@@ -1,7 +1,7 @@
-"""Every setting there is, validated by pydantic: how an engine is built, how a request is decoded and sampled.
+"""Every setting, validated by pydantic: how an engine is built, how a request is decoded and sampled.
 
-A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line.  Unknown
-keys and bad values are refused by name.  Knows no models, sockets or processes.
+A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line. Unknown
+keys and bad values are refused by name. Must not know models, sockets or processes.
 """
 
 from __future__ import annotations
@@ -11,75 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pearl.config.decoding import (
-    NUMBER_WORDS,
-    DecodingConfig,
-    WordedNumber,
-    wide_window,
-    with_registered_rules,
-)
-from pearl.config.engine import MAX_SLOTS, EngineConfig, ModelConfig, ModelRole
-from pearl.config.sampling import (
-    LEAST_LOGPROB,
-    LEAST_REPETITION_PENALTY,
-    LEAST_SHARE,
-    LEAST_TEMPERATURE,
-    LONGEST_STOP,
-    MAX_BIASES,
-    MAX_GRAMMAR,
-    MAX_LOGPROBS,
-    MOST_BIAS,
-    MOST_EOS,
-    MOST_PENALTY,
-    MOST_REPETITION_PENALTY,
-    MOST_STOPS,
-    MOST_TEMPERATURE,
-    SamplingParams,
-    sampling_problem,
-    stop_problem,
-)
+from pearl.config.decoding import DecodingConfig
+from pearl.config.engine import EngineConfig, ModelConfig, ModelRole
+from pearl.config.sampling import SamplingParams
 from pearl.config.section import UNSUPPORTED, Section, refuse_unknown
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import RULES, named_parameters
 
-__all__ = [
-    "DecodingConfig",
-    "EngineConfig",
-    "LEAST_LOGPROB",
-    "LEAST_REPETITION_PENALTY",
-    "LEAST_SHARE",
-    "LEAST_TEMPERATURE",
-    "LONGEST_STOP",
-    "MAX_BIASES",
-    "MAX_GRAMMAR",
-    "MAX_LOGPROBS",
-    "MAX_SLOTS",
-    "MOST_BIAS",
-    "MOST_EOS",
-    "MOST_PENALTY",
-    "MOST_REPETITION_PENALTY",
-    "MOST_STOPS",
-    "MOST_TEMPERATURE",
-    "ModelConfig",
-    "ModelRole",
-    "NUMBER_WORDS",
-    "SECTIONS",
-    "SamplingParams",
-    "Section",
-    "Settings",
-    "UNSUPPORTED",
-    "WordedNumber",
-    "load_settings",
-    "read_file",
-    "sampling_problem",
-    "stop_problem",
-    "wide_window",
-    "with_registered_rules",
-]
+__all__ = ["DecodingConfig", "EngineConfig", "ModelConfig", "ModelRole", "SamplingParams", "Section", "Settings"]
+__all__ += ["SECTIONS", "UNSUPPORTED", "load_settings", "read_file"]
 
-_OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # what can be had without a file
+_OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # configurations of the package, by name
 SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)
 
 
@@ -95,26 +39,27 @@ class Settings:
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
     """A configuration file, if any, with `overrides` (flags given by the user) on top."""
     values = read_file(path) if path else {}
+    merged = {**values, **overrides}
     try:
-        settings = _settings({**values, **overrides})
-        # What a file says of its own method is not in the way of another that a flag names.
-        _refuse_unread(overrides if "method" in overrides else {**values, **overrides})
+        settings = _settings(merged)
+        # A flag may choose another method than the file, whose settings for its own method are then not in the way.
+        _refuse_unread(overrides if "method" in overrides else merged)
         return settings
     except ConfigError as error:
-        if path is None or _sound(values):
+        if path is None or _is_valid(values):
             raise
         raise ConfigError(f"{path}: {error}") from None
 
 
 def _refuse_unread(values: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a setting of drafts beside a method without any: it would be ignored."""
+    """Raises `ConfigError` for a setting of drafts with a method that has none: it would be ignored."""
     fields, method = DecodingConfig.model_fields, values.get("method")
     for name in ("gamma", "window", "rule", *named_parameters(RULES.values())):
         if method in DRAFTLESS and values.get(name, fields[name].default) != fields[name].default:
             raise ConfigError(f"{name} is for methods with a draft, and {method} has none: leave it out")
 
 
-def _sound(values: Mapping[str, Any]) -> bool:
+def _is_valid(values: Mapping[str, Any]) -> bool:
     try:
         _settings(values)
     except ConfigError:
@@ -132,7 +77,7 @@ def _settings(values: Mapping[str, Any]) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, or in the one that the package has under that name. Raises `ConfigError`."""
+    """The mapping in a YAML file, or in the package's own configuration of that name. Raises `ConfigError`."""
     try:
         found = _OWN.get(str(path)) if not path.exists() else None
         values = parse_yaml((found or path).read_text(encoding="utf-8"))

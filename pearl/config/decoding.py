@@ -5,41 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from pearl.config.section import Section
 from pearl.errors import ConfigError
-from pearl.spec.methods import (
-    AS_PUBLISHED,
-    BRANCHES,
-    DRAFT_LOOKUP,
-    LOOK_AHEAD,
-    MAX_GAMMA,
-    MAX_LOOK_AHEAD,
-    MAX_WINDOW,
-    METHODS,
-)
+from pearl.spec import methods
+from pearl.spec.methods import AS_PUBLISHED, METHODS
 from pearl.spec.problems import decoding_problem
 from pearl.spec.rules import RULES, Parameters, find, named_parameters
 from pearl.spec.stops import CAP, FIXED, STOPS, check_stop
 
 NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
 WordedNumber = BeforeValidator(lambda given: NUMBER_WORDS.get(given, given) if isinstance(given, str) else given)
-Guesses = Annotated[Annotated[int, Field(ge=0, le=MAX_LOOK_AHEAD)] | None, WordedNumber]
-Outcomes = Annotated[Annotated[int, Field(ge=0, le=BRANCHES)] | None, WordedNumber]
+Guesses = Annotated[Annotated[int, Field(ge=0, le=methods.MAX_LOOK_AHEAD)] | None, WordedNumber]
+Outcomes = Annotated[Annotated[int, Field(ge=0, le=methods.BRANCHES)] | None, WordedNumber]
 
 _Decoding = TypeVar("_Decoding", bound="DecodingConfig")
 
 
 def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
-    """The section with what rules and stop policies declare: the values that `rule` and `draft_stop` may have, and an
-    optional field a parameter.
-    """
+    """The section with the registered methods, rules and stop policies, and an optional field for each parameter."""
     summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
     choice = Field(default=next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
     takes = ", ".join(name for name, method in METHODS.items() if method.takes_stops)
@@ -47,8 +32,8 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
     stop = Field(
         default=FIXED,
         description=f"Where the draft ends a window before its bound. {policies}. For methods {takes}; "
-        f"under sd --gamma is then the bound, {CAP} by default. It changes no text but that of sd under a rule whose "
-        "text depends on drafts, and never its distribution.",
+        f"under sd --gamma is then the bound, {CAP} by default. Texts stay the same, but for sd under a rule whose "
+        "text depends on drafts; its distribution stays the same.",
     )
     fields: dict[str, Any] = {
         "method": (Literal[tuple(METHODS)], section.model_fields["method"]),
@@ -75,37 +60,37 @@ class DecodingConfig(Section):
         default="stream", description="stream: no full windows; fixed: the paper's."
     )
     gamma: int | None = Field(
-        default=None, ge=1, le=MAX_GAMMA, description="Window in tokens; default: the measured speed ratio c."
+        default=None, ge=1, le=methods.MAX_GAMMA, description="Window in tokens; default: the measured speed ratio c."
     )
     rule: str = next(iter(RULES))
     draft_stop: str = FIXED
     look_ahead: Guesses = Field(
         default=None,
-        description="Most guesses, n-grams of the text so far, that the target verifies in a forward beside what is "
-        "drafted: of these so many as make most tokens a second; 0 or off: none, as published. Default, auto: "
-        f"{LOOK_AHEAD} for ngram and pearl, which alone take them.",
+        description="Most n-grams of the text so far that the target verifies in a forward beside draft tokens; of "
+        "these as many as give the most tokens a second. 0 or off: none, as published. Default, auto: "
+        f"{methods.LOOK_AHEAD} for ngram and pearl, which alone take them.",
     )
     draft_lookup: Guesses = Field(
         default=None,
-        description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, of which "
-        f"it likewise takes what pays; 0 or off: none, as published. Default, auto: {DRAFT_LOOKUP} for pearl, else 0.",
+        description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, as far "
+        f"as that pays. 0 or off: none, as published. Default, auto: {methods.DRAFT_LOOKUP} for pearl, else 0.",
     )
     branches: Outcomes = Field(
         default=None,
-        description="Most outcomes other than the expected one that the draft prepares for, in rows of its forwards "
-        "that cost little; 0 or off: none, as published. Default, auto: "
-        f"{BRANCHES} for pearl and ssd, else 0.",
+        description="Most outcomes other than the expected one that the draft prepares for, in cheap rows of its "
+        f"forwards. 0 or off: none, as published. Default, auto: {methods.BRANCHES} for pearl and ssd, else 0.",
     )
 
     @property
     def rule_in_use(self) -> str:
-        """`rule`; where nobody has chosen one, method auto takes the one under which no choice changes a text."""
+        """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
         return "coupled" if self.method == "auto" and "rule" not in self.model_fields_set else self.rule
 
     def in_use(self, window: int = 0) -> Self:
-        """Itself with nothing left to defaults that a text depends on: with these a seed gives the same text again.
+        """A copy with every default that a text depends on resolved: with it a seed gives the same text again.
 
-        `window`: c of the text, where it was measured.
+        Args:
+            window: c of the text, if measured.
         """
         chosen = dict(zip(AS_PUBLISHED, self.guesses, strict=True), rule=self.rule_in_use, gamma=self.gamma_in_use)
         if METHODS[self.method].drafts and METHODS[self.method].bonus:  # whose ratio texts depend on c
@@ -117,20 +102,18 @@ class DecodingConfig(Section):
     def guesses(self) -> tuple[int, int, int]:
         """`look_ahead`, `draft_lookup` and `branches`, with their defaults."""
         method = METHODS[self.method]
-        chosen = (
-            getattr(method, name) if getattr(self, name) is None else getattr(self, name) for name in AS_PUBLISHED
-        )
-        look_ahead, draft_lookup, branches = chosen
+        of = (self if getattr(self, name) is not None else method for name in AS_PUBLISHED)
+        look_ahead, draft_lookup, branches = (getattr(each, name) for each, name in zip(of, AS_PUBLISHED, strict=True))
         return look_ahead, draft_lookup, branches
 
     @property
     def parameters(self) -> Parameters:
-        """Those of the rule that are set, as they travel: (name, value)."""
+        """The rule's parameters that are set: (name, value)."""
         return self._set(named_parameters(RULES.values()))
 
     @property
     def stop_parameters(self) -> Parameters:
-        """Likewise of the stop policy."""
+        """The stop policy's parameters that are set."""
         return self._set(named_parameters(STOPS.values()))
 
     def _set(self, names: Iterable[str]) -> Parameters:
@@ -139,7 +122,7 @@ class DecodingConfig(Section):
 
     @property
     def gamma_in_use(self) -> int | None:
-        """`gamma`; where a policy ends the windows of a target that waits for them, a bound that seldom does."""
+        """`gamma`; for sd with a stop policy by default a bound that seldom ends a window."""
         waits = self.method == "sd" and self.draft_stop != FIXED
         return CAP if waits and self.gamma is None else self.gamma
 
@@ -151,7 +134,7 @@ class DecodingConfig(Section):
         return self
 
     def _guess_problem(self) -> str | None:
-        """Why what guesses beside the draft is not for this method."""
+        """Why these guesses do not fit the method."""
         method = METHODS[self.method]
         for name in ("look_ahead", "branches"):
             if getattr(self, name) and not getattr(method, name):
@@ -165,5 +148,6 @@ class DecodingConfig(Section):
 
 
 def wide_window(gamma: int | None) -> str:
-    """Why a window of `gamma` tokens is none for an engine of several slots."""
-    return f"gamma {gamma} is more than {MAX_WINDOW}: the other requests of an engine with several slots would wait"
+    """Why an engine with several slots refuses a window of `gamma` tokens."""
+    limit = methods.MAX_WINDOW
+    return f"gamma {gamma} is more than {limit}: the other requests of an engine with several slots would wait"

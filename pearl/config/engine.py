@@ -1,4 +1,4 @@
-"""What is fixed for an engine's life."""
+"""The settings of an engine, fixed for its life."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW
 from pearl.spec.stops import STOPS
 from pearl.spec.transports import is_control, is_on_one_host
 
-MAX_SLOTS = 32  # requests that are worked on side by side: half of what one front may have waiting
+MAX_SLOTS = 32  # requests side by side: half as many as one front may have waiting
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
@@ -25,7 +25,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 
 class EngineConfig(Section):
-    """What is fixed for an engine's life: the pair, where it runs and how its processes talk."""
+    """The settings of an engine: the pair, where it runs and how its processes communicate."""
 
     target: str = Field(
         default="embedded",
@@ -43,12 +43,12 @@ class EngineConfig(Section):
     )
     target_dtype: DType = Field(
         default="auto",
-        description="Weights of the target; auto: the checkpoint's; on a CPU 4 bits where they are so in the file, and "
-        "float32 where it has no instructions for bfloat16. int8 and int4, on CPUs, round them to another model.",
+        description="Weights of the target; auto: the checkpoint's; on a CPU 4 bits if the file has them so, and "
+        "float32 if the CPU has no instructions for bfloat16. int8 and int4, on CPUs, round them to another model.",
     )
     draft_dtype: DType = Field(
         default="auto",
-        description="Of the draft. int8 and int4, on CPUs: it guesses a little worse. auto is int4 there for a draft "
+        description="Of the draft. int8 and int4, on CPUs: slightly lower acceptance. auto is int4 there for a draft "
         "of 100M weights or more, and int8 for others if the CPU has no instructions for bfloat16.",
     )
     target_tp: int = Field(
@@ -64,8 +64,8 @@ class EngineConfig(Section):
     )
     forwards: Literal["auto", "eager", "transformers"] = Field(
         default="auto",
-        description="auto: our own forward pass where it knows the model; eager: on a GPU neither recorded nor "
-        "chained; transformers: always theirs.",
+        description="auto: our own forward pass if it supports the model; eager: on a GPU neither captured in CUDA "
+        "graphs nor chained; transformers: always theirs.",
     )
     exact: bool = Field(
         default=False,
@@ -78,22 +78,20 @@ class EngineConfig(Section):
         default=1,
         ge=1,
         le=MAX_SLOTS,
-        description="Requests that are worked on side by side, each in a KV cache of its own; others wait.",
+        description="Requests decoded side by side, each in a KV cache of its own; others wait.",
     )
     datastore: str | None = Field(
         default=None,
-        description="Directory of texts from which ngram and pearl guess too, beside the text so far; see "
-        "pearl datastore --help.",
+        description="Directory of texts from which ngram and pearl also guess; see pearl datastore --help.",
     )
     habits: bool = Field(
         default=False,
-        description="ngram and pearl guess too from what the target has written for earlier requests: counts of a few "
-        "tokens in a row, in its worker's memory. For fronts that may see by its speed what a text has in common with "
-        "those of others.",
+        description="ngram and pearl also guess from the target's texts for earlier requests: counts of a few tokens "
+        "in a row, in its worker's memory. The speed of a text then shows what it has in common with those of others.",
     )
     disco: str | None = Field(
         default=None,
-        description="File with the classifier of --draft-stop disco for this pair, as pearl disco train has made it.",
+        description="File with the classifier of --draft-stop disco for this pair; pearl disco train makes one.",
     )
     target_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each target forward lasts.")
     draft_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each draft forward lasts.")
@@ -117,11 +115,11 @@ class EngineConfig(Section):
     startup_timeout: Seconds = Field(default=900.0, description="Seconds within which both models must be loaded.")
     profile: str = Field(
         default="auto",
-        description="What is known of the pair's speeds at start: auto (of this pair on this machine, as pearl "
-        "calibrate has kept it, if it has), none, or such a file.",
+        description="Measured speeds of the pair to start with: auto (those that pearl calibrate has kept for this "
+        "pair on this machine, if any), none, or such a file.",
     )
     draft_restarts: int = Field(
-        default=3, ge=0, description="How often in a row, for one cause, a lost draft is started again."
+        default=3, ge=0, description="How often in a row, for one cause, a lost draft is restarted."
     )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with a checkpoint.")
     trace: str | None = Field(
@@ -146,7 +144,7 @@ class EngineConfig(Section):
     @classmethod
     def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
         of = str(known.field_name).replace("_tp", "_device")
-        name = known.data.get(of, "auto")  # where it was bad, that is what is told
+        name = known.data.get(of, "auto")  # a bad device has its own error
         device = Device.parse(name)
         if value == 1 < len(device.gpus) and of == "draft_device":
             raise ValueError(f"{of} {name}: a draft is not spread; name one GPU, or share it with draft_tp")
@@ -171,7 +169,7 @@ class EngineConfig(Section):
                 "other hosts can reach this control address, so it takes keys: make them with `pearl keys FILE`, "
                 "copy FILE to the other host, and give --keys FILE on both"
             )
-        return value and os.path.abspath(value)  # whoever attaches may do so from another directory
+        return value and os.path.abspath(value)  # a client may attach from another directory
 
     @field_validator("tensors")
     @classmethod
@@ -208,17 +206,17 @@ class EngineConfig(Section):
 
     @property
     def roles(self) -> tuple[ModelRole, ...]:
-        """Of the models that there are."""
+        """The roles that have a model."""
         return ("target", "draft") if self.has_draft else ("target",)
 
     def check_method(self, method: str) -> None:
-        """Raises `ConfigError` where the method needs a draft and there is none."""
+        """Raises `ConfigError` if the method needs a draft and there is none."""
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
             use = " or ".join(DRAFTLESS)
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
 
     def check_decoding(self, decoding: DecodingConfig) -> None:
-        """Raises `ConfigError` where method, window or stop policy ask for what this engine has not."""
+        """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""
         self.check_method(decoding.method)
         if self.slots > 1 and (decoding.gamma or 0) > MAX_WINDOW:
             raise ConfigError(wide_window(decoding.gamma))
@@ -229,7 +227,7 @@ class EngineConfig(Section):
             )
 
     def model(self, role: ModelRole) -> ModelConfig:
-        """The settings of one model, and those that both have."""
+        """The settings of one model, those common to both included."""
         values = self.model_dump()
         names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
         own: dict[str, Any] = {name: values.get(f"{role}_{name}", values.get(name)) for name in names}
@@ -243,12 +241,12 @@ class EngineConfig(Section):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model of the pair. All but `role` and `spec` are fields of `EngineConfig`, less the role before their names.
+    """One model of the pair. All but `role` and `spec` are fields of `EngineConfig`, without the role in their names.
 
     Attributes:
-        spec: which model, as `EngineConfig.target` names it.
-        device: of all its ranks; `part` is one's.
-        device_map: how it is spread over several GPUs; None: it is a draft, which is not.
+        spec: names the model, as `EngineConfig.target` does.
+        device: of all its ranks; `part`: of one.
+        device_map: how it is spread over several GPUs; None for a draft, which is not spread.
     """
 
     role: ModelRole
@@ -265,7 +263,7 @@ class ModelConfig:
     trust_remote_code: bool
 
     def part(self, rank: int = 0) -> Device:
-        """Where the worker of that rank runs."""
+        """The device of one rank's worker."""
         return Device.parse(self.device).part(rank, self.tp)
 
 

@@ -1,43 +1,41 @@
-"""How a request is sampled: what is drawn from, what the text keeps to, and where it ends."""
+"""How a request is sampled: the distribution, the grammar, and where the text ends."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from pearl.config.section import Section
 from pearl.document import parse_json
 from pearl.errors import ConfigError
 from pearl.printable import is_unicode
 
-# Models compute in float32, which makes 0 of what is far smaller and infinity of what is far larger.
+# Models compute in float32, in which much smaller values become 0 and much larger ones infinity.
 LEAST_TEMPERATURE = 1e-4
 MOST_TEMPERATURE = 1e30
 LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
-MOST_BIAS, MAX_BIASES = 100.0, 1024  # likewise; enough to make a token certain or impossible
-MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is looked at for all of them
-MOST_EOS = 2048  # tokens that each end a text: every token of a text is looked for among them
-MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or what is made of it
-MAX_LOGPROBS = 20  # tokens told of at each place, as OpenAI's; JSON has no infinity, so theirs is the least, too
-LEAST_LOGPROB = -9999.0
+MOST_BIAS, MAX_BIASES = 100.0, 1024  # OpenAI's range, which makes a token certain or impossible; biases
+MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is compared with all of them
+MOST_EOS = 2048  # tokens that each end a text: each token is compared with all of them
+MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or the grammar made of it
+MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
+LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
-if TYPE_CHECKING:  # what a caller may give; the validators below make of it what is kept
+if TYPE_CHECKING:  # what a caller may pass; the validators below convert it
     Stops = Sequence[str]
     Biases = Mapping[int, float] | Sequence[tuple[int, float]]
     Schema = str | Mapping[str, Any]
 else:
     Stops, Biases, Schema = tuple[str, ...], tuple[tuple[int, float], ...], str
+
+
+Penalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)]
 
 
 class SamplingParams(Section):
@@ -60,24 +58,21 @@ class SamplingParams(Section):
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Tell of each token its log probability under the target, and of so many of the likeliest tokens "
-        "at its place: at temperature 1, unfiltered, without penalties and biases.",
+        description="Report each token's log probability under the target, and those of this many of the likeliest "
+        "tokens at its place: at temperature 1, unfiltered, without penalties and biases.",
     )
 
     repetition_penalty: float | None = Field(
         default=None,
         ge=LEAST_REPETITION_PENALTY,
         le=MOST_REPETITION_PENALTY,
-        description="Above 1: make tokens that prompt or text have less likely; default: the checkpoint's.",
+        description="Above 1: make tokens of prompt and text less likely; default: the checkpoint's.",
     )
-    presence_penalty: float = Field(
-        default=0.0,
-        ge=-MOST_PENALTY,
-        le=MOST_PENALTY,
-        description="Is taken from the logit of each token that was generated.",
+    presence_penalty: Penalty = Field(
+        default=0.0, description="Is subtracted from the logit of each token that was generated."
     )
-    frequency_penalty: float = Field(
-        default=0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="Likewise, times how often it was."
+    frequency_penalty: Penalty = Field(
+        default=0.0, description="Likewise, times the number of times that it was generated."
     )
     logit_bias: Biases = Field(
         default=(),
@@ -93,7 +88,7 @@ class SamplingParams(Section):
         default=None,
         min_length=1,
         max_length=MAX_GRAMMAR // 16,
-        description="Write what this regular expression matches, and end.",
+        description="Write text that this regular expression matches, and end.",
         json_schema_extra={"metavar": "EXPRESSION"},
     )
 
@@ -108,12 +103,14 @@ class SamplingParams(Section):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_or_more(cls, value: object) -> object:
-        stops = (value,) if isinstance(value, str) else value
-        if isinstance(stops, (list, tuple)) and any(s == "" for s in stops):
-            raise ValueError("a stop string must not be empty")
-        if isinstance(stops, (list, tuple)) and (problem := stop_problem([s for s in stops if isinstance(s, str)])):
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _can_be_found(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if problem := "a stop string must not be empty" if "" in value else stop_problem(value):
             raise ValueError(problem)
-        return stops
+        return value
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -135,9 +132,9 @@ class SamplingParams(Section):
     def _one_grammar(self) -> SamplingParams:
         given = [name for name in ("json_schema", "regex") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError("json_schema and regex are two grammars: a text keeps to one")
+            raise ConfigError("json_schema and regex are two grammars: a text follows one")
         if given and self.ignore_eos:
-            raise ConfigError(f"{given[0]} ends a text where it is whole, which ignore_eos forbids")
+            raise ConfigError(f"{given[0]} ends a text where it is complete, which ignore_eos forbids")
         return self
 
     @field_validator("logit_bias", mode="before")
@@ -158,12 +155,12 @@ class SamplingParams(Section):
         return value
 
     def with_seed(self) -> SamplingParams:
-        """Itself, with a seed drawn where none was given: one that a JavaScript number holds too."""
+        """A copy with a seed, by default a random one that a JavaScript number can hold."""
         return self if self.seed is not None else self.model_copy(update={"seed": secrets.randbits(53)})
 
 
 def stop_problem(stops: Sequence[str]) -> str | None:
-    """Why these stop strings cannot be looked for."""
+    """Why these stop strings are refused; None: they are not."""
     if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
         return f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text"
     if not all(map(is_unicode, stops)):
@@ -172,7 +169,7 @@ def stop_problem(stops: Sequence[str]) -> str | None:
 
 
 def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:
-    """Why nothing can be sampled so, though each is in its range as a number: every probability would be NaN, say."""
+    """Why nothing can be sampled with these, though each is in its range: every probability would be NaN, say."""
     if 0 < temperature < LEAST_TEMPERATURE:
         return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
     if temperature > MOST_TEMPERATURE:

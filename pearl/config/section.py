@@ -1,4 +1,4 @@
-"""What all sections of settings have in common: bad values and unknown names are refused, by name."""
+"""The base of all sections of settings: it refuses bad values and unknown names, by name."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from pearl.errors import ConfigError
 from pearl.printable import is_unicode
 
-# Known elsewhere, not here: refused by name, so that nobody believes they took effect.
+# Options of other engines: refused with the reason, so that nobody believes they took effect.
 UNSUPPORTED = {
     "n": "one text a request: submit it several times with sample=0, 1, 2, ...",
     "best_of": "one text a request",
-    "prompt_logprobs": "log probabilities are told of generated tokens alone",
+    "prompt_logprobs": "only generated tokens have log probabilities",
     "num_beams": "no beam search",
     "typical_p": "filters are top_k, top_p and min_p",
 }
@@ -34,25 +28,25 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _told_by_name(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _refuse_by_name(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(values, dict):
             refuse_unknown(values, cls.model_fields)
         try:
             return handler(values)
         except ValidationError as error:
-            problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_told(e)}" for e in error.errors())
+            problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_explained(e)}" for e in error.errors())
             raise ConfigError("; ".join(problems)) from None
 
 
 def check_utf8(value: str, setting: str) -> str:
-    """Raises `ConfigError` for bytes that are not UTF-8, of a path as a rule: libraries that take them as text fail."""
+    """Raises `ConfigError` for bytes that are not UTF-8, as in a path: libraries that take them as text fail."""
     if not is_unicode(value):
         raise ConfigError(f"{setting}: {value!r} is not UTF-8; name another, or a link to it")
     return value
 
 
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a setting that is none of those allowed."""
+    """Raises `ConfigError` for a setting that is not allowed."""
     for key in values:
         if key in UNSUPPORTED:
             raise ConfigError(f"{key} is not supported: {UNSUPPORTED[key]}")
@@ -62,6 +56,6 @@ def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> Non
             raise ConfigError(f"unknown setting {key!r}; {meant}allowed are {', '.join(sorted(allowed))}")
 
 
-def _told(error: Any) -> str:
+def _explained(error: Any) -> str:
     given = repr(error["input"])
     return f"{error['msg'].removeprefix('Value error, ')} (got {given[:200]}{'...' if given[200:] else ''})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pearl.config import LEAST_LOGPROB
+from pearl.config.sampling import LEAST_LOGPROB
 from pearl.decoding.distribution import PackedRow
 from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
 from pearl.decoding.rules.direct import DirectDraw

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from pearl.config import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS, SamplingParams
+from pearl.config.sampling import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS, SamplingParams
 from pearl.document import parse_json
 from pearl.server.errors import ApiError
 

@@ -1,4 +1,4 @@
-"""A report in words, for the terminal."""
+"""The figures of a report as text, for tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     names: list[str] = []
     for column in columns:
         for before, name in pairwise(["", *column]):
-            if name not in names:  # a figure of only one run stays beside its neighbour
+            if name not in names:  # a figure of one run alone stays beside its neighbour
                 names.insert(names.index(before) + 1 if before else 0, name)
     verifies = sorted((name for name in names if name.startswith(_VERIFY)), key=lambda name: int(name.split()[-1]))
     place = next((i for i, name in enumerate(names) if name in verifies), 0)

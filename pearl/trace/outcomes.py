@@ -1,4 +1,4 @@
-"""What became of each drafted token: accepted, rejected or discarded."""
+"""The outcome of each drafted token: accepted, rejected or discarded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pearl.trace.recorder import Record
 ACCEPTED, REJECTED, DISCARDED = "accepted", "rejected", "discarded"
 
 _Outcome = tuple[int, int]  # position, token
-_Line = tuple[int, _Outcome | None]  # where a token was drafted: the epoch, and the outcome that a branch is for
+_Line = tuple[int, _Outcome | None]  # of a drafted token: its epoch, and the outcome that its branch prepares for
 
 
 class Outcomes:
-    """First `learn` from each of the target's records; then `read` and `of`, in the order of the draft's records."""
+    """First call `learn` for each of the target's records; then `read` and `of` in the order of the draft's."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, int], _Line] = {}  # request, position -> the line of the token to judge there
@@ -21,9 +21,9 @@ class Outcomes:
         self._opened: dict[int, _Outcome] = {}  # request -> the outcome that opened its epoch
         self._epochs: dict[Any, int] = {}  # request -> the target's, at the last decision
         self._judged: dict[tuple[int, _Line, int], tuple[str, int]] = {}  # request, line, position -> outcome, time
-        # What a target that runs ahead of its draft drew: request -> position -> token, time.
+        # The draws of a target that runs ahead of its draft: request -> position -> token, time.
         self._drawn: dict[int, dict[int, tuple[int, int]]] = {}
-        self._text: dict[int, dict[int, int]] = {}  # request -> position -> the token that its draft assumes there
+        self._text: dict[int, dict[int, int]] = {}  # request -> position -> the token in the draft's text
         self._prepared: dict[tuple[int, _Outcome], list[int]] = {}  # request, outcome -> tokens drafted for it
 
     def learn(self, record: Record) -> None:
@@ -35,7 +35,7 @@ class Outcomes:
             case "sample" if args["request"] in self._drawn:
                 for position, token in enumerate(args["tokens"], args["start"]):
                     self._drawn[args["request"]][position] = token, record.middle
-            case "sample" if args["tokens"]:  # after a full window, say: a branch may have prepared for it
+            case "sample" if args["tokens"]:  # after a full window, say; a branch may have prepared for it
                 self._open_epoch(args["request"], args["start"], args["tokens"][0])
             case "judge":
                 self._learn_judgement(args, record.middle)
@@ -51,7 +51,7 @@ class Outcomes:
             self._branches.setdefault((request, line), []).extend(positions)
             return
         for key in ((request, position) for position in positions):
-            if self._lines.get(key, line)[0] <= line[0]:  # else this one is stale
+            if self._lines.get(key, line)[0] <= line[0]:  # not stale
                 self._lines[key] = line
 
     def _learn_judgement(self, args: dict[str, Any], time: int) -> None:
@@ -64,13 +64,13 @@ class Outcomes:
             self._open_epoch(request, start + accepted, args["correction"])
 
     def _open_epoch(self, request: int, position: int, token: int) -> None:
-        """The branch prepared for this outcome, tokens still to come included, is now the main line."""
+        """The branch prepared for this outcome, later tokens included, becomes the main line."""
         self._opened[request] = outcome = position, token
         line = self._epochs.get(request, 0), outcome
         self._lines.update({(request, at): line for at in self._branches.get((request, line), ())})
 
     def read(self, event: dict[str, Any]) -> None:
-        """Follow the text that the draft assumes, as `DraftMachine` does."""
+        """Update the draft's text as `DraftMachine` does."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
             self._prepared.clear()

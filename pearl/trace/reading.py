@@ -1,4 +1,4 @@
-"""A trace file, read back into slices. Damaged, foreign and empty files each have their own error."""
+"""Reads a trace file back into slices. Damaged, foreign and empty files each have an error of their own."""
 
 from __future__ import annotations
 
@@ -91,52 +91,45 @@ class Trace:
 
 def read(path: Path) -> Trace:
     """Read a trace. Raises `TraceError`, with cause and advice, for any other file."""
-    with damaged(path, TraceError):
-        return _read(path)
-
-
-def _read(path: Path) -> Trace:
     document = read_document(path)
-    metadata = document.get("metadata")
-    if not isinstance(metadata, dict) or "pearl_trace" not in metadata:
-        raise TraceError(f"{path} is a trace, but not one of ours: pearl writes them with --trace FILE")
-    if metadata["pearl_trace"] != VERSION:
-        raise TraceError(f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}")
-    found = problems(document)
-    found += [f"its metadata lacks {name}" for name in ("config", "workers") if name not in metadata]
-    if found:
-        raise TraceError(f"{path} is damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if found[1:] else ""))
-    trace = Trace(path, metadata)
-    _sort(document["traceEvents"], trace)
-    if not trace.requests:  # a target that was killed: a request's slice is written at its end
-        opened = [one.start for one in trace.target if one.name == "open"]
-        trace.requests += [Slice("request, cut off", "whole", at, trace.target[-1].end, {}) for at in opened[:1]]
-    if not trace.requests:
-        raise TraceError(f"{path} holds no request: nothing was generated while it was recorded")
-    return trace
+    with damaged(path, TraceError):
+        metadata = document.get("metadata")
+        if not isinstance(metadata, dict) or "pearl_trace" not in metadata:
+            raise TraceError(f"{path} is a trace, but not one of ours: pearl writes them with --trace FILE")
+        if metadata["pearl_trace"] != VERSION:
+            raise TraceError(f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}")
+        found = problems(document)
+        found += [f"its metadata lacks {name}" for name in ("config", "workers") if name not in metadata]
+        if found:
+            raise TraceError(f"{path} is damaged: {found[0]}" + (f" (and {len(found) - 1} more)" if found[1:] else ""))
+        trace = Trace(path, metadata)
+        _sort(document["traceEvents"], trace)
+        if not trace.requests:  # a killed target: the slice of a request is written at its end
+            opened = [one.start for one in trace.target if one.name == "open"]
+            trace.requests += [Slice("request, cut off", "whole", at, trace.target[-1].end, {}) for at in opened[:1]]
+        if not trace.requests:
+            raise TraceError(f"{path} holds no request: nothing was generated while it was recorded")
+        return trace
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """Read any Chrome Trace Event document. Raises `TraceError` for another file."""
     try:
         text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise TraceError(f"{path} is empty")
+        document = parse_json(text)
     except FileNotFoundError:
-        why = f"is not there yet, only parts of it: `pearl trace merge {path}` makes it from them"
+        why = f"does not exist yet, only parts of it: `pearl trace merge {path}` merges them"
         raise TraceError(f"{path} {why if part_paths(path) else 'does not exist'}") from None
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path} is no trace: it is not text") from None
-    except ValueError as error:
-        raise TraceError(f"cannot read {path}: {error}") from None
-    if not text.strip():
-        raise TraceError(f"{path} is empty")
-    try:
-        document = parse_json(text)
     except json.JSONDecodeError as error:
         why = f"is no trace: not JSON at line {error.lineno}, column {error.colno}"
-        if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
-            why = f"is cut off at line {error.lineno}: it was not written or copied to its end"
+        if error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg:
+            why = f"is cut off at line {error.lineno}: it was not completely written or copied"
         raise TraceError(f"{path} {why}") from None
     except ValueError as error:
         raise TraceError(f"{path} is no trace: {error}") from None
@@ -159,7 +152,7 @@ def _sort(events: list[Event], trace: Trace) -> None:
             read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION
             trace.verdicts.append(Arrow(sent.pop(event["id"]), read_at, is_rejection))
         elif event["ph"] == "X" and (event["tid"] == LOOP or event["cat"] == "whole"):
-            # Round to nanoseconds: a slice that begins where another ends must not seem to lie in it.
+            # Rounded to nanoseconds, a slice that begins where another ends does not lie in it.
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
             name = "draft" if event["name"] in fates else event["name"]
             one = Slice(name, event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
@@ -174,10 +167,10 @@ def _sort(events: list[Event], trace: Trace) -> None:
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
-    """Slices that lie in no other, and all decisions (in virtual time these take none and may fall into a forward).
+    """Slices that lie in no other, and all decisions, which in virtual time take none and may fall into a forward.
 
-    Of two that start together, the one that ended first comes first: a forward that was done before its loop asked for
-    it takes no time there, and yet lies in nothing.
+    Of two that start together the one that ended first comes first: a forward that was done before its loop requested
+    it takes no time there and yet lies in no other slice.
     """
     kept: list[Slice] = []
     reach = 0.0

@@ -7,59 +7,55 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-Event = dict[str, Any]
-
-_REQUIRED = {"X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args"), "M": ("name", "pid", "args")}
-_REQUIRED |= {"i": ("name", "pid", "tid", "ts", "s")}
-_REQUIRED |= dict.fromkeys("sf", ("name", "pid", "tid", "ts", "id", "cat"))
+_REQUIRED = {
+    "X": ("name", "pid", "tid", "ts", "dur"),
+    "C": ("name", "pid", "ts", "args"),
+    "M": ("name", "pid", "args"),
+    "i": ("name", "pid", "tid", "ts", "s"),
+    **dict.fromkeys("sf", ("name", "pid", "tid", "ts", "id", "cat")),
+}
 _SLACK_US = 0.002  # times are written to a thousandth
 
 
 def problems(document: Any) -> list[str]:
-    """What is wrong with a Chrome Trace Event document, for a viewer; empty where it is sound.
+    """What is wrong with a Chrome Trace Event document, for a viewer; empty if it is valid.
 
     Checks the fields of each event, that every track and process is named, that slices of a track nest, and that every
     flow has one start and one end, both within slices and in this order.
     """
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         return ["no object with a list traceEvents"]
-    found: list[str] = []
-    if "rank" not in (document.get("distributedInfo") or {}):
-        found.append("no distributedInfo with a rank")
-    slices: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
+    found = [] if "rank" in (document.get("distributedInfo") or {}) else ["no distributedInfo with a rank"]
+    slices: dict[tuple[Any, Any], list[tuple[float, float]]] = {}  # process, track -> (start, -duration)
     named: set[tuple[str, Any, Any]] = set()
-    flows: dict[Any, dict[str, list[Event]]] = {}
+    flows: dict[Any, dict[str, list[dict[str, Any]]]] = {}
     for i, event in enumerate(document["traceEvents"]):
-        wrong = _wrong(event)
-        if wrong:
+        if wrong := _wrong(event):
             found.append(f"event {i}: {wrong}")
-            continue
-        place = event["pid"], event.get("tid", 0)
-        match event["ph"]:
-            case "X":
-                slices.setdefault(place, []).append((event["ts"], -event["dur"]))
-            case "M":
-                named.add((event["name"], event["pid"], place[1] if event["name"].startswith("thread") else 0))
-            case "s" | "f":
-                flows.setdefault(event["id"], {"s": [], "f": []})[event["ph"]].append(event)
-    for (process, track), found_slices in slices.items():
+        elif event["ph"] == "X":
+            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -event["dur"]))
+        elif event["ph"] == "M":
+            named.add((event["name"], event["pid"], event.get("tid", 0) if event["name"].startswith("thread") else 0))
+        elif event["ph"] in "sf":
+            flows.setdefault(event["id"], {"s": [], "f": []})[event["ph"]].append(event)
+    for (process, track), inside in slices.items():
         if ("process_name", process, 0) not in named or ("thread_name", process, track) not in named:
             found.append(f"process {process}, track {track}: without a name")
-        found_slices.sort()
-        found += (f"process {process}, track {track}: {p}" for p in _not_nested(found_slices))
+        inside.sort()  # an outer slice comes before those in it
+        found += (f"process {process}, track {track}: {problem}" for problem in _not_nested(inside))
     for key, ends in flows.items():
         if len(ends["s"]) != 1 or len(ends["f"]) != 1:
             found.append(f"flow {key}: {len(ends['s'])} starts and {len(ends['f'])} ends")
         elif ends["f"][0]["ts"] < ends["s"][0]["ts"] - _SLACK_US:
             found.append(f"flow {key}: ends before it starts")
         else:
-            found += (f"flow {key}: hangs in the air" for e in (*ends["s"], *ends["f"]) if not _held(e, slices))
+            found += (f"flow {key}: hangs in the air" for event in ends["s"] + ends["f"] if not _held(event, slices))
     return found
 
 
 def _wrong(event: Any) -> str | None:
     if not isinstance(event, dict) or event.get("ph") not in _REQUIRED:
-        return f"no event of a kind that is known: {event!r:.80}"
+        return f"no event of a known kind: {event!r:.80}"
     missing = [name for name in _REQUIRED[event["ph"]] if name not in event]
     if missing:
         return f"{event['ph']} without {', '.join(missing)}"
@@ -70,7 +66,6 @@ def _wrong(event: Any) -> str | None:
 
 
 def _not_nested(slices: Iterable[tuple[float, float]]) -> Iterator[str]:
-    """slices: (start, -duration), sorted, so an outer slice comes before those in it."""
     ends: list[float] = []
     for start, negative in slices:
         end = start - negative
@@ -81,7 +76,7 @@ def _not_nested(slices: Iterable[tuple[float, float]]) -> Iterator[str]:
         ends.append(end)
 
 
-def _held(event: Event, slices: dict[tuple[Any, Any], list[tuple[float, float]]]) -> bool:
+def _held(event: dict[str, Any], slices: dict[tuple[Any, Any], list[tuple[float, float]]]) -> bool:
     inside = slices.get((event["pid"], event["tid"]), [])
     at = bisect_right(inside, (event["ts"] + _SLACK_US, 1.0))
     # inner slices begin last; the outermost, a request, may begin long before

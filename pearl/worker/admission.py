@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pearl.config import wide_window
+from pearl.config.decoding import wide_window
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.quota import Shares
