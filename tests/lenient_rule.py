@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 
 from pearl.decoding.rules import Judgement
-from pearl.decoding.rules.ratio import RatioDraft, RatioTarget
+from pearl.decoding.rules.ratio import RatioTarget
 from pearl.protocol.options import Sampling
 from pearl.spec.rules import RULES, Needs, Parameter, RuleSpec, Unit, register
 
 LENIENT = RuleSpec(
     "lenient",
     "as ratio, against (1 - epsilon) times the draft's probabilities",
-    draft=f"{__name__}:LenientDraft",
+    draft="pearl.decoding.rules.tokenwise:SampledDraft",
     target=f"{__name__}:LenientTarget",
     needs=Needs.DISTRIBUTIONS,
     unit=Unit.TOKEN,
@@ -27,11 +27,6 @@ LENIENT = RuleSpec(
     is_proposal_invariant=False,
     parameters=(Parameter("epsilon", float, 0, 1, 0, "how much to forgive"),),
 )
-
-
-class LenientDraft(RatioDraft):
-    def __init__(self, sampling: Sampling, epsilon: float) -> None:
-        super().__init__(sampling)
 
 
 class LenientTarget(RatioTarget):

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from pearl.cli import cli
 from pearl.decoding.rules.direct import DirectDraft
-from pearl.decoding.sampling import shortlist
+from pearl.decoding.sampling import read_shortlist, shortlist
 from pearl.drafting.branches import see
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, TraceError
@@ -405,7 +405,7 @@ def test_a_position_that_nobody_drafted_borrows_the_rank_of_another(tmp_path: Pa
     runner = ReplayRunner(recorded, "draft", 64)
     for i, (token, context) in enumerate([(8, (3,)), (4, (3, 8)), (4, (3, 8, 4))]):
         row = runner._logits([list(context)])[0]
-        found = see(*shortlist(row, 64), 1 + i, int(row.argmax()), DirectDraft(Sampling(0.0)))
+        found = see(*read_shortlist(shortlist(row)), 1 + i, int(row.argmax()), DirectDraft(Sampling(0.0)))
         assert (found.rivals[2], found.share) == (token, 0)
         assert (found.token == 5) == (i == 0)
 

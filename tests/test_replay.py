@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from pearl import Engine
 from pearl.cli import cli
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.decoding.rules.direct import DirectDraw
-from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
+from pearl.decoding.rules.direct import DirectDraft, DirectDraw
+from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.errors import ConfigError, ModelError, PearlError, RequestError
 from pearl.lab.experiments import texts
 from pearl.lab.experiments.recording import record
@@ -106,8 +106,8 @@ def test_what_is_recorded_is_seeded_decoding(both: RecordedTexts) -> None:
             drawn = read_draw(draw(drafts, start + i))
             assert drawn == read_draw(draw(again, start + i))
             assert text.right[i] == (drawn == text.answer[i])
-            ids, shares = draw.ranked(*shortlist(drafts, SHORTLIST), start + i, 5)
-            ids_again, shares_again = draw.ranked(*shortlist(again, SHORTLIST), start + i, 5)
+            half, tops = DirectDraft(draw.sampling), read_shortlist(shortlist(drafts), shortlist(again))
+            (ids, shares), (ids_again, shares_again) = (half.likeliest(top, start + i, 5) for top in tops)
             assert ids_again == ids
             assert shares_again == pytest.approx(shares, rel=0.05)
             some_right, some_wrong = some_right or text.right[i], some_wrong or not text.right[i]

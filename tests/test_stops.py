@@ -170,7 +170,7 @@ def test_threshold_goes_by_the_probability_of_the_token_drawn() -> None:
 def test_heuristic_grows_by_2_and_shrinks_by_1_as_transformers_does() -> None:
     policy, sizes = Heuristic(), []
     for accepted in (5, 7, 3, 0, *[0] * 9, 1):
-        policy.told(accepted)
+        policy.end_window(accepted)
         sizes.append(policy.window)
     assert sizes == [7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 3]
     assert [policy.stop(features(index=index)) for index in (0, 1, 2)] == [False, False, True]
@@ -201,12 +201,12 @@ class Noted:
 
     def confidence(self, features: Features) -> None: ...
 
-    def told(self, accepted: int) -> None:
+    def end_window(self, accepted: int) -> None:
         self.heard.append(accepted)
 
 
 def drafted(window: StopWindow, position: int, *tokens: int) -> list[bool]:
-    return [window.stops(at, token, (1.0,), 0.0, 1.0) for at, token in enumerate(tokens, position)]
+    return [window.stops(at, token, (1.0, 0.0, 1.0)) for at, token in enumerate(tokens, position)]
 
 
 def test_a_window_begins_behind_what_the_draft_has_not_drafted() -> None:
@@ -339,17 +339,17 @@ def test_windows_that_begin_with_a_verdict_make_text_depend_on_timing(monkeypatc
         return max(len({tuple(decoded(asked, each, 12, timing).tokens) for timing in TIMINGS}) for each in seeds)
 
     assert most_texts() == 1
-    plan = ModelProposer._plan
+    plan = ModelProposer._step
 
     def counting(self: ModelProposer, command: Draft, after: Any = None, beside: int = 0) -> Any:
         planned, end = plan(self, command, after, beside), command.start + len(command.tokens)
-        own = self._open[command.request].window
+        own = self._texts[command.request].window
         if own is not None and command.budget:
             own._own = own._own[len(own._own) - command.pending :]
             own._start = end - command.pending
         return planned
 
-    monkeypatch.setattr(ModelProposer, "_plan", counting)
+    monkeypatch.setattr(ModelProposer, "_step", counting)
     assert most_texts() > 1
 
 

@@ -198,7 +198,7 @@ register(
     RuleSpec(
         "ratio",
         "accept with probability min(1, target/draft), else correct from the residual",
-        draft="pearl.decoding.rules.ratio:RatioDraft",
+        draft="pearl.decoding.rules.tokenwise:SampledDraft",
         target="pearl.decoding.rules.ratio:RatioTarget",
         needs=Needs.DISTRIBUTIONS,
         unit=Unit.TOKEN,
@@ -223,7 +223,7 @@ register(
         "opt",
         "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the "
         "residual, which is the least bias",
-        draft="pearl.decoding.rules.biased:BiasedDraft",
+        draft="pearl.decoding.rules.tokenwise:SampledDraft",
         target="pearl.decoding.rules.biased:OptTarget",
         needs=Needs.DISTRIBUTIONS,
         unit=Unit.TOKEN,
@@ -236,7 +236,7 @@ register(
     RuleSpec(
         "uno",
         "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the target",
-        draft="pearl.decoding.rules.biased:BiasedDraft",
+        draft="pearl.decoding.rules.tokenwise:SampledDraft",
         target="pearl.decoding.rules.biased:UnoTarget",
         needs=Needs.DISTRIBUTIONS,
         unit=Unit.TOKEN,
@@ -275,7 +275,7 @@ register(
     RuleSpec(
         "bild",
         "accept what the target finds likely enough, by rollback, else correct from the target",
-        draft="pearl.decoding.rules.biased:BildDraft",
+        draft="pearl.decoding.rules.tokenwise:SampledDraft",
         target="pearl.decoding.rules.biased:BildTarget",
         needs=Needs.DISTRIBUTIONS,
         unit=Unit.TOKEN,

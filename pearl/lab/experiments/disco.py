@@ -107,7 +107,7 @@ class _Foreseen:
     def confidence(self, features: Features) -> None:
         pass
 
-    def told(self, accepted: int) -> None:
+    def end_window(self, accepted: int) -> None:
         pass
 
 
