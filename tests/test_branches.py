@@ -27,16 +27,9 @@ from pearl.protocol.window import ForwardTimes
 from pearl.spec.methods import BRANCHES
 from tests.pairwise import combined
 from tests.replace import replace
+from tests.test_look_ahead import PROMPT, SAMPLINGS, TIMINGS, TOKENS, VOCAB
 from tests.tiny import tiny_model
 
-VOCAB, TOKENS, PROMPT = 6, 60, (1, 2, 3)
-SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
-TIMINGS = [
-    Timing(1.0, lambda _: 4.0),
-    Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1),
-    Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
-    Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
-]
 Setting = tuple[str, str, int | None]  # method, window, gamma
 SETTINGS: list[Setting] = [
     ("pearl", "stream", None),
@@ -69,7 +62,7 @@ def decode(
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
 def test_no_acceleration_changes_a_text(rule: str, temperature: float, setting: Setting, combined: Any) -> None:
-    """All of them, alone and together, whatever the forwards and messages take."""
+    """Look-ahead, lookup and branches, alone and together, whatever the forwards and messages take."""
     plain = decode(setting, rule, temperature, TIMINGS[0], (0, 0, 0))
     foreseen = 0
     for *extras, timing in combined((0, 8), (0, 8), (0, 7), TIMINGS):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -273,41 +274,41 @@ def decoded(
     return simulate(submit, TargetExecutor(theirs), DraftExecutor(proposer), timing or Timing(1.0, lambda _: 4.0))
 
 
+@cache
+def alone(rule: str, sampling: Sampling) -> list[int]:
+    return decoded(RequestOptions("ar", rule=rule), sampling).tokens
+
+
 @pytest.mark.parametrize(("stop", "parameters"), RUNNING)
 @pytest.mark.parametrize("method", STOPPING)
 def test_greedy_and_coupled_text_is_that_of_the_target_alone(
     method: str, stop: str, parameters: tuple[tuple[str, float], ...]
 ) -> None:
     for sampling, rule in ((Sampling(), "ratio"), (WARM, "coupled")):
-        alone = decoded(RequestOptions("ar", rule=rule), sampling)
         asked = RequestOptions(method, "stream", 6, rule, draft_stop=stop, stop_parameters=parameters)
         found = decoded(asked, sampling)
-        assert found.tokens == alone.tokens
+        assert found.tokens == alone(rule, sampling)
         assert found.counts.pauses > 0
         assert found.counts.judged > 0
 
 
-@pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-@pytest.mark.parametrize("window", ["fixed", "stream"])
-@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
-def test_under_ratio_pearls_text_is_the_seeds(
-    method: str, window: str, stop: str, parameters: tuple[tuple[str, float], ...]
-) -> None:
-    asked = RequestOptions(method, window, 6, "ratio", draft_stop=stop, stop_parameters=parameters)
-    assert decoded(asked).tokens == decoded(RequestOptions(method, window, 6)).tokens
+@cache
+def unstopped(asked: RequestOptions) -> list[int]:
+    return decoded(asked).tokens
 
 
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-def test_pearls_text_is_the_seeds_with_all_that_guesses_beside(
-    stop: str, parameters: tuple[tuple[str, float], ...], rule: str
-) -> None:
-    """Where branches become the text, and the draft takes several tokens of one forward."""
-    every = RequestOptions("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
-    asked = replace(every, draft_stop=stop, stop_parameters=parameters)
-    found = decoded(asked)
-    assert found.tokens == decoded(RequestOptions("pearl", "stream", 4, rule)).tokens
-    assert found.counts.pauses > 0
+def test_pearls_text_is_the_seeds(stop: str, parameters: tuple[tuple[str, float], ...]) -> None:
+    """Also where branches become the text, and the draft takes several tokens of one forward."""
+    plain = [RequestOptions(*way, 6) for way in product(("pearl", "pearl-no-pre-verify"), ("fixed", "stream"))]
+    every = [
+        RequestOptions("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
+        for rule in ("ratio", "coupled")
+    ]
+    for asked in plain + every:
+        found = decoded(replace(asked, draft_stop=stop, stop_parameters=parameters))
+        assert found.tokens == unstopped(replace(asked, look_ahead=0, draft_lookup=0, branches=0))
+        assert found.counts.pauses > 0
 
 
 TIMINGS = [
