@@ -12,26 +12,16 @@ from contextlib import contextmanager
 import torch
 
 from pearl.decoding.rules import Judgement
-from pearl.decoding.rules.ratio import RatioDraft, RatioTarget
+from pearl.decoding.rules.ratio import RatioTarget
 from pearl.protocol.options import Sampling
-from pearl.spec.rules import RULES, Needs, Parameter, RuleSpec, Unit, register
+from pearl.spec.rules import RULES, Parameter, RuleSpec, register
 
 LENIENT = RuleSpec(
     "lenient",
     "as ratio, against (1 - epsilon) times the draft's probabilities",
-    draft=f"{__name__}:LenientDraft",
     target=f"{__name__}:LenientTarget",
-    needs=Needs.DISTRIBUTIONS,
-    unit=Unit.TOKEN,
-    is_exact=False,
-    is_proposal_invariant=False,
     parameters=(Parameter("epsilon", float, 0, 1, 0, "how much to forgive"),),
 )
-
-
-class LenientDraft(RatioDraft):
-    def __init__(self, sampling: Sampling, epsilon: float) -> None:
-        super().__init__(sampling)
 
 
 class LenientTarget(RatioTarget):

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.drafting.launch import LaunchedForward
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
+from pearl.drafting.step import Step
 from pearl.errors import DraftLost, NumericalError, TransportError
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
@@ -234,7 +234,7 @@ class Noting(ModelProposer):
         super().__init__(runner, VOCAB, chains=True)
         self.asked: list[str] = []
 
-    def launch(self, command: Draft, after: Launched | None = None) -> LaunchedForward:
+    def launch(self, command: Draft, after: Launched | None = None) -> Step:
         self.asked.append(f"launch {command.start}")
         assert (after is None) == (command.tokens != (-1,))
         return super().launch(command, after)
@@ -269,8 +269,8 @@ def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8
     draft.rollback(0)
     draft.fed = []
     proposer = ModelProposer(draft, VOCAB, chains=True)
-    proposer._times.known = {1: 1e3, 16: 1e3}  # seconds: beside them no launch here takes any
-    proposer._times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
+    proposer.model.times.known = {1: 1e3, 16: 1e3}  # seconds: beside them no launch here takes any
+    proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
         ahead.execute(Open(prompt, RequestOptions(draft_lookup=lookup, sampling=Sampling(temperature=1.0, seed=3))))

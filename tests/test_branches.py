@@ -27,16 +27,9 @@ from pearl.protocol.speeds import ForwardTimes
 from pearl.spec.methods import BRANCHES
 from tests.pairwise import combined
 from tests.replace import replace
+from tests.test_look_ahead import PROMPT, SAMPLINGS, TIMINGS, TOKENS, VOCAB
 from tests.tiny import tiny_model
 
-VOCAB, TOKENS, PROMPT = 6, 60, (1, 2, 3)
-SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
-TIMINGS = [
-    Timing(1.0, lambda _: 4.0),
-    Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1),
-    Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
-    Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
-]
 Setting = tuple[str, str, int | None]  # method, window, gamma
 SETTINGS: list[Setting] = [
     ("pearl", "stream", None),
@@ -69,7 +62,7 @@ def decode(
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
 def test_no_acceleration_changes_a_text(rule: str, temperature: float, setting: Setting, combined: Any) -> None:
-    """All of them, alone and together, whatever the forwards and messages take."""
+    """Look-ahead, lookup and branches, alone and together, whatever the forwards and messages take."""
     plain = decode(setting, rule, temperature, TIMINGS[0], (0, 0, 0))
     foreseen = 0
     for *extras, timing in combined((0, 8), (0, 8), (0, 7), TIMINGS):
@@ -224,7 +217,7 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
     """Whatever is accepted, rejected and foreseen: each slot has its text, and none has two."""
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=2)[1])
     proposer = ModelProposer(runner, VOCAB)
-    proposer._times = NoTimes()
+    proposer.model.times = NoTimes()
     proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5, sampling=Sampling(1.0, seed=4)), request=1))
     known: list[int] = []
     text, pending = list(PROMPT), 0
@@ -234,9 +227,9 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
         known = list(text) if found.tokens else known
         text += found.tokens
         pending += len(found.tokens)
-        branches = proposer._open[1].branches
+        branches = proposer._texts[1].branches
         assert branches is not None
-        place = proposer._open[1].slot
+        place = proposer._texts[1].slot
         assert runner._tokens[place] == known
         assert place not in branches.slots
         assert len(branches.slots) == runner.capabilities.slots - 1
@@ -283,7 +276,7 @@ def test_no_row_is_used_where_each_costs_a_forward() -> None:
     runner = Counting(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.9, order=1)[1]))
     proposer = opened(runner, PROMPT, "coupled", 1.0, 5)
     for fed in (*range(1, 8), *range(1, 8)):
-        proposer._times.observe(fed, float(fed))
+        proposer.model.times.observe(fed, float(fed))
     start, tokens = 0, PROMPT
     for pending in range(3):
         found = drafted(proposer, start, tokens, 8, pending)
@@ -307,7 +300,7 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
         assert len(found.tokens) == 1
         assert found.branches == ()
         start, tokens = start + len(tokens), found.tokens
-    branches = proposer._open[1].branches
+    branches = proposer._texts[1].branches
     assert branches is not None
     assert not branches._live
     assert len(branches._free) == 7
@@ -329,7 +322,7 @@ def test_branches_of_one_slot_are_none() -> None:
             return type(super().capabilities)()
 
     proposer = opened(One(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5)
-    assert proposer._open[1].branches is None
+    assert proposer._texts[1].branches is None
     assert len(drafted(proposer, 0, PROMPT, 8, 0).tokens) == 1
 
 
@@ -342,12 +335,12 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     assert after is not None
     proposer.rollback(after[0], 1)
     drafted(proposer, after[0], (after[1], *found.branches[0].tokens), 4, 0)
-    place = proposer._open[1].slot
+    place = proposer._texts[1].slot
     assert place != 0
     proposer.rollback(0, -1)
     assert proposer.runner.length(place) == 0
     proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5), request=2))
-    assert proposer._open[2].slot == place
+    assert proposer._texts[2].slot == place
     assert len(drafted_for(proposer, 2).tokens) == 1
 
 
@@ -399,5 +392,5 @@ def test_of_a_continuation_that_was_taken_back_nothing_is_told() -> None:
     branches._live[4, 5] = Branch((4, 5), 1, [1, 2, 3], [], seen)
     assert branches.adopt(4, (5, 1, 2, 3), 0) == (1, 3)
     branches.rollback(6)
-    assert branches.taken() == [(5, seen[0]), (6, seen[1])]
-    assert branches.taken() == []
+    assert branches.take_adopted() == [(5, seen[0]), (6, seen[1])]
+    assert branches.take_adopted() == []

@@ -11,10 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow
-from pearl.decoding.keys import DrawKeys, Purpose, exponentials_on_device
-from pearl.decoding.rules import make_draft_half, make_target_half, ratio
+from pearl.decoding.keys import DrawKeys, Purpose, exponentials, key_column
+from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.rules.direct import DirectDraw
-from pearl.decoding.sampling import _keep_nucleus, greedy, probabilities, race_on_device, read_draw
+from pearl.decoding.rules.tokenwise import TokenTarget
+from pearl.decoding.sampling import greedy, nucleus, probabilities, race_rows, read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
@@ -100,25 +101,32 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(sampling: Sampling) -> N
     if sampling.temperature == 0:
         one_by_one = [greedy(row) for row in LOGITS]
     else:
-        probs = [probabilities(row, sampling) for row in LOGITS]
-        one_by_one = [race_on_device(row, key(at, Purpose.DIRECT)) for row, at in zip(probs, positions, strict=True)]
+        keys = [key(at, Purpose.DIRECT) for at in positions]
+        one_by_one = [
+            race_rows(probabilities(row, sampling)[None], [k])[0] for row, k in zip(LOGITS, keys, strict=True)
+        ]
     assert torch.equal(DirectDraw(sampling).rows(LOGITS, positions), torch.stack(one_by_one))
 
 
-def test_what_rows_need_is_found_together_as_one_by_one() -> None:
-    """Exponentials of several keys, nuclei, and the sums of a rule's odds."""
-    keys, cpu = [3, (1 << 64) - 7, 1 << 63], torch.device("cpu")
-    alone = [exponentials_on_device(key, 1000, cpu) for key in keys]
-    assert torch.equal(exponentials_on_device(keys, 1000, cpu), torch.stack(alone))
-    for top_p in (0.05, 0.9, 0.9999):
-        assert torch.equal(_keep_nucleus(LOGITS, top_p), torch.stack([_keep_nucleus(row, top_p) for row in LOGITS]))
-    target, draft = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1)
-    for rule, epsilon in (("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)):
-        half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
-        assert isinstance(half, ratio.RatioTarget)
-        one_by_one = [half._sums(*pair) for pair in zip(target, draft, strict=True)]
-        for together, apart in zip(half._sums(target, draft), zip(*one_by_one, strict=True), strict=True):
-            assert torch.equal(together, torch.stack(apart))
+def test_exponentials_of_several_keys_are_those_of_each() -> None:
+    keys = [3, (1 << 64) - 7, 1 << 63]
+    ids = torch.arange(1000)
+    together = exponentials(key_column(keys, torch.device("cpu")), ids)
+    assert torch.equal(together, torch.stack([exponentials(key, ids) for key in keys]))
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999])
+def test_nuclei_found_together_are_those_found_one_by_one(top_p: float) -> None:
+    assert torch.equal(nucleus(LOGITS, top_p), torch.stack([nucleus(row, top_p) for row in LOGITS]))
+
+
+@pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
+def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
+    half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
+    assert isinstance(half, TokenTarget)
+    target, draft, tokens = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1), range(len(LOGITS))
+    one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
+    assert half._facts(target, draft, tokens) == one_by_one
 
 
 @pytest.mark.parametrize("name", ["coupled", "ratio", "opt", "uno"])
@@ -128,7 +136,7 @@ def test_what_is_launched_decides_as_what_is_not(name: str, sampling: Sampling) 
     draft, target = (make(name, sampling, parameters) for make in (make_draft_half, make_target_half))
     accepted = 0
     for start in range(0, 400, 8):
-        drafted = [draft.draft(row, start + i) for i, row in enumerate(0.9 * LOGITS)]  # type: ignore[attr-defined]
+        drafted = draft.draft(0.9 * LOGITS, range(start, start + 8))  # type: ignore[attr-defined]
         tokens, rows = [read_draw(draw) for draw, _ in drafted], [row for _, row in drafted if row is not None]
         launched = target.launch(LOGITS, range(start, start + 8))  # type: ignore[attr-defined]
         found = target.judge(LOGITS, tokens, rows, start, launched=launched)  # type: ignore[attr-defined]
@@ -162,7 +170,7 @@ def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: 
     submit, done = Submit(1, (1, 2, 3), 203, replace(decoding, sampling=sampling)), []
     for at_once in (False, True):
         target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)), noted=True)
-        draft.proposer._at_once = at_once  # type: ignore[attr-defined]
+        draft.proposer.model.at_once = at_once  # type: ignore[attr-defined]
         done.append(simulate(submit, target, draft, Timing(1.0, lambda fed: 3.0)))
     assert Source.LOOKUP in done[0].counts.sources
     assert Source.BRANCH in done[0].counts.sources

@@ -11,8 +11,8 @@ import torch
 from scipy import stats
 
 from pearl.config import DecodingConfig
-from pearl.decoding.rules import make_draft_half, make_target_half
-from pearl.decoding.rules.joint import JointDraft, JointTarget
+from pearl.decoding.rules import make_block_half, make_target_half
+from pearl.decoding.rules.joint import JointTarget
 from pearl.drafting.beams import Search
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, NumericalError
@@ -71,8 +71,7 @@ def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("first", range(4))
 def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth: int) -> None:
-    half = make_draft_half("joint", WARM, parameters(depth=depth, width=16))
-    assert isinstance(half, JointDraft)
+    half = make_block_half("joint", WARM, parameters(depth=depth, width=16))
     search, runner = Search(half, 1, first, depth), runners()[1]
     feed_chain(runner, [first], 0)
     while search.found is None:
@@ -89,8 +88,7 @@ def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth:
 
 
 def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -> None:
-    half = make_draft_half("joint", WARM, parameters(width=1))
-    assert isinstance(half, JointDraft)
+    half = make_block_half("joint", WARM, parameters(width=1))
     search = Search(half, 1, 0, 2)
     search.tree()
     search.grow(DRAFT[:1].log())

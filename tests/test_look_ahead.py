@@ -289,16 +289,6 @@ def test_guesses_change_no_text_of_a_model(kind: str, sampling: tuple[str, float
 # ---- a draft that guesses what it will say itself ----
 
 
-@combined
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_a_draft_that_guesses_changes_no_text(rule: str, temperature: float, combined: Any) -> None:
-    """With and without the target's own guesses, which are other ones at other times."""
-    plain = {setting: decode(setting, 0, rule, temperature, TIMINGS[0], 6).tokens for setting in SETTINGS}
-    for setting, timing, (look_ahead, lookup) in combined(SETTINGS[1:], TIMINGS, ((0, 1), (0, 8), (8, 8))):
-        outcome = decode(setting, look_ahead, rule, temperature, timing, 6, lookup=lookup)
-        assert outcome.tokens == plain[setting], (setting, timing.seed, look_ahead, lookup)
-
-
 def test_statistics_say_which_tokens_the_lookup_has_saved_a_forward_for() -> None:
     counts = [decode(SETTINGS[1], 0, "coupled", 0.0, TIMINGS[0], 6, lookup=lookup).counts for lookup in (0, 8)]
     assert Source.LOOKUP not in counts[0].sources
@@ -354,7 +344,7 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
 
         def confidence(self, features: Features) -> None: ...
 
-        def told(self, accepted: int) -> None: ...
+        def end_window(self, accepted: int) -> None: ...
 
     policy = Third()
     repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())

@@ -424,7 +424,7 @@ def alone(pair: tuple[str, str], sampling: Sampling, tokens: int) -> list[int]:
     target, draft = (load_runner(path, device=CPU, max_context=128) for path in pair)
     draws, judges, text = make_draft_half("ratio", sampling), make_target_half("ratio", sampling), list(PROMPT)
     for position in range(len(text), len(text) + tokens):
-        draw, probs = draws.draft(fed(draft, text), position)
+        ((draw, probs),) = draws.draft([fed(draft, text)], [position])
         guess = read_draw(draw)
         verdict = judges.judge(fed(target, text)[None], [guess], [] if probs is None else [probs], position)
         text.append(guess if verdict.token is None else verdict.token)

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from pearl import Engine
 from pearl.cli import cli
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.decoding.rules.direct import DirectDraw
-from pearl.decoding.sampling import SHORTLIST, read_draw, shortlist
+from pearl.decoding.rules.direct import DirectDraft, DirectDraw
+from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.errors import ConfigError, ModelError, PearlError, RequestError
 from pearl.lab.experiments import texts
 from pearl.lab.experiments.texts import record
@@ -104,8 +104,8 @@ def test_what_is_recorded_is_seeded_decoding(both: RecordedTexts) -> None:
             assert drawn == read_draw(draw(again, start + i))
             rights.append(drawn == text.answer[i])
             assert text.right[i] == rights[-1]
-            ids, shares = draw.ranked(*shortlist(drafts, SHORTLIST), start + i, 5)
-            ids_again, shares_again = draw.ranked(*shortlist(again, SHORTLIST), start + i, 5)
+            half, tops = DirectDraft(draw.sampling), read_shortlist(shortlist(drafts), shortlist(again))
+            (ids, shares), (ids_again, shares_again) = (half.likeliest(top, start + i, 5) for top in tops)
             assert ids_again == ids
             assert shares_again == pytest.approx(shares, rel=0.05)
     assert (len(both.texts), {*rights}) == (3, {True, False})

@@ -17,8 +17,8 @@ from pearl import Engine, EngineConfig
 from pearl.cli.options import field_option
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.config.decoding import with_registered_rules
-from pearl.decoding.rules import make_draft_half, make_target_half, ratio
-from pearl.decoding.sampling import read_draw, shortlists
+from pearl.decoding.rules import make_block_half, make_draft_half, make_target_half, ratio
+from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.engine import processes
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
@@ -51,6 +51,7 @@ from tests.test_worker import MakeLoops, loops, submission
 __all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
+DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
 WARM = Sampling(1.0, seed=3)
 FAR = torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64  # a draft that is refused half of what it says
 TABLES = [(each, lambda seen, each=each: each[seen[-1]]) for each in (TARGET, FAR)]
@@ -120,16 +121,16 @@ def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pyte
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=20, seed=5), Sampling(0.0)])
 @pytest.mark.parametrize("vocab", [32, 5000])
-@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("rule", [*DRAFTED, "lenient"])
 def test_branches_draw_together_what_they_would_draw_one_by_one(rule: str, vocab: int, sampling: Sampling) -> None:
     together, alone = (make_draft_half(rule, sampling) for _ in range(2))
     rows = list(3 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)))
-    positions, tops = [5, 9, 5, 6, 7, 9], shortlists(rows)
-    drafted = together.draft_together(rows, positions, tops)
+    positions, tops = [5, 9, 5, 6, 7, 9], read_shortlist(*map(shortlist, rows))
+    drafted = together.draft(rows, positions)
     for row, position, top, (draw, probs) in zip(rows, positions, tops, drafted, strict=True):
-        wanted, wanted_probs = alone.draft(row, position, top)
+        ((wanted, wanted_probs),) = alone.draft([row], [position])
         assert read_draw(draw) == read_draw(wanted)
-        assert together.likeliest(*top, position, 5) == alone.likeliest(*top, position, 5)
+        assert together.likeliest(top, position, 5) == alone.likeliest(top, position, 5)
         assert (probs is None) == (wanted_probs is None)
         assert probs is None or torch.equal(probs, wanted_probs)
 
@@ -148,7 +149,6 @@ def test_what_a_filter_rules_out_is_no_text_under_any_rule(rule: str) -> None:
 # ---- the draft's death ----
 
 EXACT_AT = {"opt": (("epsilon", 0.0),)}  # a biased rule, where it is not
-DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
 
 
 def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, window: str) -> tuple[list[int], int]:
@@ -235,10 +235,13 @@ def test_what_a_front_may_not_ask_for_is_refused_and_the_target_goes_on(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_halves_and_needs_are_as_declared(name: str) -> None:
-    draft, target = make_draft_half(name, WARM), make_target_half(name, WARM)
-    logits = 8 * torch.log(table(8, 0)[:1])  # both are sure enough for any rule
-    draw, row = draft.draft(logits[0], 1)
-    token = read_draw(draw)
+    target, logits = make_target_half(name, WARM), 8 * torch.log(table(8, 0)[:1])  # sure enough for any rule
+    if find(name).unit is Unit.BLOCK:
+        row = make_block_half(name, WARM).score(logits[0])
+        token = int(row.argmax())
+    else:
+        ((draw, row),) = make_draft_half(name, WARM).draft(logits, [1])  # type: ignore[assignment]
+        token = read_draw(draw)
     assert (row is None) == (find(name).needs is Needs.NOTHING)
     assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, "the models agree"
     executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))

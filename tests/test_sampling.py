@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -20,20 +21,19 @@ from transformers.generation.logits_process import (
 
 from pearl.config.sampling import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
 from pearl.decoding import sampling as module
-from pearl.decoding.keys import Purpose, draw_key, early, exponentials, uniform
-from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.keys import EARLY, Purpose, draw_key, early_ids, uniform
+from pearl.decoding.keys import exponentials as draws_of
 from pearl.decoding.sampling import (
     greedy,
+    nucleus,
     pick,
     pick_on_device,
     probabilities,
     race,
-    race_on_device,
-    races_of_logits,
+    race_rows,
     read_draw,
+    read_shortlist,
     shortlist,
-    shortlists,
-    shortlists_on_device,
 )
 from pearl.errors import NumericalError
 from pearl.protocol.options import Sampling
@@ -45,6 +45,10 @@ PINNED_UNIFORMS = [0.20948763805678616, 0.18849040831678754, 0.7922415749109273,
 PINNED_EXPONENTIALS = [1.0366574833705107, 0.2668946523086024, 0.7148030408934173, 2.1494252913143104]
 PINNED_RACES = [62, 83, 67, 98, 60, 67, 48, 96]
 PINNED_PICKS = [55, 29, 85, 69, 56, 51, 23, 24]
+
+
+def exponentials(key: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return draws_of(key, ids).numpy()
 
 
 def picked(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> int:
@@ -61,7 +65,7 @@ def picked_there(probs: torch.Tensor, key: int) -> int:
 
 
 def raced_there(probs: torch.Tensor, key: int) -> int:
-    return read_draw(race_on_device(probs, key))
+    return read_draw(race_rows(probs[None], [key])[0])
 
 
 DRAWS = [raced, picked, picked_there, raced_there]
@@ -225,7 +229,7 @@ def test_draws_are_proportional(draw: Draw, weights: list[float]) -> None:
 
 def test_draws_from_a_biased_race_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the race is run with uniforms instead of exponentials."""
-    monkeypatch.setattr(module, "exponentials", lambda key, ids: 1 - np.exp(-exponentials(key, ids)))
+    monkeypatch.setattr(module, "exponentials", lambda key, ids: 1 - torch.exp(-draws_of(key, ids)))
     assert drawn(raced, torch.tensor([1.0, 2.0, 10.0])) < NEVER
 
 
@@ -272,18 +276,16 @@ def test_a_draw_does_not_depend_on_earlier_ones_with_its_key() -> None:
 
 def test_a_winner_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the unlikely never win."""
-    monkeypatch.setattr(module, "early", lambda key, size, bound: np.empty(0, np.int64))
-    monkeypatch.setattr(module, "earliest", lambda key, size: np.empty(0, np.int64))
+    monkeypatch.setattr(module, "early_ids", lambda key, size: np.empty(0, np.int64))
     probs = rows(16_384)["half is unlikely"]
     assert any(race(probs, key).tolist() != list(brute_force(probs, key)) for key in KEYS[:300])
 
 
-@pytest.mark.parametrize("bound", [1e-12, 1e-5, 0.01, 1.0, 40.0, 1e9])
-def test_what_is_early_is_told_by_the_bits(bound: float) -> None:
+def test_bits_tell_which_ids_are_early() -> None:
     for key in [*KEYS[:40], 0, 2**64 - 1]:
-        found, all_of_them = early(key, 5000, bound), exponentials(key, np.arange(5000))
-        assert set(np.flatnonzero(all_of_them < bound)) <= set(found)
-        assert (all_of_them[found] < bound * (1 + 1e-9) + 1e-11).all()
+        found, all_of_them = early_ids(key, 50_000), exponentials(key, np.arange(50_000))
+        assert set(np.flatnonzero(all_of_them < EARLY)) <= set(found)
+        assert (all_of_them[found] < EARLY * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("size", [5, 200, 50_000])
@@ -311,7 +313,7 @@ def test_a_shortlist_has_the_likeliest(name: str, vocab: int) -> None:
     """Found by blocks or not; of equals any."""
     for seed in range(5):
         row = SHORTLISTED[name](torch.randn(vocab, generator=torch.Generator().manual_seed(seed)))
-        ids, logits = shortlist(row, 64)
+        ((ids, logits),) = read_shortlist(shortlist(row))
         probs = module.shares(logits, 0.8)
         top = torch.topk(row, min(64, vocab)).values
         assert len(set(ids.tolist())) == len(ids)
@@ -320,91 +322,11 @@ def test_a_shortlist_has_the_likeliest(name: str, vocab: int) -> None:
         assert torch.allclose(torch.from_numpy(probs), wanted, rtol=1e-12, atol=0, equal_nan=True)
 
 
-def winner(row: torch.Tensor, key: int, temperature: float) -> int:
-    """Every token takes part, in float64."""
-    weights = np.exp((row.double() - row.double().max()).numpy() / temperature)
-    with np.errstate(divide="ignore", over="ignore"):
-        return int(np.argmin(exponentials(key, np.arange(len(row))) / weights))
-
-
-def won(row: torch.Tensor, key: int, temperature: float) -> int:
-    return read_draw(races_of_logits([row], [key], temperature, [shortlist(row)])[0][0])
-
-
-@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 3.0, 1e3])
-@pytest.mark.parametrize("name", SHORTLISTED)
-def test_a_race_of_logits_is_won_by_the_winner_of_all(name: str, temperature: float) -> None:
-    for vocab in (4096, 32000, 50257):
-        row = SHORTLISTED[name](torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)))
-        probs = probabilities(row, Sampling(temperature))
-        for key in KEYS[:25]:
-            found = won(row, key, temperature)
-            assert found == winner(row, key, temperature)
-            assert found == raced(probs, key)
-
-
-@pytest.mark.parametrize("vocab", [4096, 32000])
-def test_races_at_once_are_won_as_one_by_one(vocab: int) -> None:
-    """Rows of every shape, one that is not finite among them, which harms no other."""
-    rows = [of(torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))) for of in SHORTLISTED.values()]
-    rows.insert(2, torch.full((vocab,), torch.nan))
-    tops, keys = shortlists(rows), KEYS[: len(rows)]
-    draws, times = races_of_logits(rows, keys, 0.7, tops)
-    with pytest.raises(NumericalError, match="not finite"):
-        read_draw(draws[2])
-    for n, (row, key, top, draw) in enumerate(zip(rows, keys, tops, draws, strict=True)):
-        if n != 2:
-            (alone,), own = races_of_logits([row], [key], 0.7, [top])
-            assert read_draw(draw) == read_draw(alone) == winner(row, key, 0.7)
-            assert np.array_equal(own[0], times[n])
-
-
-def test_a_shortlist_is_the_same_on_a_device() -> None:
-    rows = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    for (ids, logits), (own, values) in zip(shortlists(rows), shortlists_on_device(rows), strict=True):
-        assert np.array_equal(ids, own)
-        assert np.array_equal(logits, values)
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_who_comes_next_in_a_race_is_told_alike_before_and_after_the_draw(temperature: float) -> None:
-    """Branches are planned by it: what the draw has found is not computed again."""
-    for seed in range(10):
-        row = torch.randn(32000, generator=torch.Generator().manual_seed(seed)) * 4
-        top, draw = shortlist(row), DirectDraw(Sampling(temperature, seed=seed))
-        before = draw.ranked(*top, 5, 4)
-        draw(row, 5, top)
-        ids, shares_ = draw.ranked(*top, 5, 4)
-        assert (ids, shares_) == (before[0], pytest.approx(before[1]))
-        assert draw.ranked(*top, 6, 4)[0] != ids, "another position is another race"
-
-
-def test_a_winner_that_a_race_of_logits_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: only the likeliest win."""
-    monkeypatch.setattr(module, "early", lambda key, size, bound: np.empty(0, np.int64))
-    monkeypatch.setattr(module, "earliest", lambda key, size: (np.empty(0, np.int64), np.empty(0)))
-    row = torch.randn(32000, generator=torch.Generator().manual_seed(1))
-    assert any(won(row, key, 1.0) != winner(row, key, 1.0) for key in KEYS[:20])
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("vocab", [4096, 32000, 50257])
-def test_a_race_of_logits_that_are_not_finite_is_an_error(vocab: int, bad: float) -> None:
-    """One such number, wherever it stands; or no token that is possible."""
-    for place in (0, 63, vocab // 2, vocab - 1):
-        row = torch.randn(vocab)
-        row[place] = bad
-        with pytest.raises(NumericalError, match="not finite"):
-            won(row, 7, 1.0)
-    with pytest.raises(NumericalError, match="not finite"):
-        won(torch.full((vocab,), -torch.inf), 7, 1.0)
-
-
 def test_a_shortlist_of_what_is_not_finite_has_its_length() -> None:
     """Branches are made of it, and a row that is not finite must end a request by name, not here."""
     row = torch.randn(49152)
     row[77] = torch.nan
-    ids, logits = shortlist(row, 64)
+    ((ids, logits),) = read_shortlist(shortlist(row))
     assert len(ids) == len(module.shares(logits, 1.0)) == 64
 
 
@@ -436,7 +358,7 @@ def test_a_nucleus_on_the_host_is_that_of_a_device(vocab: int, top_p: float) -> 
     scores = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3))
     scores[0] *= 6
     found = probabilities(scores, Sampling(1.0, top_p=top_p))
-    expected = torch.softmax(torch.stack([module._keep_nucleus(row, top_p) for row in scores]), -1)
+    expected = torch.softmax(nucleus(scores, top_p), -1)
     both = (found > 0) & (expected > 0)
     assert ((found > 0) ^ (expected > 0)).sum() <= 0.001 * both.sum()
     torch.testing.assert_close(found[both], expected[both], rtol=1e-4, atol=0)
@@ -447,7 +369,7 @@ def test_a_nucleus_is_the_same_without_a_shortlist(top_p: float, monkeypatch: py
     """On a device there is none."""
     logits, sampling = 3 * torch.randn(2000, generator=torch.Generator().manual_seed(5)), Sampling(1.0, top_p=top_p)
     with_one = probabilities(logits, sampling)
-    monkeypatch.setattr(module, "_TOP_P_SHORTLIST", 2000)
+    monkeypatch.setattr(module, "_NUCLEUS", 2000)
     assert torch.equal(probabilities(logits, sampling), with_one)
 
 

@@ -10,7 +10,7 @@ from math import log, prod
 import pytest
 import torch
 
-from pearl.decoding.rules import make_target_half, ratio, several
+from pearl.decoding.rules import make_target_half, several, tokenwise
 from pearl.decoding.rules.biased import BildTarget
 from pearl.decoding.rules.several import BatchTarget, SpectrTarget
 from pearl.lab import theory
@@ -201,14 +201,14 @@ def test_bild_is_as_biased_as_it_says(
 ) -> None:
     p, q = torch.tensor(target) / 64, torch.tensor(draft) / 64
     judge = BildTarget(Sampling(1.0), rollback)
-    monkeypatch.setattr(ratio, "probabilities", lambda logits, sampling: logits)
+    monkeypatch.setattr(tokenwise, "probabilities", lambda logits, sampling: logits)
     rests: list[torch.Tensor] = []
 
     def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> torch.Tensor:
         rests.append(probs)
         return torch.zeros(2)
 
-    monkeypatch.setattr(ratio, "pick", remember)
+    monkeypatch.setattr(tokenwise, "pick", remember)
     law, rejected = torch.zeros(len(p)), 0.0
     for token, weight in enumerate(q.tolist()):
         verdict = judge.judge(p[None], [token], [q], 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_threshold_goes_by_the_probability_of_the_token_drawn() -> None:
 def test_heuristic_grows_by_2_and_shrinks_by_1_as_transformers_does() -> None:
     policy, sizes = Heuristic(), []
     for accepted in (5, 7, 3, 0, *[0] * 9, 1):
-        policy.told(accepted)
+        policy.end_window(accepted)
         sizes.append(policy.window)
     assert sizes == [7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 3]
     assert [policy.stop(features(index=index)) for index in (0, 1, 2)] == [False, False, True]
@@ -201,12 +202,12 @@ class Noted:
 
     def confidence(self, features: Features) -> None: ...
 
-    def told(self, accepted: int) -> None:
+    def end_window(self, accepted: int) -> None:
         self.heard.append(accepted)
 
 
 def drafted(window: StopWindow, position: int, *tokens: int) -> list[bool]:
-    return [window.stops(at, token, (1.0,), 0.0, 1.0) for at, token in enumerate(tokens, position)]
+    return [window.stops(at, token, (1.0, 0.0, 1.0)) for at, token in enumerate(tokens, position)]
 
 
 def test_a_window_begins_behind_what_the_draft_has_not_drafted() -> None:
@@ -273,41 +274,41 @@ def decoded(
     return simulate(submit, TargetExecutor(theirs), DraftExecutor(proposer), timing or Timing(1.0, lambda _: 4.0))
 
 
+@cache
+def alone(rule: str, sampling: Sampling) -> list[int]:
+    return decoded(RequestOptions("ar", rule=rule), sampling).tokens
+
+
 @pytest.mark.parametrize(("stop", "parameters"), RUNNING)
 @pytest.mark.parametrize("method", STOPPING)
 def test_greedy_and_coupled_text_is_that_of_the_target_alone(
     method: str, stop: str, parameters: tuple[tuple[str, float], ...]
 ) -> None:
     for sampling, rule in ((Sampling(), "ratio"), (WARM, "coupled")):
-        alone = decoded(RequestOptions("ar", rule=rule), sampling)
         asked = RequestOptions(method, "stream", 6, rule, draft_stop=stop, stop_parameters=parameters)
         found = decoded(asked, sampling)
-        assert found.tokens == alone.tokens
+        assert found.tokens == alone(rule, sampling)
         assert found.counts.pauses > 0
         assert found.counts.judged > 0
 
 
-@pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-@pytest.mark.parametrize("window", ["fixed", "stream"])
-@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
-def test_under_ratio_pearls_text_is_the_seeds(
-    method: str, window: str, stop: str, parameters: tuple[tuple[str, float], ...]
-) -> None:
-    asked = RequestOptions(method, window, 6, "ratio", draft_stop=stop, stop_parameters=parameters)
-    assert decoded(asked).tokens == decoded(RequestOptions(method, window, 6)).tokens
+@cache
+def unstopped(asked: RequestOptions) -> list[int]:
+    return decoded(asked).tokens
 
 
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-def test_pearls_text_is_the_seeds_with_all_that_guesses_beside(
-    stop: str, parameters: tuple[tuple[str, float], ...], rule: str
-) -> None:
-    """Where branches become the text, and the draft takes several tokens of one forward."""
-    every = RequestOptions("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
-    asked = replace(every, draft_stop=stop, stop_parameters=parameters)
-    found = decoded(asked)
-    assert found.tokens == decoded(RequestOptions("pearl", "stream", 4, rule)).tokens
-    assert found.counts.pauses > 0
+def test_pearls_text_is_the_seeds(stop: str, parameters: tuple[tuple[str, float], ...]) -> None:
+    """Also where branches become the text, and the draft takes several tokens of one forward."""
+    plain = [RequestOptions(*way, 6) for way in product(("pearl", "pearl-no-pre-verify"), ("fixed", "stream"))]
+    every = [
+        RequestOptions("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
+        for rule in ("ratio", "coupled")
+    ]
+    for asked in plain + every:
+        found = decoded(replace(asked, draft_stop=stop, stop_parameters=parameters))
+        assert found.tokens == unstopped(replace(asked, look_ahead=0, draft_lookup=0, branches=0))
+        assert found.counts.pauses > 0
 
 
 TIMINGS = [
@@ -339,17 +340,17 @@ def test_windows_that_begin_with_a_verdict_make_text_depend_on_timing(monkeypatc
         return max(len({tuple(decoded(asked, each, 12, timing).tokens) for timing in TIMINGS}) for each in seeds)
 
     assert most_texts() == 1
-    plan = ModelProposer._plan
+    plan = ModelProposer._step
 
     def counting(self: ModelProposer, command: Draft, after: Any = None, beside: int = 0) -> Any:
         planned, end = plan(self, command, after, beside), command.start + len(command.tokens)
-        own = self._open[command.request].window
+        own = self._texts[command.request].window
         if own is not None and command.budget:
             own._own = own._own[len(own._own) - command.pending :]
             own._start = end - command.pending
         return planned
 
-    monkeypatch.setattr(ModelProposer, "_plan", counting)
+    monkeypatch.setattr(ModelProposer, "_step", counting)
     assert most_texts() > 1
 
 

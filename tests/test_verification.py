@@ -16,11 +16,12 @@ import torch
 from scipy import stats
 
 from pearl.decoding.keys import Purpose, draw_key
-from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio
+from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio, tokenwise
 from pearl.decoding.rules.biased import OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraft, DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
-from pearl.decoding.sampling import pick, pick_on_device, race_on_device, read_draw
+from pearl.decoding.rules.tokenwise import TokenTarget
+from pearl.decoding.sampling import pick, pick_on_device, race_rows, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, paired_executors, simulate
@@ -54,25 +55,25 @@ def committed(
     target: tuple[int, ...],
     draft: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
-    rule: RatioTarget | None = None,
+    rule: TokenTarget | None = None,
 ) -> list[Fraction]:
     """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction."""
     rule = rule or RatioTarget(Sampling(1.0))
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
     result = [Fraction(0)] * len(target)
     rests: list[torch.Tensor] = []
-    monkeypatch.setattr(ratio, "probabilities", lambda logits, sampling: logits)
+    monkeypatch.setattr(tokenwise, "probabilities", lambda logits, sampling: logits)
 
     def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> torch.Tensor:
         rests.append(probs if probs.any() else otherwise)
         return torch.zeros(2)
 
-    monkeypatch.setattr(ratio, "pick", remember)
+    monkeypatch.setattr(tokenwise, "pick", remember)
     for (token, weight), k in product(enumerate(draft), range(GRID)):
         if not weight:
             continue
         chance = Fraction(weight, 64) / GRID
-        monkeypatch.setattr(ratio, "uniform", lambda key, k=k: k / GRID)
+        monkeypatch.setattr(tokenwise, "uniform", lambda key, k=k: k / GRID)
         if rule.judge(target_probs[None], [token], [draft_probs], 0).accepted:
             result[token] += chance
             continue
@@ -93,20 +94,20 @@ def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
     return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
 
 
-BIASED = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
+BIASED: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
 
 
 @pytest.mark.parametrize(("rule", "epsilon"), BIASED)
 @pytest.mark.parametrize(("target", "draft"), CASES)
 def test_bias_and_rejections_are_as_told(
-    rule: type[RatioTarget],
+    rule: Any,
     target: tuple[int, ...],
     draft: tuple[int, ...],
     epsilon: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
-    judge = rule(Sampling(1.0), epsilon / 64)
+    judge = rule(Sampling(1.0)) if rule is RatioTarget else rule(Sampling(1.0), epsilon / 64)
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     accepted = [min(b, a + Fraction(epsilon, 64)) if a else Fraction(0) for a, b in zip(p, q, strict=True)]
     law = committed(target, draft, monkeypatch, judge)
@@ -211,11 +212,10 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
 def test_a_device_draws_as_the_host(name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic of another device than the host, on the host."""
     draft, logits = make_draft_half(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
-    here = [draft.draft(row, position) for position, row in enumerate(logits)]
-    monkeypatch.setattr(ratio, "pick", pick_on_device)
-    monkeypatch.setattr(direct, "race", race_on_device)
-    for position, (draw, probs) in enumerate(here):
-        there, same = draft.draft(logits[position], position)
+    here = draft.draft(logits, range(30))
+    monkeypatch.setattr(tokenwise, "pick", pick_on_device)
+    monkeypatch.setattr(direct, "race", lambda probs, key: race_rows(probs[None], [key])[0])
+    for (draw, probs), (there, same) in zip(here, draft.draft(logits, range(30)), strict=True):
         assert read_draw(draw) == read_draw(there)
         assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
 
@@ -245,7 +245,7 @@ def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
     target, draft = logits_pair(3)
     accepted = 0
     for position in range(draws):
-        draw, row = ours.draft(draft, position)
+        ((draw, row),) = ours.draft([draft], [position])
         accepted += theirs.judge(target[None], [read_draw(draw)], [row], position).accepted
     distance = float((torch.softmax(target, -1) - torch.softmax(draft, -1)).abs().sum()) / 2
     return accepted / draws, distance
@@ -263,8 +263,8 @@ def test_acceptance_rates_are_the_papers() -> None:
 def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted bug: the draft draws with a key of its own. The text stays right, so only acceptance can tell."""
 
-    def own(self: DirectDraft, logits: torch.Tensor, position: int) -> tuple[torch.Tensor, None]:
-        return self._draw(logits, position + 1_000_000), None
+    def own(self: DirectDraft, logits: Any, positions: Any) -> list[tuple[torch.Tensor, None]]:
+        return [(self._draw(row, at + 1_000_000), None) for row, at in zip(logits, positions, strict=True)]
 
     monkeypatch.setattr(DirectDraft, "draft", own)
     rate, distance = acceptance("coupled")

@@ -1,7 +1,7 @@
 """Keyed randomness: every draw is a function of (seed, sample, position, purpose) alone, not of the draws before it.
 
 A key is a BLAKE2b hash; a vector of draws is the SplitMix64 stream that starts at the key (Steele, Lea, Flood 2014), a
-counter-based generator in integer arithmetic, so the same bits on every device.
+counter-based generator in integer arithmetic, so every device computes the same bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import torch
 
 from pearl.protocol.options import Sampling
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _KEYS_AT_ONCE = 64
-_ROUNDING = 1e-12  # more than all that a bound on an exponential, and the exponential itself, are rounded by
-EARLIEST = 1e-3  # bound of the exponentials that are kept for later draws with their key
+EARLY = 1e-3  # bound on the exponentials of `early_ids`: about 50 of 49,152 ids
 
 
 class Purpose(IntEnum):
@@ -37,9 +34,9 @@ class Purpose(IntEnum):
 
 
 def draw_key(sampling: Sampling, position: int, purpose: Purpose, candidate: int = 0) -> int:
-    """The 64-bit key of one draw: for the token at `position` of the whole sequence.
+    """The 64-bit key of one draw for the token at `position` of the whole sequence.
 
-    Of several draws for one position and purpose each has its `candidate` number.
+    `candidate` numbers several draws for one position and purpose.
     """
     packed = struct.pack("<QqqB", sampling.seed, sampling.sample, position, purpose)
     if candidate:
@@ -48,9 +45,9 @@ def draw_key(sampling: Sampling, position: int, purpose: Purpose, candidate: int
 
 
 class DrawKeys:
-    """`draw_key` for one request, with keys computed 64 positions at a time.
+    """`draw_key` for one request, computed 64 positions at a time.
 
-    Between two forwards the hashing code is out of the CPU's caches: 64 keys take little longer than one.
+    A forward evicts the hashing code from the CPU's caches, so 64 keys then take little longer than one.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -70,82 +67,62 @@ def uniform(key: int) -> float:
     return (key >> 11) * 2.0**-53
 
 
-def exponentials(key: int | npt.NDArray[np.uint64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Independent draws from Exp(1), one for each token id - never 0, never infinite.
+def exponentials(key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Tensor) -> torch.Tensor:
+    """Independent draws from Exp(1), float64, one for each token id; never 0, never infinite.
 
-    The draw for an id does not depend on which other ids are asked for.  Of several keys [n, 1]: for ids [n, ...].
+    The draw for an id does not depend on which other ids are given. Runs where `ids` is (NumPy is the faster form for
+    few ids on the host) without waiting for a device, whose logarithm may round differently.
+
+    Args:
+        key: one key, or `key_column` [n, 1]; the result is then [n, len(ids)].
     """
-    x = (ids.astype(np.uint64) + np.uint64(1)) * _GOLDEN  # uint64 wraps, as the generator wants it
-    x += np.uint64(key) if isinstance(key, int) else key
-    x ^= x >> np.uint64(30)
-    x *= _MIX1
-    x ^= x >> np.uint64(27)
-    x *= _MIX2
-    x ^= x >> np.uint64(31)
+    x = (ids + 1) * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key)  # int64 wraps around
+    x = _xor_shifted(x, 30) * _signed(_MIX1)
+    x = _xor_shifted(x, 27) * _signed(_MIX2)
     # 52 bits and a half: the largest value is below 1 without rounding to it, the smallest above 0
-    uniforms = ((x >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return torch.log(torch.from_numpy(uniforms)).neg_().numpy()  # torch's log is vectorised, numpy's takes ten times it
+    bits = torch.as_tensor(_shifted(_xor_shifted(x, 31), 12))
+    return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
-@lru_cache(maxsize=4)
-def _steps(vocab_size: int) -> npt.NDArray[np.uint64]:
-    return np.arange(1, vocab_size + 1, dtype=np.uint64) * _GOLDEN
+def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Keys [n, 1] for `exponentials` on `device`; the copy is not waited for."""
+    column = torch.tensor([[_signed(key)] for key in keys], pin_memory=device.type == "cuda")
+    return column.to(device, non_blocking=True)
 
 
-def early(key: int, vocab_size: int, bound: float) -> npt.NDArray[np.int64]:
-    """The ids below `vocab_size` whose `exponentials` are below `bound`, ascending; seldom one that is not quite.
+@lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key, again and again
+def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
+    """The ids below `vocab_size` whose `exponentials` are below `EARLY`, and perhaps a few just above, ascending.
 
-    A third of the time that it takes to compute them all: the bits tell, without a logarithm.
+    Takes a third of the time of computing all exponentials, because it compares bits before the logarithm.
     """
     x = _steps(vocab_size) + np.uint64(key)
     y = np.empty_like(x)
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         np.right_shift(x, np.uint64(shift), out=y)
         np.bitwise_xor(x, y, out=x)
-        np.multiply(x, factor, out=x)
-    # What is left of the generator's mixing does not touch the upper 31 bits; they tell nearly as well as all.
-    least = max(0, int(exp(-bound * (1 + _ROUNDING) - _ROUNDING) * 2.0**52) - 1)  # of the 52 bits that are used
-    return np.flatnonzero(x >= np.uint64(least >> 21 << 33))
+        np.multiply(x, np.uint64(factor), out=x)
+    # The last mixing step changes only the lower 33 bits, so the upper 31 suffice for a bound.
+    least = int(exp(-EARLY) * 2.0**52) - 1  # of the 52 bits that are used
+    ids = np.flatnonzero(x >= np.uint64(least >> 21 << 33))
+    ids.flags.writeable = False
+    return ids
 
 
-@lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key, again and again
-def earliest(key: int, vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """`early` with the bound `EARLIEST`, 50 ids of 49,152, and their exponentials; by these, ascending."""
-    ids = early(key, vocab_size, EARLIEST)
-    times = exponentials(key, ids)
-    order = np.argsort(times, kind="stable")
-    ids, times = ids[order], times[order]
-    ids.flags.writeable = times.flags.writeable = False
-    return ids, times
-
-
-def exponentials_on_device(key: int | Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`exponentials` of all ids, [vocab_size] float64, computed on `device` without waiting for it.
-
-    Of several keys: [keys, vocab_size].  The uniforms are the same bits; a device's logarithm may round differently.
-    """
-    keys: int | torch.Tensor
-    if isinstance(key, int):
-        keys = _signed(key)
-    else:
-        signed = torch.tensor([[_signed(each)] for each in key], pin_memory=device.type == "cuda")
-        keys = signed.to(device, non_blocking=True)
-    x = torch.arange(1, vocab_size + 1, device=device) * _signed(int(_GOLDEN)) + keys  # int64 wraps too
-    x = _xor_shifted(x, 30) * _signed(int(_MIX1))
-    x = _xor_shifted(_xor_shifted(x, 27) * _signed(int(_MIX2)), 31)
-    uniforms = (_shifted(x, 12).double() + 0.5) * 2.0**-52
-    return torch.log(uniforms).neg_()
+@lru_cache(maxsize=4)
+def _steps(vocab_size: int) -> npt.NDArray[np.uint64]:
+    return np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
 
 
 def _signed(bits: int) -> int:
-    """The int64 with the bits of a uint64: torch has few operations on uint64."""
+    """The int64 with the bits of a uint64, for which torch has few operations."""
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _shifted(x, by: int):  # type: ignore[no-untyped-def]  # of an array or tensor
     """A right shift of int64 that fills with zeros, as a uint64's does."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _xor_shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+def _xor_shifted(x, by: int):  # type: ignore[no-untyped-def]
     return x ^ _shifted(x, by)

@@ -1,7 +1,7 @@
-"""Logits changed by the text before them: penalties for what has been said, biases of single tokens, and grammars.
+"""Logits changed by the text before them: penalties for repeated tokens, biases of single tokens, and grammars.
 
-Both models shape their logits alike, before temperature and filters.  What is drawn from is then a function of the
-prefix alone, as without: every rule keeps its promise, and one seed gives one text whatever was proposed.
+Both models shape their logits alike, before temperature and filters.  The result is a function of the prefix alone, as
+it is without shaping, so every rule stays exact and one seed gives one text whatever was proposed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pearl.protocol.options import Shaping
 
 
 class Guide(Protocol):
-    """Knows which tokens may follow what was generated, where that is held to a grammar."""
+    """The tokens that a grammar allows behind what was generated."""
 
     def extend(self, token: int) -> None:
-        """The next token of the text."""
+        """Append a token to the text."""
         ...
 
     def cut(self, length: int) -> None:
@@ -29,38 +29,38 @@ class Guide(Protocol):
         ...
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """[at most vocab], of the tokens that may follow; None where the text has left the grammar, or ended.
+        """A mask [at most vocab] of the tokens that may follow; None if the text has left the grammar, or ended.
 
-        Raises `GrammarError` where there is no telling.
+        Raises `GrammarError` where the mask cannot be computed.
         """
         ...
 
 
-MakeGuide = Callable[[str, Sequence[int]], Guide]  # of a grammar, and the tokens that end a text; raises `GrammarError`
+MakeGuide = Callable[[str, Sequence[int]], Guide]  # (grammar, tokens that end a text); raises `GrammarError`
 
 
 class Shaper:
-    """Shapes the logits of one text, of which it holds the tokens that its model has been fed.
+    """Shapes the logits of one text; holds the tokens that the model has been fed.
 
     Args:
         prompt: what the text begins with.
-        guides: for a text that is held to a grammar.
+        guides: makes the guide of a text that has a grammar.
 
     Attributes:
-        stuck: why there is nothing to be drawn from some row of the last `chain` or `tree`; None where there is no such
-            row. All of it is minus infinity.
+        stuck: the grammar error of a row of the last `chain` or `tree`, which is minus infinity throughout; None: there
+            was none. It is raised only if that row is sampled, because the row may follow a rejected guess.
     """
 
     def __init__(self, shaping: Shaping, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
         self._shaping, self._prompt = shaping, prompt
         self._guide = _guide(shaping, guides) if shaping.grammar else None
         self._text: list[int] = []
-        self._seen: dict[int, int] = {}  # token -> how often it is in the text
-        self._written: dict[int, int] = {}  # token -> how often it is in what was generated
+        self._seen: dict[int, int] = {}  # token -> its count in the text
+        self._written: dict[int, int] = {}  # token -> its count in what was generated
         self.stuck: GrammarError | None = None
 
     def hold(self, length: int) -> None:
-        """Hold the first `length` tokens of the text: forget others, or take from the prompt what a cache has kept."""
+        """Roll back to `length` tokens, or forward by tokens of the prompt that a cache has kept."""
         for token in reversed(self._text[length:]):
             self._text.pop()
             _less(self._seen, token)
@@ -81,7 +81,7 @@ class Shaper:
             self._text.append(token)
 
     def chain(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Shape the rows [n, vocab] after the last n of `tokens`, which go on the text; hold these too."""
+        """Append `tokens` to the text, and shape the rows [n, vocab] after the last n of them."""
         self.stuck, rows = None, len(logits)
         self.extend(tokens[: len(tokens) - rows])
         shaped = []
@@ -91,7 +91,7 @@ class Shaper:
         return torch.stack(shaped) if shaped else logits
 
     def tree(self, logits: torch.Tensor, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Shape the rows [n, vocab] after the last n nodes of a tree that is no part of the text yet."""
+        """Shape the rows [n, vocab] after the last n nodes of a tree behind the text."""
         self.stuck, length, first = None, len(self._text), len(tokens) - len(logits)
         shaped = []
         for node, row in enumerate(logits, start=first):
@@ -101,7 +101,7 @@ class Shaper:
         return torch.stack(shaped) if shaped else logits
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """As `shape`. A row behind guesses that the text never takes says nothing of the text: it is told who draws."""
+        """As `shape`, with an error in `stuck`."""
         try:
             return self.shape(logits)
         except GrammarError as error:
@@ -109,15 +109,15 @@ class Shaper:
             return torch.full_like(logits, -torch.inf, dtype=torch.float32)
 
     def shape(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy of logits [vocab], float32, changed as the text that is held asks for.
+        """A shaped copy of logits [vocab], float32, for the token behind the text.
 
-        Biases are added first, then what is in the text is penalised by `repetition_penalty` (as in transformers: a
-        positive logit is divided by it, a negative one multiplied), then what was generated by `frequency_penalty`
-        times how often it was, and by `presence_penalty` once.  This is the order of vLLM.  At last tokens that a
-        grammar does not allow get minus infinity; where the model has no probability for any that it does allow, these
-        are equally likely.  In a text that has left the grammar nothing is refused.
+        In the order of vLLM: add biases; penalise tokens of the text by `repetition_penalty` (as in transformers:
+        divide a positive logit by it, multiply a negative one); subtract from generated tokens `frequency_penalty`
+        times their count and `presence_penalty` once; set tokens that the grammar does not allow to minus infinity.
+        If the model gives no allowed token a probability, all allowed ones are equally likely.  A text that has left
+        the grammar is not constrained.
 
-        Raises `GrammarError` where there is no telling what it allows, or that is no token of the model.
+        Raises `GrammarError` where the allowed tokens cannot be computed, or the model has none of them.
         """
         shaping, row = self._shaping, logits.to(torch.float32, copy=True)
         # A draft may lack the target's last ids, which mean nothing there.
@@ -148,12 +148,12 @@ class Shaper:
 
 
 def make_shaper(shaping: Shaping | None, prompt: Sequence[int], guides: MakeGuide | None = None) -> Shaper | None:
-    """None where nothing is to be changed."""
+    """None: the request changes no logits."""
     return None if shaping is None else Shaper(shaping, prompt, guides)
 
 
 def _guide(shaping: Shaping, guides: MakeGuide | None) -> Guide:
-    """A grammar that cannot be kept to is told where a token is to be drawn: there one request fails, and no other."""
+    """For a broken grammar, a guide that raises its error where a token is drawn, so that only this request fails."""
     if guides is None:
         return _Unknown(GrammarError("texts are held to no grammar here"))
     try:
@@ -163,7 +163,7 @@ def _guide(shaping: Shaping, guides: MakeGuide | None) -> Guide:
 
 
 class _Unknown:
-    """The guide of a text whose grammar cannot be kept to."""
+    """The guide of a broken grammar."""
 
     def __init__(self, why: GrammarError) -> None:
         self._why = why

@@ -1,30 +1,27 @@
-"""A search for the likeliest block of tokens: for rules that judge blocks as a whole.
+"""A search for the likeliest block of tokens, for rules that judge blocks.
 
-One forward a level: what the sequences kept so far consist of is fed as one tree behind the text's last token, and each
-sequence is continued by its likeliest tokens.
+One forward a level: it feeds the tokens of all sequences kept so far as one tree behind the text's last token, and
+continues each sequence by its likeliest tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Any
 
 import torch
 
-from pearl.decoding.rules.joint import JointDraft
-from pearl.decoding.sampling import probabilities
-from pearl.decoding.shaping import Shaper
-from pearl.drafting.launch import LaunchedForward, Plan, known
+from pearl.decoding.rules import BlockHalf
+from pearl.drafting.step import DraftModel, Step, Text
 from pearl.errors import NumericalError
-from pearl.models.runner import Feed, ModelRunner
-from pearl.protocol.events import Draft
+from pearl.models.runner import Feed
+from pearl.protocol.events import Draft, Drafted
 
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A sequence: `score` is the sum of its logarithms of `probs`, one for each of `tokens`."""
+    """A sequence: `score` is the sum of the logarithms of `probs`, which has one for each of `tokens`."""
 
     score: float = 0.0
     tokens: tuple[int, ...] = ()
@@ -35,21 +32,21 @@ class Search:
     """For the block that follows a text.
 
     Args:
-        half: says how many sequences are kept, and by which distribution they are scored.
+        half: the number of sequences kept, and what scores them.
         end: length of the text.
         last: its last token.
         depth: tokens of the block.
     """
 
-    def __init__(self, half: JointDraft, end: int, last: int, depth: int) -> None:
+    def __init__(self, half: BlockHalf, end: int, last: int, depth: int) -> None:
         self.end, self.last = end, last
         self._half, self._depth = half, depth
         self._beams = [_Beam()]
         self._nodes: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def of(cls, before: Search | None, half: JointDraft, command: Draft) -> Search:
-        """The one that goes on, where it is of this text; else one that begins."""
+    def resumed(cls, before: Search | None, half: BlockHalf, command: Draft) -> Search:
+        """`before`, if it is an unfinished search for what follows this text; otherwise a new one."""
         end, last = command.start + len(command.tokens), command.tokens[-1]
         if before is not None and (before.end, before.last) == (end, last) and not before.found:
             return before
@@ -66,7 +63,7 @@ class Search:
 
     @property
     def found(self) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
-        """The likeliest block, and what was given to each of its tokens; None: the search has not ended."""
+        """The likeliest block, and the probability of each of its tokens; None: the search goes on."""
         return (self._beams[0].tokens, self._beams[0].probs) if self._level == self._depth else None
 
     def tree(self) -> tuple[list[int], list[int]]:
@@ -97,73 +94,62 @@ class Search:
         width = self._half.width
         grown: list[_Beam] = []
         for beam, row in zip(self._beams, logits, strict=True):
-            likely, ids = probabilities(row, self._half.sampling).topk(min(width, row.shape[-1]))
+            likely, ids = self._half.score(row).topk(min(width, row.shape[-1]))
             for prob, token in zip(likely.tolist(), ids.tolist(), strict=True):
                 if prob > 0:
-                    score = beam.score + log(prob)
-                    grown.append(_Beam(score, (*beam.tokens, token), (*beam.probs, prob)))
+                    grown.append(_Beam(beam.score + log(prob), (*beam.tokens, token), (*beam.probs, prob)))
         if not grown:
             raise NumericalError("the draft model's logits are not finite: no block can be drafted from them")
         self._beams = sorted(grown, key=lambda beam: (-beam.score, beam.tokens))[:width]
 
 
-def plan_level(
-    search: Search,
-    command: Draft,
-    runner: ModelRunner,
-    slot: int,
-    shaper: Shaper | None,
-    fit: Callable[[torch.Tensor], torch.Tensor],
-) -> Plan:
-    """What to feed to go on by a level; the block is proposed once it is whole.
+class LevelStep(Step):
+    """Searches on by a level, and proposes the block once it is whole."""
 
-    Args:
-        slot: of the runner, that holds the text.
-        shaper: changes the text's logits.
-        fit: logits [vocab] of the runner -> of the target's vocabulary.
-    """
-    chain, (nodes, parents) = known(command.tokens, runner), search.tree()
-    is_tree = 0 < len(nodes) <= runner.capabilities.tree_nodes - len(chain)
-    feed = Feed(chain, 1, slot)
-    if is_tree:
-        below = (parent + len(chain) for parent in parents)  # -1 is the text's last token
-        tree = (*range(-1, len(chain) - 1), *below)
-        feed = Feed([*chain, *known(nodes, runner)], len(search.sequences), slot, tree)
+    def __init__(self, model: DraftModel, text: Text, command: Draft) -> None:
+        assert text.block is not None
+        text.search = self._search = Search.resumed(text.search, text.block, command)
+        chain = model.known(command.tokens)
+        self._chain = len(chain)
+        self._nodes, self._parents = self._search.tree()
+        self._is_tree = 0 < len(self._nodes) <= model.runner.capabilities.tree_nodes - len(chain)
+        feed = Feed(chain, 1, text.slot)
+        if self._is_tree:
+            parents = (*range(-1, len(chain) - 1), *(parent + len(chain) for parent in self._parents))
+            feed = Feed([*chain, *model.known(self._nodes)], len(self._search.sequences), text.slot, parents)
+        super().__init__(model, text, command, [feed])
 
-    def finish(logits: Sequence[torch.Tensor], marks: Sequence[Any], fed: int) -> LaunchedForward:
+    def draw(self, logits: Sequence[torch.Tensor]) -> None:
+        model, search, shaper = self.model, self._search, self.text.shaper
         rows = logits[0]
-        if nodes and not is_tree:
-            rows = _one_by_one(search.sequences, runner, slot)
-            marks[1].record()
-        rows = torch.stack([fit(row) for row in rows])
+        if self._nodes and not self._is_tree:
+            rows = self._one_by_one()
+            self.marks[1].record()
+        rows = torch.stack([model.fit(row) for row in rows])
         if shaper is not None:
-            rows = shaper.tree(rows, nodes, parents) if nodes else shaper.shape(rows[0])[None]
+            rows = shaper.tree(rows, self._nodes, self._parents) if self._nodes else shaper.shape(rows[0])[None]
         search.grow(rows)
-        tokens, probs = search.found or ((), ())
-        path = search.path(tokens) if is_tree else []
-        if is_tree:
-            runner.keep([*range(len(chain)), *(len(chain) + node for node in path)], slot)
+        self._tokens, self._probs = search.found or ((), ())
+        self._vocab_size = rows.shape[-1]
+        path = search.path(self._tokens) if self._is_tree else []
+        self._cached = len(path)
+        if self._is_tree:
+            model.runner.keep([*range(self._chain), *(self._chain + node for node in path)], self.text.slot)
             if shaper is not None:
-                shaper.extend(tokens[: len(path)])
-        marks[-1].record()
-        draws = [torch.tensor((0.0, token), dtype=torch.float64) for token in tokens]
-        given = [_scalar(token, prob, rows[0]) for token, prob in zip(tokens, probs, strict=True)]
-        return LaunchedForward(command, marks, draws, given, None, None, fed, len(path), paused=False)
+                shaper.extend(self._tokens[: len(path)])
 
-    return Plan(command.request, [feed], len(feed.tokens), finish)
+    def _one_by_one(self) -> torch.Tensor:
+        """The logits after each sequence behind the text, [sequences, vocab], by a runner that takes no such tree."""
+        runner, slot, rows = self.model.runner, self.text.slot, list[torch.Tensor]()
+        length = runner.length(slot)
+        for tokens in self._search.sequences:
+            rows += runner.forward([Feed(self.model.known(tokens), 1, slot)])
+            runner.rollback(length, slot)
+        return torch.cat(rows)
 
-
-def _one_by_one(sequences: Sequence[Sequence[int]], runner: ModelRunner, slot: int) -> torch.Tensor:
-    """The logits after each of these behind the text, [sequences, vocab], by a runner that takes no such tree."""
-    length, rows = runner.length(slot), []
-    for tokens in sequences:
-        rows += runner.forward([Feed(known(tokens, runner), 1, slot)])
-        runner.rollback(length, slot)
-    return torch.cat(rows)
-
-
-def _scalar(token: int, prob: float, like: torch.Tensor) -> torch.Tensor:
-    """[vocab] float32, on the host: `prob` at the token, 0 elsewhere. `like`: [vocab]."""
-    row = torch.zeros(like.shape, dtype=torch.float32)
-    row[token] = prob
-    return row
+    def collect(self) -> Drafted:
+        """Each token's row [vocab] is 0 but at the token, where it has its probability."""
+        rows = torch.zeros(len(self._tokens), self._vocab_size)
+        for row, token, prob in zip(rows, self._tokens, self._probs, strict=True):
+            row[token] = prob
+        return Drafted(self._tokens, rows=tuple(rows), cached=self._cached)

@@ -1,9 +1,9 @@
-"""Continuations for outcomes other than the expected one, prepared while the target is still to decide.
+"""Branches: continuations for outcomes other than the expected one, prepared before the target decides.
 
-At each position the draft's row also says which tokens are next best.  Rows of its forwards that would be idle continue
-the likeliest of these, each in a slot of its own.  Where the target then commits such a token, a window is waiting, and
-the slot becomes the text's: keys and values are not computed again.  Source: hedging as in speculative speculative
-decoding (Saguaro) and SpecBranch; draws are keyed by position, so what is prepared is what would be drafted anyway.
+At each position the draft's row also ranks the tokens that it did not draw.  Rows of its forwards that would be idle
+continue the likeliest of these, each in a slot of its own.  If the target then commits such a token, a window is
+waiting and the slot becomes the text's: keys and values are not computed again.  Draws are keyed by position, so a
+branch has what would be drafted anyway.  Source: hedging as in speculative speculative decoding (Saguaro), SpecBranch.
 """
 
 from __future__ import annotations
@@ -12,46 +12,45 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pearl.decoding.rules import DraftHalf
-from pearl.decoding.sampling import SHORTLIST, shortlist
+from pearl.decoding.sampling import Shortlist, read_shortlist, shortlist
 from pearl.models.runner import ModelRunner
 from pearl.protocol.events import Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
-RIVALS = 4  # tokens of a row that are considered
+RIVALS = 4  # tokens of a row that are considered beside the one drawn
 _RATE_WEIGHT = 0.03  # of a new outcome in a rate
-_LEAST_CHANCE = 0.005  # of a continuation's next token: what is less likely is not worth a row
+_LEAST_CHANCE = 0.005  # a continuation's next token that is less likely is not worth a row
 
-# How often a drafted token is right, by the share that it has among the likeliest of its row, in eighths; and, where it
-# is wrong, how often the best of the others is right, the second, and so on. Measured on answers of the embedded pair.
+# Acceptance rate of a drafted token by its share among the likeliest of its row, in eighths; and how often, if it is
+# rejected, the target commits the best of the others, the second, and so on. Measured on answers of the embedded pair.
 _AGREED = (0.15, 0.15, 0.18, 0.24, 0.35, 0.43, 0.6, 0.75)
 _RIGHT = (0.22, 0.11, 0.07, 0.06)
 
+Outcome = tuple[int, int]  # (position, token): the target commits this token there
+
 
 def see(
-    ids: npt.NDArray[np.int64],
-    logits: npt.NDArray[np.float64],
+    top: Shortlist,
     position: int,
     token: int,
     half: DraftHalf,
     is_root: bool = False,
     confidence: float | None = None,
 ) -> Seen:
-    """What a row says of `token`, that was drawn from it for `position`.
+    """What a row's shortlist says about `token`, which was drawn from the row for `position`.
 
     Args:
-        ids, logits: see `sampling.shortlist`. is_root: see `DraftHalf.likeliest`.
-        confidence: that the target accepts it, where a stop policy knows; it stands for the token's share then.
+        is_root: see `DraftHalf.likeliest`.
+        confidence: a stop policy's estimate that the target accepts the token, in place of the token's share.
     """
-    likeliest, shares = half.likeliest(ids, logits, position, RIVALS + 1, is_root)
-    own = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
-    own = own if confidence is None else confidence
-    return Seen(token, min(7, int(8 * own)), tuple(each for each in likeliest if each != token)[:RIVALS])
+    likeliest, shares = half.likeliest(top, position, RIVALS + 1, is_root)
+    if confidence is None:
+        confidence = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
+    return Seen(token, min(7, int(8 * confidence)), tuple(each for each in likeliest if each != token)[:RIVALS])
 
 
 @dataclass(slots=True)
@@ -59,13 +58,13 @@ class Branch:
     """One continuation.
 
     Attributes:
-        after: the outcome (position, token) under which it holds.
+        after: the outcome under which it holds.
         slot: holds the text before the outcome, its token, and of `tokens` all but the last.
-        tokens, rows: drafted after the outcome, and what each was drawn from where the rule needs that.
+        tokens, rows: drafted after the outcome, and what each was drawn from if the rule needs that.
         seen: of each token.
     """
 
-    after: tuple[int, int]
+    after: Outcome
     slot: int
     tokens: list[int] = field(default_factory=list)
     rows: list[object] = field(default_factory=list)
@@ -91,14 +90,14 @@ class Branch:
 
 
 class Foresight:
-    """How often drafted tokens and their rivals turn out right: learned from what was decided."""
+    """How often the target commits drafted tokens, and their rivals if not: learned while texts are written."""
 
     def __init__(self) -> None:
         self._agreed = list(_AGREED)
         self._right = list(_RIGHT)
 
     def learn(self, seen: Seen, committed: int) -> None:
-        """`committed` is what the target has decided on where `seen` was drafted."""
+        """Take in that the target has decided on `committed` where `seen` was drafted."""
         hit = committed == seen.token
         self._agreed[seen.share] += _RATE_WEIGHT * (hit - self._agreed[seen.share])
         if not hit:
@@ -106,11 +105,11 @@ class Foresight:
                 self._right[rank] += _RATE_WEIGHT * ((rival == committed) - self._right[rank])
 
     def agrees(self, seen: Seen) -> float:
-        """How likely the target decides on the drafted token, if on all before it."""
+        """Probability that the target commits the drafted token, given all before it."""
         return self._agreed[seen.share]
 
     def others(self, seen: Seen) -> list[tuple[float, int]]:
-        """How likely it decides on each of the rivals."""
+        """(probability, rival) for each rival."""
         wrong = 1 - self.agrees(seen)
         return [(wrong * right, rival) for right, rival in zip(self._right, seen.rivals, strict=False)]
 
@@ -120,22 +119,22 @@ class Branches:
 
     Args:
         runner: the draft model's.
-        slots: of the runner, that nobody else uses: one for each continuation.
+        slots: of the runner, for this object alone: one for each continuation.
     """
 
     def __init__(self, runner: ModelRunner, slots: Iterable[int], foresight: Foresight) -> None:
         self._runner = runner
         self._free = list(slots)
         self._foresight = foresight
-        self._shared = dict.fromkeys(self._free, 0)  # of each slot: how many of its tokens are the text's
-        self._seen: dict[int, Seen] = {}  # by position: what the target has not decided
-        self._bonus: tuple[int, Seen] | None = None  # the position that the target draws for itself
-        self._live: dict[tuple[int, int], Branch] = {}
+        self._shared = dict.fromkeys(self._free, 0)  # by slot: how many of its tokens are the text's
+        self._seen: dict[int, Seen] = {}  # by position: drafted tokens that the target has not judged
+        self._bonus: tuple[int, Seen] | None = None  # the position whose token the target draws itself
+        self._live: dict[Outcome, Branch] = {}
         self._adopted: list[tuple[int, Seen]] = []
 
     @property
     def slots(self) -> set[int]:
-        """Those of the runner that this has: none of them holds the text."""
+        """The runner's slots that this object has; none of them holds the text."""
         return set(self._shared)
 
     @property
@@ -145,7 +144,7 @@ class Branches:
     # ---- following the text ----
 
     def rollback(self, length: int) -> None:
-        """The text is forgotten but for its first `length` tokens; so is what depended on more."""
+        """Forget all but the first `length` tokens of the text, and what depends on more of them."""
         for position in [position for position in self._seen if position > length]:
             del self._seen[position]
         if self._bonus is not None and self._bonus[0] > length:
@@ -155,20 +154,20 @@ class Branches:
         self._shared = {slot: min(shared, length) for slot, shared in self._shared.items()}
 
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
-        """The text goes on with `tokens` from `start` on; the first `committed` of it are decided. Learns from that."""
+        """Learn from the text, which goes on with `tokens` at `start`; its first `committed` tokens are committed."""
         for position in [position for position in self._seen if position < committed]:
             seen = self._seen.pop(position)
-            # What was fed before it was decided, and was not taken back since, was right.
+            # A token that was fed before it was judged, and not rolled back since, was right.
             self._foresight.learn(seen, tokens[position - start] if position >= start else seen.token)
         if self._bonus is not None and self._bonus[0] < committed:
             self._bonus = None
         self._drop(branch for branch in self._live.values() if branch.position < committed)
 
     def adopt(self, start: int, tokens: Sequence[int], slot: int) -> tuple[int, int]:
-        """The text in `slot`, `start` long, goes on with `tokens`: are some of these a continuation's?
+        """Look for a continuation that has the text in `slot`, `start` long, followed by `tokens`.
 
         Returns:
-            The slot that holds the text from now on, and how many of the tokens it holds: fewer than there are.
+            The slot that holds the text from now on, and how many of `tokens` it holds (never all).
         """
         branch = self._live.get((start, tokens[0]))
         if branch is None or not branch.tokens:
@@ -188,34 +187,34 @@ class Branches:
         self._adopted += adopted
         return branch.slot, held
 
-    def taken(self) -> list[tuple[int, Seen]]:
-        """What rows said of the tokens that continuations had when the text became them, since this was last asked."""
+    def take_adopted(self) -> list[tuple[int, Seen]]:
+        """(position, what its row says) of tokens that the text adopted from continuations since the last call."""
         adopted, self._adopted = self._adopted, []
         return adopted
 
     # ---- going on ----
 
     def see_bonus(self, position: int, half: DraftHalf, logits: torch.Tensor) -> None:
-        """What logits [vocab] say of the token for `position`, which the target is to draw without a draft's."""
-        ids, shares = half.likeliest(*shortlist(logits, SHORTLIST), position, RIVALS + 1)
+        """Take in logits [vocab] for `position`, whose token the target draws itself."""
+        (top,) = read_shortlist(shortlist(logits))
+        ids, shares = half.likeliest(top, position, RIVALS + 1)
         self._bonus = position, Seen(ids[0], min(7, int(8 * shares[0])), tuple(ids[1:]))
 
-    def drafted(self, position: int, seen: Seen) -> None:
-        """The next token of the text."""
+    def add_drafted(self, position: int, seen: Seen) -> None:
+        """Take in the next drafted token of the text."""
         self._seen[position] = seen
 
     def reach(self) -> float:
-        """How likely all that is drafted and not decided is right."""
+        """Probability that the target accepts all drafted tokens that it has not judged."""
         return prod(map(self._foresight.agrees, self._seen.values()))
 
-    def worth(self, most: int, cached: int, until: int, depth: int = 1 << 31) -> list[tuple[float, tuple[int, int]]]:
-        """Outcomes for which to prepare one more token, the best first: how likely that is of use, and the outcome.
+    def worth(self, most: int, cached: int, until: int, depth: int = 1 << 31) -> list[tuple[float, Outcome]]:
+        """Up to `most` outcomes for which to prepare one more token, with the probability that it is used; best first.
 
         Args:
-            most: how many.
-            cached: how many of the text's tokens its slot holds: a new continuation can begin up to there.
+            cached: tokens of the text in its slot: a new continuation can begin up to there.
             until: the first position that need not be drafted.
-            depth: tokens that a continuation needs to have, at most.
+            depth: maximum tokens of a continuation.
         """
         reached, ranked = 1.0, []
         for position in sorted(self._seen):
@@ -226,7 +225,7 @@ class Branches:
             position, seen = self._bonus
             ranked.append((reached * self._foresight.agrees(seen), (position, seen.token)))
             ranked += [(reached * chance, (position, rival)) for chance, rival in self._foresight.others(seen)]
-        ranked = sorted(ranked, reverse=True)[: len(self._shared)]  # there are slots for so many
+        ranked = sorted(ranked, reverse=True)[: len(self._shared)]  # one slot each
         kept = {after for _, after in ranked}
         if not self._free:
             self._drop(branch for branch in self._live.values() if branch.after not in kept)
@@ -241,13 +240,17 @@ class Branches:
                 worth.append((chance, after))
         return sorted(worth, reverse=True)[:most]
 
-    def branch(self, after: tuple[int, int], slot: int) -> Branch | None:
-        """The continuation for an outcome: a new one of the text in `slot` where there is none, if a slot is free."""
+    def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
+        """The continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
+        return [branch for after in outcomes if (branch := self.branch(after, slot)) is not None]
+
+    def branch(self, after: Outcome, slot: int) -> Branch | None:
+        """As `make`, for one outcome; None: no slot is free."""
         if (known := self._live.get(after)) is not None:
             return known
         if not self._free:
             return None
-        into, position = max(self._free, key=self._shared.__getitem__), after[0]  # the least to copy
+        into, position = max(self._free, key=self._shared.__getitem__), after[0]  # has the fewest tokens to copy
         self._free.remove(into)
         self._runner.fork(slot, into, position, min(self._shared[into], position))
         self._shared[into] = position
@@ -255,7 +258,7 @@ class Branches:
         return self._live[after]
 
     def end(self, branch: Branch) -> None:
-        """It cannot go on."""
+        """Drop a branch that cannot go on."""
         self._drop([branch])
 
     def _drop(self, dropped: Iterable[Branch]) -> None:

@@ -1,7 +1,7 @@
-"""Guesses from the text itself, from a datastore and from habits, as one.
+"""Guesses from the text itself, a datastore and habits, fused.
 
-A place has one candidate a token, whoever names it; so the tree that `guess_tree` grows of them has one node for what
-several sources say.  Source: SSSD (Marzollo et al. 2024), whose fused tree this is.
+A place has one candidate a token, even if several sources have it, so the tree that `guess_tree` grows has one node for
+it.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pearl.drafting.habits import CONTEXT, Habits
 from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex, TextIndex
 from pearl.protocol.messages import Source
 
-_LEARN = 64  # tokens at the end of a prompt that the rates are learned from: each takes a lookup
+_LEARN = 64  # tokens at the end of a prompt that rates are learned from; each costs a lookup
 
 
 def text_index(tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> TextIndex:
-    """What guesses for one text are made from: its own n-grams, and a datastore's and habits where there are such."""
+    """The index that guesses for one text come from: its own n-grams and, if given, a datastore and habits."""
     return NgramIndex(tokens) if store is None and habits is None else Guesser(tokens, store, habits)
 
 
@@ -28,8 +28,8 @@ class StoreGuesses:
     """Candidates from a datastore for the places of one text, with rates that are learned as the text grows.
 
     Args:
-        text: read, never written: whoever owns it says by `cut` what it has taken back.
-        learn_from: position before which nothing is learned.
+        text: only read; its owner calls `cut` when it rolls back.
+        learn_from: the first position to learn from.
     """
 
     def __init__(self, store: Datastore, text: Sequence[int], learn_from: int) -> None:
@@ -38,15 +38,15 @@ class StoreGuesses:
         self._fade = weights.fade
         self._powers = [weights.damping**matched for matched in range(MOST_MATCHED + 1)]
         self._rates = [list(rates) for rates in weights.rates]
-        self._found: dict[int, list[Occurrence]] = {}  # by place; those that match longest come first
+        self._found: dict[int, list[Occurrence]] = {}  # by place; the longest match first
 
     def cut(self, length: int) -> None:
-        """Forget what was looked up for places after the first `length` tokens."""
+        """Forget lookups of places after the first `length` tokens."""
         for position in [one for one in self._found if one > length]:
             del self._found[position]
 
     def learn(self, committed: int) -> None:
-        """Correct the rates by the tokens that are now known to be right: the first `committed` of the text."""
+        """Update the rates by the first `committed` tokens of the text, which are final."""
         for position in range(max(1, self._learned), committed):
             for candidate, share in self.shares(position):
                 rates, hit = self._rates[share], candidate.token == self._text[position]
@@ -56,15 +56,15 @@ class StoreGuesses:
             del self._found[position]
 
     def candidates(self, position: int) -> list[Candidate]:
-        """As `NgramIndex.candidates`; occurrences are places of the datastore, which go down as the text goes on."""
+        """As `NgramIndex.candidates`; occurrences are places of the datastore, which decrease along the text."""
         return [candidate for candidate, _ in self.shares(position)]
 
     def shares(self, position: int) -> list[tuple[Candidate, int]]:
-        """The candidates with the rows of `Weights.rates` that their shares belong to."""
+        """The candidates, each with the row of `Weights.rates` that its share belongs to."""
         return self._ranked(self._occurrences(position))
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        """What may follow a candidate: what followed it where it stood."""
+        """Candidates for the place behind a candidate: what followed its occurrences."""
         ends = [(place - 1, min(MOST_MATCHED, matched + 1)) for place, matched in candidate.occurrences]
         return [below for below, _ in self._ranked(ends, self._fade)]
 
@@ -75,7 +75,7 @@ class StoreGuesses:
         return found
 
     def _ranked(self, occurrences: Sequence[Occurrence], factor: float = 1.0) -> list[tuple[Candidate, int]]:
-        """Those of most weight; see `shares`."""
+        """The candidates of the most weight; see `shares`."""
         if not occurrences:
             return []
         powers, longest = self._powers, occurrences[0][1]
@@ -96,11 +96,10 @@ class StoreGuesses:
 
 
 class Guesser:
-    """A `TextIndex` of one text that asks others too.
+    """A `TextIndex` of one text with further sources.
 
     Args:
-        store: a datastore, where there is one.
-        habits: of the target, where they are kept; they take in what is committed behind `tokens`.
+        habits: of the target; they learn from tokens that are committed behind `tokens`.
     """
 
     def __init__(self, tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> None:
@@ -147,7 +146,7 @@ class Guesser:
         return fused(*[self._following(side) for side in (candidate, *candidate.also)])
 
     def _following(self, candidate: Candidate) -> list[Candidate]:
-        """What follows where its own source has seen it."""
+        """As `following`, by the candidate's own source."""
         if candidate.context:
             assert self._habits is not None
             return self._habits.candidates(candidate.context)
@@ -162,8 +161,7 @@ class Guesser:
 def fused(*lists: Sequence[Candidate]) -> list[Candidate]:
     """Candidates of several sources for one place, the likeliest first, each token once.
 
-    One that several name has the highest of its chances, and the source that says so. Together they are never more than
-    certain.
+    A token of several sources has the highest of its chances, with that one's source. Chances sum to at most 1.
     """
     best: dict[int, Candidate] = {}
     for candidate in chain(*lists):

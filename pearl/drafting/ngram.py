@@ -1,8 +1,8 @@
-"""Guesses without a model: what followed the last few tokens when they stood in the text before.
+"""Guesses without a model: what followed the last few tokens where they occurred earlier in the text.
 
-`NgramIndex` holds one text, prompt and output alike, and finds where its end has occurred before; `guess_tree` grows
-the likeliest continuations of several places of that text into one tree.  Source: SSSD (Marzollo et al. 2024), whose
-counts are damped by match length and depth; here the damping is learned from the text itself, token by token.
+`NgramIndex` holds one text, prompt and output, and finds earlier occurrences of its end; `guess_tree` grows the
+likeliest continuations of several places into one tree.  Source: SSSD (Marzollo et al. 2024), which damps counts by
+match length and depth; here the damping is learned from the text itself, token by token.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Protocol
 
 from pearl.protocol.messages import Source
 
-LONGEST = 4  # tokens of the longest suffix that is looked up; what matches beyond it is found by comparing
-MOST_MATCHED = 12  # tokens before a guess that are compared with what stood before it then
-_OCCURRENCES = 16  # of a suffix that are looked at: the most recent
-RANKS = 3  # candidates a place: the more probable first
-_LEARN = 256  # tokens at the end of a prompt that the rates are learned from: enough, and not slow
+LONGEST = 4  # tokens of the longest suffix that is indexed; longer matches are found by comparing
+MOST_MATCHED = 12  # tokens before a guess that are compared
+_OCCURRENCES = 16  # most recent occurrences of a suffix that are considered
+RANKS = 3  # candidates a place
+_LEARN = 256  # tokens at the end of a prompt that rates are learned from
 RATE_WEIGHT = 0.05  # of a new outcome in a rate
-_LEAST_CHANCE = 0.01  # of a node: what is less likely is not worth looking for
+_LEAST_CHANCE = 0.01  # of a node
 
-# How often the first, second and third candidate is right where those before it are not, by how many tokens before it
-# match. Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; a text soon has rates of its own.
+# Rate at which the first, second and third candidate is right if those before it are not, by match length. Measured on
+# answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; a text soon has rates of its own.
 _PRIOR = (
     (0.21, 0.52, 0.64, 0.72, 0.75, 0.75, 0.78, 0.85, 0.85, 0.87, 0.87, 0.94),
     (0.12, 0.27, 0.32, 0.45, 0.45, *[0.4] * 7),
@@ -38,12 +38,12 @@ class Candidate:
 
     Attributes:
         token: its id.
-        chance: that it does, estimated.
+        chance: estimated probability that it does.
         matched: tokens before it that match, at most `MOST_MATCHED`; of several occurrences the most.
-        occurrences: where it stood, as (position, tokens before it that match).
-        source: who names it: whose positions these are.
-        also: the same token as other sources name it.
-        context: of what habits name: the last tokens up to it, in place of occurrences.
+        occurrences: (position, tokens before it that match) in its source.
+        source: where it comes from.
+        also: the same token from other sources.
+        context: of habits: the last tokens up to it, in place of occurrences.
     """
 
     token: int
@@ -59,7 +59,7 @@ class Candidate:
 
 
 class TextIndex(Protocol):
-    """A text, and what may stand at each of its places; `NgramIndex` says what the methods do."""
+    """A text, and candidates for each of its places; see `NgramIndex`."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -78,10 +78,10 @@ class TextIndex(Protocol):
 
 
 class NgramIndex:
-    """Where each n-gram of one text ends, for n up to `LONGEST`. O(1) a token, and a token back.
+    """Where each n-gram of one text ends, for n up to `LONGEST`. O(1) a token, appended or rolled back.
 
     Args:
-        tokens: the text so far. The rates are learned from its end.
+        tokens: the text so far. Rates are learned from its end.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -122,7 +122,7 @@ class NgramIndex:
         del text[length:]
 
     def learn(self, committed: int) -> None:
-        """Correct the rates by the tokens that are now known to be right: the first `committed` of the text."""
+        """Update the rates by the first `committed` tokens of the text, which are final."""
         for position in range(max(1, self._learned), committed):
             for rank, candidate in enumerate(self.candidates(position)):
                 rates = self._rates[rank]
@@ -133,7 +133,7 @@ class NgramIndex:
         self._learned = max(self._learned, committed)
 
     def candidates(self, position: int) -> list[Candidate]:
-        """What may stand at `position`, 1 to the text's length, by what stands before it; the likeliest first."""
+        """Candidates for `position`, 1 to the text's length, by the tokens before it; the likeliest first."""
         text, matches = self.tokens, {}
         for n in range(min(LONGEST, position), 0, -1):
             ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
@@ -149,7 +149,7 @@ class NgramIndex:
         return self._ranked(matches.items())
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        """What may follow a candidate: what followed it where it stood before."""
+        """Candidates for the place behind a candidate: what followed its occurrences."""
         return self._ranked((end + 1, min(MOST_MATCHED, matched + 1)) for end, matched in candidate.occurrences)
 
     def _ranked(self, occurrences: Iterable[tuple[int, int]]) -> list[Candidate]:
@@ -159,7 +159,7 @@ class NgramIndex:
         for end, matched in occurrences:
             if end < last:
                 token = text[end]
-                # A longer match says far more than several shorter ones; of equals the more recent, which comes first.
+                # One longer match outweighs several shorter ones; the more recent of equals comes first.
                 weights[token] = weights.get(token, 0.0) + 3.0**matched
                 found.setdefault(token, []).append((end, matched))
         best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
@@ -172,7 +172,7 @@ class NgramIndex:
         return result
 
     def _matched(self, end: int, position: int, known: int) -> int:
-        """How many tokens before `end` are those before `position`; `known` of them are."""
+        """How many tokens before `end` equal those before `position`; at least `known`."""
         text, matched = self.tokens, known
         while matched < MOST_MATCHED and matched < end and text[end - 1 - matched] == text[position - 1 - matched]:
             matched += 1
@@ -185,9 +185,9 @@ class Anchor:
 
     Attributes:
         end: the guesses' position; the token before it is their parent.
-        chance: that the text is right up to there.
-        taken: the token that stands at `end` already, proposed by somebody else; None at the text's end.
-        trust: how likely `taken` is right, where the text before it is.
+        chance: probability that the text is right up to there.
+        taken: the token that another proposer has at `end`; None at the text's end.
+        trust: probability that `taken` is right if the text before it is.
     """
 
     end: int
@@ -197,7 +197,7 @@ class Anchor:
 
 
 def anchored(text: Sequence[int], committed: int, acceptance: float) -> list[Anchor]:
-    """The places after the last committed token and each pending one, which is right with rate `acceptance`."""
+    """The places after the last committed token and after each pending one, given the draft's acceptance rate."""
     reached = [acceptance**i for i in range(len(text) - committed + 1)]
     taken = [*text[committed:], None]
     return [Anchor(committed + i, reached[i], token, acceptance) for i, token in enumerate(taken)]
@@ -225,7 +225,7 @@ def guess_tree(
             if anchor.taken is not None:
                 if candidate.token == anchor.taken:
                     continue
-                # At most one of the two is right; each errs on its own.
+                # At most one of the two is right; their errors are independent.
                 chance *= (1 - anchor.trust) / (1 - chance * anchor.trust)
             heapq.heappush(waiting, (-anchor.chance * chance, next(ids), anchor.end - 1, anchor.end, candidate))
     tokens: list[int] = []

@@ -1,4 +1,8 @@
-"""What a draft worker asks of whoever guesses, and of the policy that says where to stop guessing."""
+"""What a draft worker needs of whoever guesses, and of the policy that says where to stop guessing.
+
+A head that reads the target's hidden states (EAGLE, Medusa) would be one more implementation of `Proposer`. `Draft`,
+which carries the tokens that verdicts committed, is where such features would come with them.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from pearl.protocol.events import Draft, Drafted, Open
 
-if TYPE_CHECKING:  # who checks a file of a stop policy starts without it
+if TYPE_CHECKING:  # checking a stop policy's file does not need torch
     import torch
 
 TOP = 10  # probabilities in `Features`
 
 
 class Launched(Protocol):
-    """A proposal asked of a device and not waited for.
+    """A proposal that was requested of a device and not waited for.
 
     Attributes:
-        command: what asked for it.
+        command: the command that requested it.
     """
 
     @property
@@ -31,7 +35,7 @@ class Launched(Protocol):
 
     @property
     def following(self) -> torch.Tensor | None:
-        """[1], on the device: the last token proposed, for the next forward to be fed before the host knows it.
+        """[1], on the device: the last token proposed, which can be fed to the next forward before the host knows it.
 
         None where the host knows it by now.
         """
@@ -39,12 +43,12 @@ class Launched(Protocol):
 
 
 class Proposer(Protocol):
-    """Proposes the tokens that follow a text. What it is told of a request names its slot in `Open`.
+    """Proposes the tokens that follow a text. `Open` names the slot of a request's text.
 
     Attributes:
         device: what it computes on.
-        chains: whether `launch` returns before the device is done, and takes what was launched before it in place of a
-            token that the host does not know yet.
+        chains: whether `launch` returns before the device is done, and takes the last `Launched` in place of a token
+            that the host does not know yet.
     """
 
     @property
@@ -54,7 +58,7 @@ class Proposer(Protocol):
     def chains(self) -> bool: ...
 
     def measure(self, brief: bool) -> tuple[float, float]:
-        """Seconds that a proposal takes, and seconds a token of a long prefix; forgets all texts.
+        """Measure seconds a proposal and seconds a token of a long prefix; forgets all texts.
 
         `brief`: in little time.
         """
@@ -65,12 +69,14 @@ class Proposer(Protocol):
         ...
 
     def chained(self, request: int) -> bool:
-        """Whether this request's forwards may be launched one after the other, before the host knows what to feed."""
+        """Whether this request's forwards may be launched before the host knows the tokens to feed."""
         ...
 
     def awaits(self, command: Draft, delay: float) -> bool:
-        """Whether to await the token that `command` asks for before the next forward is launched: it is then fed
-        guesses of what follows, which gains more than `delay` costs, the seconds for which the device idles.
+        """Whether to await the token that `command` requests before the next forward is launched.
+
+        That forward can then be fed guesses behind the token, which has to gain more than the `delay` in seconds for
+        which the device idles.
         """
         ...
 
@@ -87,7 +93,7 @@ class Proposer(Protocol):
         ...
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
-        """As `launch` of each, in one forward. An event in its place: nothing can be drawn for this one."""
+        """As `launch` of each, in one forward. An event in place of one: nothing can be drawn for it."""
         ...
 
     def collect(self, launched: Launched) -> Drafted:
@@ -122,9 +128,9 @@ class StopPolicy(Protocol):
         ...
 
     def confidence(self, features: Features) -> float | None:
-        """How likely the target accepts this token, in [0, 1]; None where the policy has no opinion."""
+        """Probability that the target accepts this token; None: the policy has no estimate."""
         ...
 
-    def told(self, accepted: int) -> None:
-        """A window is over: its first `accepted` tokens were accepted."""
+    def end_window(self, accepted: int) -> None:
+        """Learn that a window is over, and that its first `accepted` tokens were accepted."""
         ...

@@ -1,9 +1,9 @@
-"""Where a draft ends a window before its bound: the stop policies, and the window as each request's draft sees it.
+"""Stop policies, which end a draft's window before its bound, and the window as a request's draft sees it.
 
-A decision looks at rows of the draft and at the text, never at time, so that one seed gives one text.  It may look at
-the token drawn, for that token is sent and judged like any other: what is decided is only whether the *next* position
-is drafted too, and whichever way that goes it is decided by an exact rule.  (To withhold the token that one has looked
-at would bias the text.)
+A decision depends on rows of the draft and on the text, never on time, so that one seed gives one text.  It may depend
+on the token drawn, because that token is sent and judged like any other: the policy decides only whether the *next*
+position is drafted too, which an exact rule decides in any case.  (To withhold the token that the policy has seen would
+bias the text.)
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from pearl.errors import RequestError
 from pearl.protocol.events import Open
 from pearl.spec.stops import FIXED, find_stop
 
-_FIRST_WINDOW = 5  # tokens; transformers' own, and the DISCO paper's for it
+_FIRST_WINDOW = 5  # tokens; as in transformers, and in the DISCO paper's use of it
 
 
-class Threshold:
+class Policy:
+    """Base of the policies that have no opinion about single tokens, and learn nothing from a window."""
+
+    def confidence(self, features: Features) -> float | None:
+        return None
+
+    def end_window(self, accepted: int) -> None:
+        pass
+
+
+class Threshold(Policy):
     """Stops behind a token to which the draft gave a probability below `confidence`."""
 
     def __init__(self, confidence: float) -> None:
@@ -28,14 +38,8 @@ class Threshold:
     def stop(self, features: Features) -> bool:
         return features.chosen < self._confidence
 
-    def confidence(self, features: Features) -> None:
-        pass
 
-    def told(self, accepted: int) -> None:
-        pass
-
-
-class Heuristic:
+class Heuristic(Policy):
     """A window of 5 at first: 2 more once all of it is accepted, otherwise 1 fewer. As `transformers` does it."""
 
     def __init__(self) -> None:
@@ -44,14 +48,11 @@ class Heuristic:
     def stop(self, features: Features) -> bool:
         return features.index + 1 >= self.window
 
-    def confidence(self, features: Features) -> None:
-        pass
-
-    def told(self, accepted: int) -> None:
+    def end_window(self, accepted: int) -> None:
         self.window = self.window + 2 if accepted >= self.window else max(1, self.window - 1)
 
 
-class Doubtful:
+class Doubtful(Policy):
     """DISCO: stops where the classifier's confidence is at most its threshold, or at its cap."""
 
     def __init__(self, classifier: Classifier) -> None:
@@ -63,12 +64,9 @@ class Doubtful:
     def confidence(self, features: Features) -> float:
         return self._classifier.confidence(features)
 
-    def told(self, accepted: int) -> None:
-        pass
-
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
-    """The policy that a request asks for; None: the bound alone. Raises `RequestError` for one that cannot be had."""
+    """A request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
     try:
         values = find_stop(command.options.draft_stop).values(command.options.stop_parameters)
     except ValueError as error:
@@ -92,44 +90,48 @@ class StopWindow:
     ended the one before.  So it does not depend on when verdicts come.
 
     Args:
-        begin: the length of the text that the request began with.
+        begin: length of the text when the request began.
     """
 
     def __init__(self, policy: StopPolicy, begin: int) -> None:
         self.policy = policy
         self._origin = self._start = begin
         self._own: list[int] = []  # drafted, from `_start` on
-        self._stopped = False
+        self._is_stopped = False
 
     def see(self, start: int, tokens: Sequence[int], drafts: bool) -> None:
-        """The text goes on with `tokens` at `start`: as drafted or otherwise. `drafts`: and is to be drafted on."""
+        """Take in that the text goes on with `tokens` at `start`, as drafted or otherwise.
+
+        `drafts`: whether a token is drafted behind them.
+        """
         end = start + len(tokens)
         for position in range(max(start, self._start), end):
             known = position - self._start
             if known >= len(self._own) or tokens[position - start] != self._own[known]:
                 self._begin(position + 1, known)
-        if drafts and self._stopped and end >= self._start + len(self._own):
+        if drafts and self._is_stopped and end >= self._start + len(self._own):
             self._begin(end, len(self._own))  # all of it was accepted
         elif drafts and end >= self._start:
-            del self._own[end - self._start :]  # what was drafted beyond was forgotten, and is drafted again
-            self._stopped = False
+            del self._own[end - self._start :]  # tokens beyond were rolled back, and are drafted again
+            self._is_stopped = False
 
     def _begin(self, start: int, accepted: int) -> None:
         if self._own:
-            self.policy.told(accepted)
-        self._start, self._own, self._stopped = start, [], False
+            self.policy.end_window(accepted)
+        self._start, self._own, self._is_stopped = start, [], False
 
-    def stops(self, position: int, token: int, top: Sequence[float], entropy: float, chosen: float) -> bool:
-        """Whether the token drafted for `position` is the window's last."""
+    def stops(self, position: int, token: int, row: Sequence[float]) -> bool:
+        """Whether the token drafted for `position` is the window's last. `row`: see `rows.shape_of`."""
         index = position - self._start
         del self._own[index:]
         self._own.append(token)
-        self._stopped = self.policy.stop(self._features(position, top, entropy, chosen))
-        return self._stopped
+        self._is_stopped = self.policy.stop(self._features(position, row))
+        return self._is_stopped
 
-    def confidence(self, position: int, top: Sequence[float], entropy: float, chosen: float) -> float | None:
-        """That the target accepts a token for `position`, by a row of which this is the shape; None: nobody knows."""
-        return self.policy.confidence(self._features(position, top, entropy, chosen))
+    def confidence(self, position: int, row: Sequence[float]) -> float | None:
+        """Probability that the target accepts a token for `position`; None: the policy has no estimate."""
+        return self.policy.confidence(self._features(position, row))
 
-    def _features(self, position: int, top: Sequence[float], entropy: float, chosen: float) -> Features:
+    def _features(self, position: int, row: Sequence[float]) -> Features:
+        *top, entropy, chosen = row
         return Features(tuple(top), entropy, chosen, max(0, position - self._start), position - self._origin)

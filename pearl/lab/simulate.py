@@ -20,9 +20,9 @@ from pearl.config import EngineConfig
 from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.habits import Habits
-from pearl.drafting.launch import LaunchedForward
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
+from pearl.drafting.step import Step
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event, TargetExecutor
 from pearl.metrics import Stopwatch
@@ -165,7 +165,7 @@ class VirtualProposer(ModelProposer):
         self._seconds = seconds
 
     def collect(self, launched: Launched) -> Drafted:
-        assert isinstance(launched, LaunchedForward)
+        assert isinstance(launched, Step)
         assert isinstance(self.runner, _Counting)
         began, forwarded, done = launched.marks
         forwarded.at = done.at = began.at + self._seconds(self.runner.fed)

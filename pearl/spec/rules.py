@@ -1,7 +1,7 @@
 """Every acceptance rule, declared once. Configuration, flags, codec, workers and the README's table read it from here.
 
-To add a rule: a file in `pearl/decoding/rules/` with its two halves, and a `RuleSpec` in `register` below.  Imports
-nothing but the standard library, since the command line starts without torch; halves are named and imported when used.
+To add a rule: a file in `pearl/decoding/rules/` with its halves, and a `RuleSpec` below.  Imports nothing but the
+standard library, because the command line starts without torch; halves are named here and imported when used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Protocol
 
 MAX_PARAMETERS = 8  # of one rule
-BLOCK_LENGTH = "depth"  # the parameter that says of how many tokens a block is
+BLOCK_LENGTH = "depth"  # the parameter that has the number of tokens of a block
 Parameters = tuple[tuple[str, float], ...]  # (name, value); a parameter left out has its default
 
 
@@ -34,7 +34,7 @@ class Unit(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a rule takes, low <= value <= high. `kind` int: whole numbers only (a float on the wire)."""
+    """A number that a rule takes, low <= value <= high. `kind` int: whole numbers only (floats on the wire)."""
 
     name: str
     kind: type[int] | type[float]
@@ -61,8 +61,8 @@ class Parameter:
 def checked_values(what: str, declared: Sequence[Parameter], given: Parameters) -> dict[str, float]:
     """All declared parameters by name, those not given with their defaults.
 
-    `what`: whose they are. Raises ValueError, in one line that names what is allowed, for one that is unknown, repeated
-    or out of range.
+    `what`: who takes them, for messages. Raises ValueError, in one line that names what is allowed, for one that is
+    unknown, repeated or out of range.
     """
     known = {parameter.name: parameter for parameter in declared}
     values: dict[str, float] = {}
@@ -81,21 +81,21 @@ class RuleSpec:
 
     Attributes:
         description: what it does under sampling, in one line.
-        draft, target: its halves, `module:name` of what is called as `factory(sampling, **parameters)` with all
-            parameters; see `pearl.decoding.rules.DraftHalf` and `TargetHalf`.
+        target, draft: its halves, each the `module:name` of a factory that is called with the sampling and those of
+            the parameters that it names; see `TargetHalf`, `DraftHalf` and `BlockHalf` in `pearl.decoding.rules`.
         is_exact: whether what is committed has the target's distribution.
         is_proposal_invariant: whether the text does not depend on what was drafted.
-        parameters: of a rule that judges blocks `BLOCK_LENGTH` is one.
+        parameters: a rule that judges blocks has `BLOCK_LENGTH`.
     """
 
     name: str
     description: str
-    draft: str
     target: str
-    needs: Needs
-    unit: Unit
-    is_exact: bool
-    is_proposal_invariant: bool
+    draft: str = "pearl.decoding.rules.tokenwise:SampledDraft"
+    needs: Needs = Needs.DISTRIBUTIONS
+    unit: Unit = Unit.TOKEN
+    is_exact: bool = False
+    is_proposal_invariant: bool = False
     parameters: tuple[Parameter, ...] = ()
 
     @property
@@ -112,7 +112,7 @@ class RuleSpec:
         return int(self.values(parameters)[BLOCK_LENGTH]) if self.unit is Unit.BLOCK else 1
 
     def problem(self, method: str, draft_stop: str) -> str | None:
-        """Why a method, or a policy that ends the draft's windows, cannot have this rule."""
+        """Why this rule does not fit a method or stop policy; None: it does."""
         if self.unit is Unit.TOKEN or (method != "ssd" and draft_stop == "fixed"):
             return None
         given = f"method {method}" if method == "ssd" else f"draft_stop {draft_stop}"
@@ -132,7 +132,7 @@ RULES: dict[str, RuleSpec] = {}  # by name, the default first
 
 
 def register(spec: RuleSpec) -> RuleSpec:
-    """Adds a rule. Raises ValueError for a name that is taken or a declaration that cannot be carried."""
+    """Add a rule. Raises ValueError for a name that is taken or a declaration that the wire or flags cannot carry."""
     if spec.name in RULES:
         raise ValueError(f"rule {spec.name!r} is registered already")
     names = [parameter.name for parameter in spec.parameters]
@@ -166,7 +166,7 @@ class Declared(Protocol):
 
 
 def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter]]:
-    """Parameter name -> rule name -> declaration: rules may share a name, each with a range of its own."""
+    """Parameter name -> rule name -> declaration: several rules may have a parameter of one name and kind."""
     found: dict[str, dict[str, Parameter]] = {}
     for spec in specs:
         for parameter in spec.parameters:
@@ -194,97 +194,60 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-register(
+for _spec in (
     RuleSpec(
         "ratio",
         "accept with probability min(1, target/draft), else correct from the residual",
-        draft="pearl.decoding.rules.ratio:RatioDraft",
         target="pearl.decoding.rules.ratio:RatioTarget",
-        needs=Needs.DISTRIBUTIONS,
-        unit=Unit.TOKEN,
         is_exact=True,
-        is_proposal_invariant=False,
-    )
-)
-register(
+    ),
     RuleSpec(
         "coupled",
         "both models make the same keyed draw, so the text is that of plain seeded decoding, whatever the draft",
         draft="pearl.decoding.rules.direct:DirectDraft",
         target="pearl.decoding.rules.direct:DirectTarget",
         needs=Needs.NOTHING,
-        unit=Unit.TOKEN,
         is_exact=True,
         is_proposal_invariant=True,
-    )
-)
-register(
+    ),
     RuleSpec(
         "opt",
         "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the "
         "residual, which is the least bias",
-        draft="pearl.decoding.rules.biased:BiasedDraft",
         target="pearl.decoding.rules.biased:OptTarget",
-        needs=Needs.DISTRIBUTIONS,
-        unit=Unit.TOKEN,
         is_exact=False,
-        is_proposal_invariant=False,
         parameters=(_EPSILON,),
-    )
-)
-register(
+    ),
     RuleSpec(
         "uno",
         "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the target",
-        draft="pearl.decoding.rules.biased:BiasedDraft",
         target="pearl.decoding.rules.biased:UnoTarget",
-        needs=Needs.DISTRIBUTIONS,
-        unit=Unit.TOKEN,
         is_exact=False,
-        is_proposal_invariant=False,
         parameters=(_EPSILON,),
-    )
-)
-register(
+    ),
     RuleSpec(
         "batch",
         "ratio; where the text has left what was drafted several tokens are judged in turn, each against what is left",
         draft="pearl.decoding.rules.several:SeveralDraft",
         target="pearl.decoding.rules.several:BatchTarget",
-        needs=Needs.DISTRIBUTIONS,
-        unit=Unit.TOKEN,
         is_exact=True,
-        is_proposal_invariant=False,
         parameters=(_CANDIDATES,),
-    )
-)
-register(
+    ),
     RuleSpec(
         "spectr",
         "as batch, but each is accepted with probability min(1, target/(divisor x draft)): K-SEQ",
         draft="pearl.decoding.rules.several:SeveralDraft",
         target="pearl.decoding.rules.several:SpectrTarget",
-        needs=Needs.DISTRIBUTIONS,
-        unit=Unit.TOKEN,
         is_exact=True,
-        is_proposal_invariant=False,
         parameters=(_CANDIDATES,),
-    )
-)
-register(
+    ),
     RuleSpec(
         "bild",
         "accept what the target finds likely enough, by rollback, else correct from the target",
-        draft="pearl.decoding.rules.biased:BildDraft",
         target="pearl.decoding.rules.biased:BildTarget",
-        needs=Needs.DISTRIBUTIONS,
-        unit=Unit.TOKEN,
         is_exact=False,
-        is_proposal_invariant=False,
         parameters=(_ROLLBACK,),
-    )
-)
-register(
+    ),
     RuleSpec(
         "joint",
         "accept the longest part of a block whose joint ratio target/draft exceeds tau, then go on from the target",
@@ -293,7 +256,7 @@ register(
         needs=Needs.SCALARS,
         unit=Unit.BLOCK,
         is_exact=False,
-        is_proposal_invariant=False,
         parameters=(_TAU, _DEPTH, _WIDTH),
-    )
-)
+    ),
+):
+    register(_spec)

@@ -1,7 +1,7 @@
 """Every stop policy, declared once. Configuration, flags, codec, draft worker and the README's table read it from here.
 
 To add one: a class in `pearl/drafting/stops.py` and a `StopSpec` below.  Imports nothing but the standard library,
-since the command line starts without torch.
+because the command line starts without torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pearl.spec.rules import Parameter, Parameters, checked_values
 
 FIXED = "fixed"  # no policy: the window alone
-CAP = 16  # tokens: the window of methods that wait for the draft, where a policy ends it and nobody has set gamma
+CAP = 16  # tokens: default window of methods that wait for the draft, if a policy ends it
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class StopSpec:
     Attributes:
         description: when it ends drafting, in one line.
         looks_at: what it decides by.
-        is_trained: whether it takes a file that `pearl disco train` has made.
-        is_simulated: whether it needs what only the simulator knows.
+        is_trained: whether it needs a file made by `pearl disco train`.
+        is_simulated: whether only the simulator has what it needs.
     """
 
     name: str

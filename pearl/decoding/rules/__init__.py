@@ -2,6 +2,8 @@
 
 A half sees logits, tokens and draft distributions; nothing of windows, epochs or processes.  The target's own draw
 (`ar`, bonus tokens, going alone) belongs to no rule: it is `direct.DirectDraw` under all of them.
+
+A rule whose draft reads the target's hidden states would get them through its `Proposer`: no half needs to change.
 """
 
 from __future__ import annotations
@@ -9,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
@@ -23,6 +24,8 @@ from pearl.spec.rules import Parameters, RuleSpec, find
 
 _GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the target's likeliest token, and only that
 
+Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -30,7 +33,7 @@ class Judgement:
 
     Attributes:
         odds: of the positions judged; None where the rule does not know the draft's distributions.
-        is_candidate: whether `token` was accepted too: another that was drawn from the draft's distribution there.
+        is_candidate: whether `token` was accepted too, as another draw from the draft's distribution.
     """
 
     accepted: int
@@ -40,70 +43,68 @@ class Judgement:
 
 
 class DraftHalf(Protocol):
-    """How the draft draws. Made as `factory(sampling, **parameters)`; positions are absolute."""
+    """How the draft draws, for rules that judge token by token. Positions are absolute."""
 
-    def draft(
-        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A draw for `position` from logits [vocab] (see `sampling.read_draw`), and what the target needs to judge it.
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+        """Draw a token for each of `positions` from its logits [vocab]; waits for no device.
 
-        That is None, or a row [vocab] float32: the distribution that the token was drawn from or, for a rule that
-        needs scalars, 0 but at the token.  Both are on the logits' device, and nothing waits for it.  `top`: the
-        logits' `sampling.shortlist`, where that is known: it may save time.
+        Returns:
+            Of each a draw (see `sampling.read_draw`), and the distribution [vocab] float32 that it was drawn from or
+            None if the rule needs none, both on the logits' device.
         """
         ...
 
-    def draft_together(
-        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """`draft` for each of `positions` from its row [vocab]. One by one they take longer."""
-        ...
-
     def likeliest(
-        self,
-        ids: npt.NDArray[np.int64],
-        logits: npt.NDArray[np.float64],
-        position: int,
-        count: int,
-        is_root: bool = False,
+        self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
         """The tokens that the target will most likely commit at `position`, as far as this model's row tells.
 
         Args:
-            ids, logits: the largest of the row, descending; see `sampling.shortlist`.
+            top: the largest of the row.
             is_root: whether the text's last token is not this draft's, so that a rule may judge several tokens here.
 
         Returns:
-            The `count` likeliest, the likeliest first, and the share of each among the likeliest.
+            The `count` likeliest, the likeliest first, and the share of each among the tokens of `top`.
         """
+        ...
+
+
+class BlockHalf(Protocol):
+    """How the draft searches for a block, for rules that judge blocks: see `pearl.drafting.beams`.
+
+    Attributes:
+        depth: tokens of a block.
+        width: sequences that the search keeps.
+    """
+
+    depth: int
+    width: int
+
+    def score(self, logits: Tensor) -> Tensor:
+        """The probabilities [vocab] float32 by which a sequence is continued; the target gets its tokens'."""
         ...
 
 
 class TargetHalf(Protocol):
-    """How the target judges. Made as `factory(sampling, **parameters)`; positions are absolute."""
+    """How the target judges. Positions are absolute."""
 
-    def launch(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-        """Begin what `judge` needs of all rows of logits [n, vocab], for `positions` [n]; nothing waits for the device.
+    def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        """Begin what `judge` needs of all rows of logits [n, vocab], for `positions` [n]; waits for no device.
 
-        Returns a tensor [n, ...]: what each row comes to.  Of a rule whose text does not depend on what was proposed
-        it is the direct draw of each row, on its way to the host.
+        Returns a tensor [n, ...], a row for each.  For a rule whose text does not depend on what was proposed that is
+        the direct draw, on its way to the host.
         """
         ...
 
     def judge(
-        self,
-        logits: torch.Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[torch.Tensor],
-        start: int,
-        launched: torch.Tensor | None = None,
+        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
     ) -> Judgement:
-        """Judges `tokens` from position `start` on against the target's logits [len(tokens), vocab].
+        """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
         Args:
-            launched: what `launch` gave for these logits; None: it was not asked.
             rows: what the draft half gave with each token, [vocab], on the host or on the logits' device; empty for
                 a rule that needs nothing.
+            launched: what `launch` gave for these logits; None: it was not called.
 
         Raises `NumericalError` where logits that are looked at are not finite.
         """
@@ -123,22 +124,31 @@ def rule_in_force(name: str, sampling: Sampling) -> RuleSpec:
 
 
 def make_draft_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> DraftHalf:
-    """Raises `RequestError` for an unknown rule, and for parameters that it does not take."""
+    """Of a rule that judges tokens. Raises `RequestError` for an unknown rule or a parameter that it does not take."""
     half: DraftHalf = _make("draft", name, sampling, parameters)
     return half
 
 
+def make_block_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> BlockHalf:
+    """As `make_draft_half`, of a rule that judges blocks."""
+    half: BlockHalf = _make("draft", name, sampling, parameters)
+    return half
+
+
 def make_target_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> TargetHalf:
-    """Raises `RequestError` for an unknown rule, and for parameters that it does not take."""
+    """As `make_draft_half`, of any rule."""
     half: TargetHalf = _make("target", name, sampling, parameters)
     return half
 
 
 def _make(side: str, name: str, sampling: Sampling, parameters: Parameters) -> Any:
+    """A half, with those of the rule's parameters that it takes."""
     spec = rule_in_force(name, sampling)
     try:
         values = find(name).values(parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
     module, _, factory = getattr(spec, side).partition(":")
-    return getattr(import_module(module), factory)(sampling, **(values if spec.name == name else {}))
+    half = getattr(import_module(module), factory)
+    taken = signature(half).parameters
+    return half(sampling, **{key: value for key, value in values.items() if key in taken})

@@ -1,13 +1,13 @@
-"""Three rules that accept more than exactness allows, by a stated amount: opt, uno and bild.
+"""Three rules that accept more than exactness allows, and report by how much: opt, uno and bild.
 
-Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft), and none that has no probability
-with the target: what a grammar or top-p rules out never becomes text.  They differ in what replaces a rejected one.
-Opt draws from max(target - draft, 0), as the ratio rule does: of all replacements that with the least total variation
-distance from the target.  What is gained is paid for one by one: bias and rejection probability add up to the distance
-between draft and target.  Uno draws from the target itself, and is biased with epsilon 0 too.
+Opt and uno accept a draft token with probability min(1, (target + epsilon) / draft), and never one of target
+probability 0, so what a grammar or top-p rules out never becomes text.  They differ in what replaces a rejected token.
+Opt draws from max(target - draft, 0), as the ratio rule does: of all replacements the one with the least total
+variation distance from the target. Its bias and rejection probability add up to the distance between draft and target.
+Uno draws from the target itself, and is biased with epsilon 0 too.
 
-Source: Yin et al. 2024, section 4.2.  Their printed code has the draft's distribution in the target's place for uno,
-against their text, which is followed here.
+Source: Yin et al. 2024, section 4.2.  For uno the paper's printed code draws from the draft's distribution and its text
+from the target's; this follows the text.
 
 Bild accepts a token wherever the target finds it not too unlikely, whatever the draft's probability of it was.  Source:
 Kim et al. 2023 (BiLD), rollback policy; its fallback policy is the draft's: `--draft-stop threshold`.
@@ -18,59 +18,56 @@ from __future__ import annotations
 from math import exp
 
 import torch
+from torch import Tensor
 
-from pearl.decoding.rules.ratio import RatioDraft, RatioTarget
+from pearl.decoding.rules.ratio import accepts, residual
+from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.protocol.options import Sampling
 
 
-class BiasedDraft(RatioDraft):
-    """Drafts as under the ratio rule: what is forgiven is the target's business."""
+class UnoTarget(TokenTarget):
+    """Corrects from the target.
+
+    Args:
+        epsilon: added to the target's probability of a token that it allows.
+    """
 
     def __init__(self, sampling: Sampling, epsilon: float) -> None:
         super().__init__(sampling)
+        self._epsilon = epsilon
 
+    def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
+        return accepts(u, target_prob + (self._epsilon if target_prob > 0 else 0.0), draft_prob)
 
-class OptTarget(RatioTarget):
-    """With epsilon 0 it is the ratio rule, bit for bit."""
+    def accepted(self, target: Tensor, draft: Tensor) -> Tensor:
+        return torch.minimum(draft, target + self._epsilon * (target > 0))
 
-    def _bias(self, target: torch.Tensor, accepted: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-        return (accepted - target).relu_().sum(-1)
-
-
-class UnoTarget(RatioTarget):
-    """A rejected token is replaced by a draw from the target."""
-
-    def _after_rejection(self, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
         return target
 
-    def _bias(self, target: torch.Tensor, accepted: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-        return (accepted - mass[..., None] * target).relu_().sum(-1)
+    def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor:
+        return (accepted - mass * target).relu_().sum(-1, keepdim=True)
 
 
-class BildDraft(RatioDraft):
-    """Drafts as under the ratio rule."""
+class OptTarget(UnoTarget):
+    """Corrects from the residual. With epsilon 0 it is the ratio rule, bit for bit."""
+
+    def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
+        return residual(target, draft)
+
+    def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor:
+        return (accepted - target).relu_().sum(-1, keepdim=True)
+
+
+class BildTarget(UnoTarget):
+    """Accepts a token whose negative log-likelihood with the target is at most `rollback` nats."""
 
     def __init__(self, sampling: Sampling, rollback: float) -> None:
-        super().__init__(sampling)
+        super().__init__(sampling, 0.0)
+        self._min_prob = exp(-rollback)
 
+    def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
+        return target_prob >= self._min_prob
 
-class BildTarget(RatioTarget):
-    """Accepts a token of which the target's negative log-likelihood is at most `rollback`, in nats.
-
-    A rejected token is replaced by a draw from the target.
-    """
-
-    def __init__(self, sampling: Sampling, rollback: float) -> None:
-        super().__init__(sampling)
-        self._least = exp(-rollback)  # probability of a token that is accepted
-
-    def _accepts(self, position: int, target_prob: float, draft_prob: float) -> bool:
-        return target_prob >= self._least
-
-    def _after_rejection(self, target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-        return target
-
-    def _sums(self, target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        accepted = torch.where(target >= self._least, draft, 0.0)
-        mass = accepted.sum(-1)
-        return mass, (accepted - mass[..., None] * target).relu_().sum(-1)
+    def accepted(self, target: Tensor, draft: Tensor) -> Tensor:
+        return torch.where(target >= self._min_prob, draft, 0.0)

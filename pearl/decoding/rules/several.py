@@ -1,76 +1,63 @@
 """Exact rules that judge several first tokens: batch and spectr.
 
-Where the text has left what was drafted (a prompt, a correction), the draft's row is there before the target's is, and
-any number of tokens can be drawn from it, with replacement.  The first is the one that the draft goes on from; the
-others cost it nothing, for the target has the row and draws them itself, by keys that both sides know.  One that is
-accepted in the first one's place is committed like a correction, and the draft may have a branch ready that follows it.
+At a root, where the text has left what was drafted (behind a prompt or a correction), the draft's row is there before
+the target's, so any number of tokens can be drawn from it, with replacement.  The draft goes on from the first. The
+others cost it nothing: the target has the row and draws them itself, by keys that both sides know.  A candidate that is
+accepted in place of the first is committed like a correction, and the draft may have a branch ready that follows it.
 
-Batch: the candidates are judged in turn, each against what those before it have left of the target's distribution; what
-follows the one accepted is judged by the ratio rule.  Source: Yin et al. 2024, algorithm of section 3.3.  Spectr: they
-are judged by K-SEQ, and those that are equal to the one accepted go on as candidates of their own.  Source: Sun et al.
-2023, algorithm 2.
+Batch judges the candidates in turn, each against what those before it have left of the target's distribution.  Source:
+Yin et al. 2024, algorithm of section 3.3.  Spectr judges them by K-SEQ, and those that equal the accepted one go on as
+candidates of their own.  Source: Sun et al. 2023, algorithm 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key, uniform
-from pearl.decoding.rules import Judgement
-from pearl.decoding.rules.ratio import RatioDraft, RatioTarget, accepts, odds_of, residual
+from pearl.decoding.rules import Drafted, Judgement
+from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
+from pearl.decoding.rules.tokenwise import SampledDraft, odds_of
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.options import Sampling
 
-_HALVINGS = 40  # of the interval that the divisor of K-SEQ is looked for in: float32 tells no more apart
+_HALVINGS = 40  # of the interval that has K-SEQ's divisor: float32 has no finer one
 
 
-class SeveralDraft(RatioDraft):
-    """Drafts as under the ratio rule; foresees that another candidate may be accepted."""
+class SeveralDraft(SampledDraft):
+    """Drafts as under the ratio rule; at a root, expects another candidate to be accepted if its own is not."""
 
     def __init__(self, sampling: Sampling, candidates: int) -> None:
         super().__init__(sampling)
         self._candidates = candidates
-        self._rows: dict[int, torch.Tensor] = {}  # what was drawn from last: position -> distribution
+        self._rows: dict[int, Tensor] = {}  # of the last `draft`: position -> distribution
 
-    def draft(
-        self, logits: torch.Tensor, position: int, top: Shortlist | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ((draw, probs),) = self.draft_together([logits], [position], [top])
-        return draw, probs
-
-    def draft_together(
-        self, logits: Sequence[torch.Tensor], positions: Sequence[int], tops: Sequence[Shortlist | None]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        drafted = [super(SeveralDraft, self).draft(*each) for each in zip(logits, positions, tops, strict=True)]
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+        drafted = super().draft(logits, positions)
         self._rows = {at: probs for at, (_, probs) in zip(positions, drafted, strict=True) if probs is not None}
         return drafted
 
     def likeliest(
-        self,
-        ids: npt.NDArray[np.int64],
-        logits: npt.NDArray[np.float64],
-        position: int,
-        count: int,
-        is_root: bool = False,
+        self, top: Shortlist, position: int, count: int, is_root: bool = False
     ) -> tuple[list[int], list[float]]:
         """The candidates first, in the order in which they are judged."""
         probs = self._rows.get(position)
         if not is_root or probs is None:
-            return super().likeliest(ids, logits, position, count)
+            return super().likeliest(top, position, count)
+        ids = top[0].tolist()
         drawn = [candidate(probs, self.sampling, position, number) for number in range(1, self._candidates)]
-        found = list(dict.fromkeys([*drawn, *ids.tolist()]))[:count]
-        share = dict(zip(ids.tolist(), shares(logits, self.sampling.temperature).tolist(), strict=True))
+        found = list(dict.fromkeys([*drawn, *ids]))[:count]
+        share = dict(zip(ids, shares(top[1], self.sampling.temperature).tolist(), strict=True))
         return found, [share.get(token, 0.0) for token in found]
 
 
 class BatchTarget(RatioTarget):
     """Judges the candidates of a root in turn, each against what is left. With one candidate it is the ratio rule.
 
-    A root is a position behind a token that was not drafted: which these are is for the text alone to say.
+    A root is a position behind a token that was not drafted, so that the text alone says which positions are roots.
 
     Args:
         candidates: at a root, the token that the draft went on from among them.
@@ -83,42 +70,38 @@ class BatchTarget(RatioTarget):
         self._sequences = 1  # that go on there
 
     def judge(
-        self,
-        logits: torch.Tensor,
-        tokens: Sequence[int],
-        rows: Sequence[torch.Tensor],
-        start: int,
-        launched: torch.Tensor | None = None,
+        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
     ) -> Judgement:
-        each: list[tuple[float, float]] = []
+        sums: list[tuple[float, float]] = []
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             position = start + i
             target = probabilities(logits[i], self.sampling) if launched is None else launched[i]
             draft = row.to(target.device)
             drawn = [token, *self._others(position, draft)]
             chosen, rest, rejected = self._choose(position, drawn, target, draft)
-            each.append((1 - rejected, 0.0))
+            sums.append((1 - rejected, 0.0))
             if chosen is None:
                 correction = pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target)
-                return Judgement(i, read_draw(correction), odds_of(each))
+                return Judgement(i, read_draw(correction), odds_of(sums))
             own = drawn[chosen]
             self._next, self._sequences = position + 1, self._going_on(own, drawn)
             if own != token:
-                return Judgement(i, own, odds_of(each), is_candidate=True)
-        return Judgement(len(tokens), None, odds_of(each))
+                return Judgement(i, own, odds_of(sums), is_candidate=True)
+        return Judgement(len(tokens), None, odds_of(sums))
 
-    def _others(self, position: int, draft: torch.Tensor) -> list[int]:
+    def _others(self, position: int, draft: Tensor) -> list[int]:
         """The candidates for a position beside the draft's own token."""
         count = self._sequences if position == self._next else self._candidates
         return [candidate(draft, self.sampling, position, number) for number in range(1, count)]
 
     def _choose(
-        self, position: int, drawn: Sequence[int], target: torch.Tensor, draft: torch.Tensor
-    ) -> tuple[int | None, torch.Tensor, float]:
-        """Judges tokens drawn from `draft` [vocab].
+        self, position: int, drawn: Sequence[int], target: Tensor, draft: Tensor
+    ) -> tuple[int | None, Tensor, float]:
+        """Judge tokens drawn from `draft` [vocab].
 
         Returns:
-            Which is accepted; what replaces it where none is, [vocab], not normalised; and how likely none was.
+            The index of the accepted one; if there is none, what replaces it, [vocab], not normalised; and the
+            probability that none is accepted.
         """
         chosen, left, rejected = None, target, 1.0
         for number, token in enumerate(drawn):
@@ -146,8 +129,8 @@ class SpectrTarget(BatchTarget):
     """K-SEQ: each candidate is accepted with probability min(1, target / (divisor * draft)); see `_divisor`."""
 
     def _choose(
-        self, position: int, drawn: Sequence[int], target: torch.Tensor, draft: torch.Tensor
-    ) -> tuple[int | None, torch.Tensor, float]:
+        self, position: int, drawn: Sequence[int], target: Tensor, draft: Tensor
+    ) -> tuple[int | None, Tensor, float]:
         divisor = _divisor(target, draft, len(drawn))
         each = torch.minimum(draft, target / divisor)
         mass = min(1.0, each.sum().item())
@@ -163,12 +146,12 @@ class SpectrTarget(BatchTarget):
         return drawn.count(accepted)
 
 
-def candidate(draft: torch.Tensor, sampling: Sampling, position: int, number: int) -> int:
+def candidate(draft: Tensor, sampling: Sampling, position: int, number: int) -> int:
     """Candidate `number`, from 1 on, of those drawn from `draft` [vocab] for a position; 0 is the draft's own draw."""
     return read_draw(pick(draft, draw_key(sampling, position, Purpose.DRAFT, number)))
 
 
-def _divisor(target: torch.Tensor, draft: torch.Tensor, candidates: int) -> float:
+def _divisor(target: Tensor, draft: Tensor, candidates: int) -> float:
     """The least divisor, from 1 to `candidates`, with which K-SEQ takes no token more often than the target does."""
     low, high = 1.0, float(candidates)
     if candidates == 1 or _excess(target, draft, low, candidates) <= 0:
@@ -182,6 +165,6 @@ def _divisor(target: torch.Tensor, draft: torch.Tensor, candidates: int) -> floa
     return high
 
 
-def _excess(target: torch.Tensor, draft: torch.Tensor, divisor: float, candidates: int) -> float:
+def _excess(target: Tensor, draft: Tensor, divisor: float, candidates: int) -> float:
     mass = min(1.0, torch.minimum(draft, target / divisor).sum().item())
     return float(1 - (1 - mass) ** candidates - divisor * mass)

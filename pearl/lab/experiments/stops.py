@@ -51,7 +51,7 @@ class Oracle:
     def confidence(self, features: Features) -> None:
         pass
 
-    def told(self, accepted: int) -> None:
+    def end_window(self, accepted: int) -> None:
         pass
 
 
@@ -75,8 +75,8 @@ class StoppingDraft:
         if self._window is not None:
             assert self._rows is not None
             self._window.see(command.start, command.tokens, drafts)
-            *top, entropy, chosen = self._rows[min(end - self._begin, len(self._rows) - 1)].tolist()
-            paused = self._window.stops(end, 0, top, entropy, chosen)
+            row = self._rows[min(end - self._begin, len(self._rows) - 1)].tolist()
+            paused = self._window.stops(end, 0, row)
         return Drafted((0,), paused=paused, request=command.request)
 
 

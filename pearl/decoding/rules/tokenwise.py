@@ -1,0 +1,107 @@
+"""What rules share that judge each draft token against the distribution that it was drawn from.
+
+Such a rule is a `TokenTarget` with `accepts`, `accepted` and `replacement`; its draft half is `SampledDraft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pearl.decoding.keys import DrawKeys, Purpose, uniform
+from pearl.decoding.rules import Drafted, Judgement
+from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
+from pearl.protocol.events import Odds
+from pearl.protocol.options import Sampling
+
+
+class SampledDraft:
+    """Samples the draft's distribution, and gives it with each token."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._keys = DrawKeys(sampling)
+
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+        every = [probabilities(row, self.sampling) for row in logits]
+        keys = [self._keys(position, Purpose.DRAFT) for position in positions]
+        return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
+
+    def likeliest(
+        self, top: Shortlist, position: int, count: int, is_root: bool = False
+    ) -> tuple[list[int], list[float]]:
+        """By the draft's own probabilities: which tokens the target prefers is not known here."""
+        ids, logits = top
+        return ids[:count].tolist(), shares(logits[:count], self.sampling.temperature).tolist()
+
+
+class TokenTarget:
+    """Judges draft tokens one by one; where one is rejected, draws a correction from `replacement`."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._keys = DrawKeys(sampling)
+
+    def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
+        """Whether a token with these probabilities is accepted, given a uniform u in [0, 1)."""
+        raise NotImplementedError
+
+    def accepted(self, target: Tensor, draft: Tensor) -> Tensor:
+        """How likely each token is both drafted and accepted: [..., vocab], as `target` and `draft`."""
+        raise NotImplementedError
+
+    def replacement(self, target: Tensor, draft: Tensor) -> Tensor:
+        """What the correction is drawn from, [vocab], not normalised; where it is all zero, the target."""
+        raise NotImplementedError
+
+    def bias(self, target: Tensor, accepted: Tensor, mass: Tensor) -> Tensor | None:
+        """Total variation distance [..., 1] between the committed distribution and `target`; None: the rule is exact.
+
+        Args:
+            accepted: see `accepted`, [..., vocab]; `mass` [..., 1] is its sum.
+        """
+        return None
+
+    def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        return probabilities(logits, self.sampling)
+
+    def judge(
+        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+    ) -> Judgement:
+        # The host computes nothing behind a rejection; another device computes all at once and is waited for once.
+        step = 1 if logits.is_cpu else len(tokens)
+        sums: list[tuple[float, float]] = []
+        for first in range(0, len(tokens), step):
+            part = slice(first, first + step)
+            target = probabilities(logits[part], self.sampling) if launched is None else launched[part]
+            draft = torch.stack([row.to(logits.device) for row in rows]) if step > 1 else rows[first][None]
+            for i, (target_prob, draft_prob, *both) in enumerate(self._facts(target, draft, tokens[part])):
+                position = start + first + i
+                sums.append((both[0], sum(both[1:])))
+                if not self.accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob, draft_prob):
+                    rest = self.replacement(target[i], draft[i])
+                    token = read_draw(pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target[i]))
+                    return Judgement(first + i, token, odds_of(sums))
+        return Judgement(len(tokens), None, odds_of(sums))
+
+    def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[list[float]]:
+        """Of each row [n, vocab]: the token's probability with target and draft, acceptance mass, bias if any."""
+        accepted = self.accepted(target, draft)
+        mass = accepted.sum(-1, keepdim=True)
+        ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
+        columns = [target.gather(1, ids), draft.gather(1, ids), mass]
+        if (bias := self.bias(target, accepted, mass)) is not None:
+            columns.append(bias)
+        facts: list[list[float]] = torch.cat(columns, 1).tolist()
+        return facts
+
+    def _key(self, position: int, purpose: Purpose) -> int:
+        return self._keys(position, purpose)
+
+
+def odds_of(sums: Sequence[tuple[float, float]]) -> Odds:
+    """Sums (acceptance mass, bias) over positions."""
+    chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in sums]
+    return Odds(sum(chances), sum(chance * (1 - chance) for chance in chances), sum(bias for _, bias in sums))

@@ -1,0 +1,159 @@
+"""Steps that draw the text's next tokens: one, without waiting for the device, or as many as were guessed right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
+from pearl.drafting.branch_steps import extend_branches
+from pearl.drafting.branches import Branch, see
+from pearl.drafting.rows import Row, draw_rows, shape_of
+from pearl.drafting.step import PROMPT_PIECE, DraftModel, Step, Text
+from pearl.models.runner import Feed
+from pearl.protocol.events import Draft, Drafted, Seen
+from pearl.protocol.window import worthwhile
+
+
+class DrawStep(Step):
+    """Draws one token, without waiting for what a device has not computed yet.
+
+    Args:
+        tokens: to feed: ids, or the token that the step before draws on the device.
+    """
+
+    def __init__(self, model: DraftModel, text: Text, command: Draft, tokens: Sequence[int] | torch.Tensor) -> None:
+        super().__init__(model, text, command, [Feed(tokens, 1, text.slot, prompt=command.prompt)])
+        self._features: torch.Tensor | None = None
+        self._shortlist: torch.Tensor | None = None
+
+    def draw(self, logits: Sequence[torch.Tensor]) -> None:
+        row, text = self.model.fit(logits[0][0]), self.text
+        if text.shaper is not None:
+            row = text.shaper.shape(row)
+        ((draw, self._probs),) = text.half.draft([row], [self.end])
+        if text.window is not None:
+            self._features = self._launched(shape_of(row, draw[1:]))
+        if self.model.is_traced():
+            self._shortlist = self._launched(shortlist(row))
+        if self.model.chains:
+            # If logits are not finite the draw may be any number, and a wrong id would abort the process.
+            self.following = draw[1:].long().clamp_(0, self.model.runner.vocab_size - 1)
+        self._draw = self._launched(draw)
+
+    def _launched(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to("cpu", non_blocking=True) if self.model.chains else values
+
+    def collect(self) -> Drafted:
+        token, text, is_paused = read_draw(self._draw), self.text, False
+        if self.following is not None and text.index is not None:  # the next forward may be out without this token
+            text.index.cut(self.end)
+            text.index.extend([token])
+        if self._features is not None:
+            assert text.window is not None
+            is_paused = text.window.stops(self.end, token, self._features.tolist())
+        seen: tuple[tuple[int, Seen], ...] = ()
+        if self._shortlist is not None:
+            (top,) = read_shortlist(self._shortlist)
+            seen = ((self.end, see(top, self.end, token, text.half)),)
+        return Drafted((token,), rows=() if self._probs is None else (self._probs,), paused=is_paused, seen=seen)
+
+
+class GuessStep(Step):
+    """Draws position after position while each draw is what was guessed; continues branches beside that.
+
+    Args:
+        tokens: to feed before the guesses.
+        guesses: of the tokens that this model draws, a chain.
+        continued: branches to continue in the same forward.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        text: Text,
+        command: Draft,
+        tokens: Sequence[int],
+        guesses: Sequence[int],
+        continued: Sequence[Branch],
+    ) -> None:
+        own = Feed([*model.known(tokens), *guesses], 1 + len(guesses), text.slot, prompt=command.prompt)
+        feeds = [own, *(Feed(model.known([branch.unfed]), 1, branch.slot) for branch in continued)]
+        super().__init__(model, text, command, feeds)
+        self._guesses, self._continued = guesses, continued
+
+    def draw(self, logits: Sequence[torch.Tensor]) -> None:
+        text, branches = self.text, self.text.branches
+        is_root = text.last_drawn != (self.end - 1, self.command.tokens[-1])
+        self._drafted: list[Row] = []
+        self._seen = [] if branches is None else branches.take_adopted()
+        self._is_paused = False
+        for i, row in enumerate(self._rows(logits)):
+            token, confidence = read_draw(row.draw), None
+            if text.window is not None:
+                features = row.features
+                confidence = None if row.top is None else text.window.confidence(row.position, features)
+                self._is_paused = text.window.stops(row.position, token, features)
+            self._drafted.append(row)
+            if row.top is not None:
+                self._seen.append((row.position, row.see(token, text.half, is_root and i == 0, confidence)))
+                if branches is not None:
+                    branches.add_drafted(*self._seen[-1])
+            if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):
+                break
+        text.last_drawn = self._drafted[-1].position, token
+        if self._guesses:
+            self.model.runner.rollback(self.end + len(self._drafted) - 1, text.slot)
+        self._proposals = () if branches is None else branches.proposals
+
+    def _rows(self, logits: Sequence[torch.Tensor]) -> Iterator[Row]:
+        """The rows of the text's feed with their draws; those of branches are drawn and taken in before the first."""
+        own, others = [self.model.fit(row) for row in logits[0]], [self.model.fit(row) for (row,) in logits[1:]]
+        ends = [branch.end for branch in self._continued]
+        count = len(own) if self.model.at_once else 1
+        is_ranked = self.text.branches is not None or self.model.is_traced()
+        positions = range(self.end, self.end + len(own))
+        rows = draw_rows(self.text.half, [*others, *own[:count]], [*ends, *positions[:count]], is_ranked)
+        extend_branches(self.text, self._continued, rows[: len(others)])
+        yield from rows[len(others) :]
+        for row, position in zip(own[count:], positions[count:], strict=True):
+            yield from draw_rows(self.text.half, [row], [position], is_ranked)
+
+    def collect(self) -> Drafted:
+        return Drafted(
+            tuple(read_draw(row.draw) for row in self._drafted),
+            rows=tuple(row.probs for row in self._drafted if row.probs is not None),
+            cached=len(self._drafted) - 1,
+            paused=self._is_paused,
+            branches=self._proposals,
+            seen=tuple(self._seen),
+        )
+
+
+def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int) -> Step:
+    """Feed the command's tokens, and beside them the guesses and branches that together make most tokens a second.
+
+    Args:
+        beside: tokens that the forward is fed for other requests.
+    """
+    tokens, branches = text.unfed(command), text.branches
+    reach = 1.0 if branches is None else branches.reach()
+    guesses, chances = text.guess(command)
+    worth: list[tuple[float, tuple[int, int]]] = []
+    if branches is not None and command.budget and len(tokens) <= PROMPT_PIECE:
+        until = command.start + len(command.tokens) + command.budget
+        worth = branches.worth(text.max_branches, model.runner.length(text.slot), until)
+    ranked = sorted([*(reach * chance for chance in chances), *(chance for chance, _ in worth)], reverse=True)
+    fed = beside + len(tokens)
+    count = worthwhile(ranked, fed, reach, model.seconds(fed))
+    least = ranked[count - 1] if count else 2.0
+    guesses = model.known(guesses[: sum(reach * chance >= least for chance in chances)])
+    continued: list[Branch] = []
+    if branches is not None:
+        continued = branches.make([after for chance, after in worth if chance >= least], text.slot)
+    if not command.budget:
+        return Step(model, text, command, [Feed(model.known(tokens), 0, text.slot, prompt=command.prompt)])
+    if guesses or branches is not None:
+        return GuessStep(model, text, command, tokens, guesses, continued)
+    return DrawStep(model, text, command, model.known(tokens))

@@ -1,0 +1,186 @@
+"""What drafting steps share: the draft model, one request's text, and a step from its feeds to what it proposes.
+
+A step is one request's share of a forward: `drawing.DrawStep` and `GuessStep` draw the text's next tokens,
+`branch_steps.BranchStep` continues other outcomes, and `beams.LevelStep` searches for a block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pearl.decoding.rules import BlockHalf, DraftHalf
+from pearl.decoding.shaping import Shaper
+from pearl.drafting.branches import Branches
+from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
+from pearl.drafting.stops import StopWindow
+from pearl.models.runner import Feed, ModelRunner
+from pearl.protocol.events import Draft, Drafted
+from pearl.protocol.speeds import ForwardTimes
+
+if TYPE_CHECKING:
+    from pearl.drafting.beams import Search
+
+PROMPT_PIECE = 16  # tokens: a forward of more is part of a prompt, and is fed no guesses
+
+
+class HostMark:
+    """`torch.cuda.Event` for a CPU, which is done when it returns."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostMark, /) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def make_mark(device: torch.device) -> Any:
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostMark()
+
+
+@dataclass
+class DraftModel:
+    """The draft model as steps see it.
+
+    Attributes:
+        vocab_size: the target's. A draft with more ids (padding) never emits them; one with fewer gives the rest
+            probability 0.
+        chains: whether a forward is launched before the host knows the token that the last one drew.
+        at_once: whether all rows of a forward are drawn from before the first is read, so that a device is waited for
+            once; the host would compute draws in vain.
+        is_traced: whether a trace wants `Drafted.seen`.
+        times: of forwards, by tokens fed.
+        delay: seconds that the device idles if the next forward waits for the host.
+    """
+
+    runner: ModelRunner
+    vocab_size: int
+    chains: bool
+    at_once: bool
+    is_traced: Callable[[], bool]
+    times: ForwardTimes = field(default_factory=ForwardTimes)
+    delay: float = 0.0
+
+    def fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab] over the target's vocabulary."""
+        missing = self.vocab_size - self.runner.vocab_size
+        if missing <= 0:
+            return logits[: self.vocab_size] if missing else logits
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+    def known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens for this model: 0 stands for an id that only the target has, at some cost in acceptance."""
+        return [token if token < self.runner.vocab_size else 0 for token in tokens]
+
+    def seconds(self, alone: int) -> Callable[[int], float]:
+        """Forward time by tokens fed; with more than `alone` a chained forward has to wait for the host."""
+        delay = self.delay if self.chains else 0.0
+        return lambda fed: self.times.seconds(fed) + delay * (fed > alone)
+
+
+@dataclass(slots=True)
+class Text:
+    """One request's text, as the draft has it.
+
+    Attributes:
+        place: the slot that the request names.
+        slot: of the runner, that holds the text now.
+        rule: the draft's half of a rule that judges tokens.
+        block: that of a rule that judges blocks, instead.
+        shaper: changes logits; None: they are taken as they are.
+        window: what its stop policy sees; None: no policy.
+        index: of the tokens fed, for guesses; None: no guesses.
+        branches: prepared for other outcomes; None: none are.
+        max_guesses, max_branches: in one forward.
+        last_drawn: (position, token) of the last token that was drawn for it.
+        search: for its next block.
+    """
+
+    place: int
+    slot: int
+    rule: DraftHalf | None
+    block: BlockHalf | None
+    shaper: Shaper | None
+    window: StopWindow | None
+    index: TextIndex | None = None
+    branches: Branches | None = None
+    max_guesses: int = 0
+    max_branches: int = 0
+    last_drawn: tuple[int, int] | None = None
+    search: Search | None = None
+
+    @property
+    def half(self) -> DraftHalf:
+        assert self.rule is not None, "a block rule draws no tokens"
+        return self.rule
+
+    def unfed(self, command: Draft) -> Sequence[int]:
+        """Those of the command's tokens whose keys and values are still to be computed: a branch may hold some."""
+        if self.branches is None:
+            return command.tokens
+        end, held = command.start + len(command.tokens), 0
+        if command.tokens:
+            self.slot, held = self.branches.adopt(command.start, command.tokens, self.slot)
+        self.branches.settle(command.start, command.tokens, end - command.pending)
+        if held:
+            self.last_drawn = end - 1, command.tokens[-1]
+        return command.tokens[held:]
+
+    def guess(self, command: Draft) -> tuple[list[int], list[float]]:
+        """What the draft model is likely to draw next: a chain of tokens, and how likely each is with those before."""
+        if self.index is None:
+            return [], []
+        self.index.cut(command.start)
+        self.index.extend(command.tokens)
+        end = len(self.index)
+        self.index.learn(end)
+        most = min(self.max_guesses, command.budget - 1)
+        if most <= 0 or end - command.start > PROMPT_PIECE:
+            return [], []
+        tokens, _, chances, _ = guess_tree(self.index, [Anchor(end, 1.0)], most, end + most, branches=False)
+        return tokens, chances
+
+
+class Step:
+    """A forward's share for one request. As it stands: feeds tokens and draws nothing.
+
+    Attributes:
+        command: what it carries out.
+        feeds: for the runner.
+        marks: before the forward, between it and the draws, after all; whoever runs the step records them.
+        fed: tokens that the forward was fed, those of other requests too.
+        following: the last token drawn, [1] on the device, which the next forward can be fed before the host knows it;
+            None where the host knows it.
+    """
+
+    def __init__(self, model: DraftModel, text: Text, command: Draft, feeds: Sequence[Feed]) -> None:
+        self.model, self.text, self.command, self.feeds = model, text, command, feeds
+        self.marks = [make_mark(model.runner.device) for _ in range(3)]
+        self.fed = 0
+        self.following: torch.Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        """The position behind the command's tokens."""
+        return self.command.start + len(self.command.tokens)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.marks[-1].query())
+
+    def draw(self, logits: Sequence[torch.Tensor]) -> None:
+        """Draw from the logits of each feed. Raises `NumericalError` where they are read and not finite."""
+
+    def collect(self) -> Drafted:
+        """What the step proposes, without times; once the device is done. Raises as `draw`."""
+        return Drafted()
