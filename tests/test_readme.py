@@ -124,7 +124,7 @@ def test_every_flag_named_is_a_flag() -> None:
 
 def test_every_error_is_listed_with_its_exit_code() -> None:
     kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]
-    page = MECHANISM.read_text()
+    page = (MECHANISM.parent / "README.md").read_text()
     wrong = [e for e in kinds if not re.search(rf"(?m)^\| {e.exit_code} \| .*`{e.__name__}`", page)]
     assert not wrong, wrong
 

@@ -139,7 +139,7 @@ class ModelProposer:
     def awaits(self, command: Draft, delay: float) -> bool:
         self.model.delay = delay
         text = self._texts[command.request]
-        chances = text.guess(command)[1] if text.index is not None and self.model.times.known else []
+        chances = text.guess(command)[1] if text.index is not None and self.model.times.measured else []
         # The first guess is of the token that is waited for; those behind it would be fed with that.
         return worthwhile(chances[1:], 1, 1.0, self.model.seconds(1)) > 0
 
