@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
 
 import pearl
 from pearl.config import (
@@ -80,35 +76,44 @@ def test_each_rank_has_its_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -
 # ---- bad values ----
 
 
-def outside(field: FieldInfo) -> Iterator[Any]:
-    """Values just outside the declared range or choice."""
-    for bound in field.metadata:
-        match bound:
-            case Ge():
-                yield bound.ge - 1  # type: ignore[operator]
-            case Le():
-                yield bound.le + 1  # type: ignore[operator]
-            case Gt():
-                yield bound.gt
-            case Lt():
-                yield bound.lt
-    if get_origin(field.annotation) is Literal:
-        yield "no such choice"
-        assert get_args(field.annotation)
-    if field.annotation in (float, float | None):
-        yield from (float("nan"), float("inf"), "hot")
+BAD: dict[type, dict[str, tuple[object, ...]]] = {
+    DecodingConfig: {
+        "method": ("lookahead",),
+        "gamma": (0, 1025, "three"),
+        "window": ("auto",),
+        "look_ahead": (-1, 257),
+    },
+    SamplingParams: {
+        "temperature": (-0.1, float("nan"), float("inf"), "hot"),
+        "top_p": (0, 1.01),
+        "min_p": (-0.1, 1.01),
+        "top_k": (-1, 2**31),
+        "seed": (-1, 2**64),
+        "max_tokens": (0,),
+        "logprobs": (-1, 21),
+        "repetition_penalty": (0, 101),
+        "presence_penalty": (-2.1, 2.1),
+        "frequency_penalty": (-2.1, 2.1),
+    },
+    EngineConfig: {
+        "max_context": (1,),
+        "draft_timeout": (0,),
+        "target_pace": (0,),
+        "draft_restarts": (-1,),
+        "target_dtype": ("int2",),
+        "target_tp": (0,),
+        "slots": (0, 33),
+    },
+}
 
 
-def test_every_range_and_choice_is_enforced_by_name() -> None:
-    count = 0
-    for section in SECTIONS:
-        for name, field in section.model_fields.items():
-            for bad in outside(field):
-                count += 1
+def test_values_out_of_range_are_refused_by_name() -> None:
+    for section, fields in BAD.items():
+        for name, values in fields.items():
+            for value in values:
                 with pytest.raises(ConfigError, match=f"{name}: .*got ") as caught:
-                    section(**{name: bad})
+                    section(**{name: value})
                 assert caught.value.exit_code == 2
-    assert count > 60
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,6 @@ def test_every_range_and_choice_is_enforced_by_name() -> None:
         (SamplingParams, {"stop": ["a", ""]}, "stop string must not be empty"),
         (SamplingParams, {"stop": ""}, "stop string must not be empty"),
         (SamplingParams, {"stop": "caf\udce9"}, "stop: a stop string holds half a surrogate pair"),  # of Latin-1
-        (EngineConfig, {"draft_timeout": 0}, "draft_timeout"),
         (EngineConfig, {"control": "udp"}, "control"),
         (EngineConfig, {"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
         (EngineConfig, {"control": "tcp://a b:1", "keys": "k"}, "control"),

@@ -184,6 +184,17 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def _complete_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """The lines from `offset` bytes on; an incomplete last line is left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
+                yield line
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+
+
 def _decode(path: Path, line: bytes) -> Header | Record | End:
     try:
         return _DECODER.decode(line)
@@ -202,7 +213,7 @@ class Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.end: End | None = None
-        first = next(self._lines(), b"")
+        first = next(_complete_lines(path), b"")
         if not first.startswith(b'["pearl-trace",'):
             raise TraceError(f"{path} is no part of a trace")
         header = _decode(path, first)
@@ -215,23 +226,12 @@ class Part:
 
     def records(self) -> Iterator[Record]:
         """In order of their ends; those of other threads than the loop only approximately."""
-        lines = self._lines()
-        next(lines)
-        for line in lines:
+        for line in _complete_lines(self.path):
             item = _decode(self.path, line)
             if isinstance(item, Record):
                 yield item
             elif isinstance(item, End):
                 self.end = item
-
-    def _lines(self) -> Iterator[bytes]:
-        """The complete lines."""
-        try:
-            with self.path.open("rb") as file:
-                while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
-                    yield line
-        except OSError as error:
-            raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
 
 
 class GrowingPart:
@@ -244,22 +244,15 @@ class GrowingPart:
 
     def __init__(self, path: Path) -> None:
         self.path, self.role, self.size = path, "", 0
-        self._rest = b""
 
     def read(self) -> list[Record]:
         """New records since the last call. Raises `TraceError` if the file is gone or damaged."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.size)
-                new = file.read(_MAX_LINE)
-        except OSError as error:
-            raise TraceError(f"cannot read {self.path}: {error.strerror}") from None
-        self.size += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        if len(self._rest) > _MAX_LINE:
-            raise TraceError(f"{self.path} is a damaged part of a trace: a line has no end")
-        items = [_decode(self.path, line) for line in lines]
-        for item in items:
+        found = []
+        for line in _complete_lines(self.path, self.size):
+            self.size += len(line)
+            item = _decode(self.path, line)
             if isinstance(item, Header):
                 self.role = str(item.worker.get("role", ""))
-        return [item for item in items if isinstance(item, Record)]
+            elif isinstance(item, Record):
+                found.append(item)
+        return found
