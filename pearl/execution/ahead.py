@@ -1,12 +1,12 @@
 """The thread that a draft computes on: once a token is drawn it starts the next forward without waiting for the loop.
 
-The loop then sends the token and asks its state machine for the next command while that forward runs.  The machine
-nearly always asks for the forward that is running already; where it asks for another, the running one is discarded.
-No forward is started early while a message waits to be read, or beyond the position up to which the draft may draft.
+The loop then sends the token and gets the next command of its state machine while that forward runs. It is nearly
+always the forward that is running; if not, the running one is discarded. No forward is started early while a message
+waits to be read, or past the position up to which the draft may draft.
 
 On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
-not know yet, so that the GPU goes on at once.  It is launched late, for what is launched cannot be taken back.  Where
-the draft guesses well what it will say itself, the token is awaited instead, and fed with what may follow it.
+not have yet, so that the GPU goes on at once. It is launched late, as a launch cannot be taken back. If lookup guesses
+the draft's own tokens well, the token is awaited instead, and fed together with the guesses behind it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Ahead:
     """Carries out commands in its thread, with an executor that nobody else uses. A context manager.
 
     Args:
-        wanted: whether a forward may start before it is asked for; called in the thread.
-        computed: called in the thread with each event, as soon as it is known.
+        wanted: whether a forward may start before it is requested; called in the thread.
+        computed: called in the thread with each event at once.
         begins: called in the thread before anything else.
     """
 
@@ -50,7 +50,7 @@ class Ahead:
     ) -> None:
         self._executor, self._wanted, self._computed, self._begins = executor, wanted, computed, begins
         self._proposer = executor.proposer
-        self._due = 0.0  # when what was launched last will be done, as far as one can tell
+        self._due = 0.0  # when the last launched forward should be done
         self._took = 0.0  # seconds, the last forward of one token and its draw
         self._lead = 0.0  # seconds before the end of one forward at which the next is launched
         self._commands: SimpleQueue[object] = SimpleQueue()
@@ -59,7 +59,7 @@ class Ahead:
         self._thread.start()
 
     def execute(self, command: object) -> Event | None:
-        """Return the event that answers `command`; None at once for a command without an answer.
+        """The event that answers `command`; None at once for a command without an answer.
 
         Raises what this command, or an unanswered one before it, has raised.
         """
@@ -67,7 +67,7 @@ class Ahead:
         return self._answer() if isinstance(command, Draft) else None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """Carry out several at once; return what answers each. Raises as `execute`."""
+        """Carry out several at once; the event that answers each. Raises as `execute`."""
         self._commands.put(commands)
         return self._answer()
 
@@ -101,33 +101,31 @@ class Ahead:
                         self._serve()
                 else:
                     self._serve()
-        except BaseException as error:  # of the thread itself; errors of commands are outcomes already
+        except BaseException as error:  # of the thread itself; errors of commands are outcomes
             self._outcomes.put(error)
 
     def _serve(self) -> None:
-        guess: Draft | None = None  # a forward that was started before it was asked for; `outcome` is its result
-        outcome: Event | list[Drafted] | _Begun | BaseException | None = None
+        guess: Draft | None = None  # a forward started before it was requested; `outcome` is its result
+        outcome: Event | list[Drafted] | _Launched | BaseException | None = None
         while (command := self._commands.get()) is not None:
-            # A guess that failed is discarded with its error, unless the error is that a rank is lost.
+            # A guess that failed is discarded with its error, unless a rank is lost.
             lasting = BaseException if guess is None else (DraftLost, TransportError)
             failed = isinstance(outcome, lasting)
             if not failed and (guess is None or not _same(command, guess)):
                 outcome = self._attempt(command, guess)
             guess = None
             if isinstance(command, Draft):
-                told, following = outcome, None
-                if isinstance(outcome, _Begun):
-                    told, guess, following = self._collect(command, outcome.launched)
+                answer, following = outcome, None
+                if isinstance(outcome, _Launched):
+                    answer, guess, following = self._collect(command, outcome.launched)
                 if guess is None:
-                    guess = self._next(command, told)
-                    self._outcomes.put(told)
+                    guess = self._next(command, answer)
+                    self._outcomes.put(answer)
                     outcome = None if guess is None else self._attempt(guess)
                 else:
-                    self._outcomes.put(told)
+                    self._outcomes.put(answer)
                     outcome = following
-            elif isinstance(
-                command, Sequence
-            ):  # nothing is started early: which requests come next is the loop's to say
+            elif isinstance(command, Sequence):  # start nothing early: the loop decides which requests come next
                 self._outcomes.put(outcome)
                 outcome = None
 
@@ -137,14 +135,14 @@ class Ahead:
 
     def _attempt(
         self, command: object, forgotten: Draft | None = None
-    ) -> Event | list[Drafted] | _Begun | BaseException | None:
+    ) -> Event | list[Drafted] | _Launched | BaseException | None:
         try:
-            # The state machine does not know of the guess, so its own rollbacks do not undo it.
+            # Rollbacks of the state machine, which does not know the guess, do not undo it.
             undoes = isinstance(command, Rollback) and forgotten is not None and command.request == forgotten.request
             if forgotten is not None and not undoes:
                 self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
             if isinstance(command, Draft) and command.budget and self._proposer.chained(command.request):
-                return _Begun(self._launch(command))
+                return _Launched(self._launch(command))
             if isinstance(command, Sequence):
                 return self._executor.draft(command)
             event = self._executor.execute(command)
@@ -166,17 +164,17 @@ class Ahead:
 
     def _collect(
         self, command: Draft, launched: Launched
-    ) -> tuple[Event | BaseException, Draft | None, _Begun | BaseException | None]:
-        """Return the event of `command`, and the guess that was launched before it was known, with its outcome."""
+    ) -> tuple[Event | BaseException, Draft | None, _Launched | BaseException | None]:
+        """The event of `command`, and the forward that was launched before it was known, with its outcome."""
         guess: Draft | None = None
-        following: _Begun | BaseException | None = None
+        following: _Launched | BaseException | None = None
         if command.budget > 1 and launched.following is not None and not self._proposer.awaits(command, self._lead):
             self._wait_until_late(launched)
             if self._wanted():
                 guess = _after(command, _UNKNOWN)
                 assert guess is not None
                 try:
-                    following = _Begun(self._launch(guess, launched))
+                    following = _Launched(self._launch(guess, launched))
                 except BaseException as error:
                     following = error
         try:
@@ -198,14 +196,14 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A forward that was launched and not collected yet."""
+class _Launched:
+    """A forward that is not collected yet."""
 
     launched: Launched
 
 
 def _after(command: Draft, drafted: Drafted) -> Draft | None:
-    """Return the command that should follow, if no message changes that; None where drafting pauses."""
+    """The command that follows unless a message changes that; None if drafting pauses."""
     budget = command.budget - len(drafted.tokens)
     if not drafted.tokens or budget <= 0 or drafted.paused:
         return None
@@ -215,7 +213,7 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
 
 
 def _same(command: object, guess: Draft) -> bool:
-    """Whether one forward answers both. Their budgets may differ: the bound may have grown meanwhile."""
+    """Whether one forward answers both. Their budgets may differ, as the bound may have grown."""
     # Field by field, because comparing whole commands costs time between two forwards.
     return (
         isinstance(command, Draft)

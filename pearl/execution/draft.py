@@ -1,4 +1,4 @@
-"""The draft's commands that compute, carried out by whoever guesses."""
+"""Carries out the draft's commands that compute, with a proposer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pearl.protocol.events import (
 
 
 class DraftExecutor:
-    """Computes for the drafter, with whoever guesses."""
+    """Computes for the drafter."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None where it needs no answer."""
+        """The event that answers `command`; None if it needs no answer."""
         match command:
             case Open():
                 self.proposer.open(command)
@@ -35,11 +35,11 @@ class DraftExecutor:
         return None
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
-        """One forward of the model for several requests; what answers each."""
+        """One forward of the model for several requests; the event that answers each."""
         return [self._collected(launched) for launched in self.proposer.launch_together(commands)]
 
     def _collected(self, launched: Launched | Drafted) -> Drafted:
-        """What one model chokes on in one request says nothing of the others."""
+        """A failure in one request is no failure of the others."""
         if isinstance(launched, Drafted):
             return launched
         try:

@@ -1,6 +1,4 @@
-"""The target's commands that compute: forwards, judgements, draws, guesses. Knows no sockets, and no clock but the one
-that times a forward.
-"""
+"""Carries out the target's commands that compute: forwards, judgements, draws, guesses. Knows no sockets."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a comma
 
 
 def _of_memory(error: Exception) -> OutOfMemory | None:
-    """What to say of an error where it is one of memory."""
+    """An error of memory, in words for users; None for any other error."""
     if not is_of_memory(error):
         return None
     cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
@@ -62,25 +60,25 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (told := _of_memory(error)) is not None:
-            raise told from error
+        if (memory := _of_memory(error)) is not None:
+            raise memory from error
         raise
 
 
 @dataclass(slots=True)
 class _Request:
-    """What judging one request takes.
+    """The state of one request.
 
     Attributes:
-        text: tells when a stop string is complete; None where there are none.
-        prompt: the text that it began with.
-        shaper: changes its logits; None where they are taken as they are.
-        index: what guesses are made from; None where nobody has asked for guesses.
-        logits: [rows, vocab], of its last forward: of the last tokens that it was fed.
-        launched: of these rows what judging needs, begun with the forward; None where it was not.
+        text: finds stop strings; None if there are none.
+        prompt: the tokens that it began with.
+        shaper: changes its logits; None if nothing changes them.
+        index: what guesses are made from; None before the first `Guess`.
+        logits: [rows, vocab], of the last tokens fed in its last forward.
+        launched: results for these rows that judging needs, launched with the forward; None if it was not.
         fed: that forward.
-        logprobs: see `Submit`. raw: as `logits`, before the shaper.
-        said: of the tokens decided on, by position, until somebody asks.
+        logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
+        said: log probabilities of decided tokens by position, until delivered.
     """
 
     slot: int
@@ -100,7 +98,7 @@ class _Request:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """While rows are drawn from. Raises `GrammarError` where it is a grammar that has left nothing to draw."""
+        """Raise `GrammarError` for a row without a possible token, if a grammar is the reason."""
         try:
             yield
         except NumericalError as error:
@@ -109,19 +107,19 @@ class _Request:
             raise self.shaper.stuck from error
 
     def positions(self) -> list[int]:
-        """Of the tokens that the rows are for."""
+        """The positions that the rows are for."""
         assert self.fed is not None
         tokens, parents = len(self.fed.tokens), self.fed.parents
         depth = range(tokens) if parents is None else depths(parents)
         return [self.fed.start + 1 + depth[node] for node in range(tokens - self.fed.rows, tokens)]
 
     def row(self, node: int) -> int:
-        """Of the logits that of a token of the last forward."""
+        """The index in `logits` of the row of a token of the last forward."""
         assert self.fed is not None
         return node - len(self.fed.tokens) + self.fed.rows
 
     def children(self) -> dict[int, dict[int, int]]:
-        """Of each token of the last forward: token id -> the child with that id."""
+        """For each token of the last forward: token id -> its child with that id."""
         assert self.fed is not None
         tokens, parents = self.fed.tokens, self.fed.parents
         found: dict[int, dict[int, int]] = {}
@@ -135,12 +133,13 @@ class TargetExecutor:
 
     Args:
         runner: the target model.
-        text_stream: (prompt, stops) -> a TextStream that says when a stop string is complete.
-        datastore, habits: where guesses come from, beside the text; the habits take in what is committed.
-        launches: whether judging begins before a forward has ended, so that a device goes from one to the other
-            without waiting for the host. None: where the logits are not the host's. There it would compute draws that
-            a rejection makes needless.
-        guides: of texts that are held to a grammar.
+        text_stream: (prompt, stops) -> a TextStream that finds the stop strings.
+        datastore, habits: sources of guesses beside the text; habits learn what is committed.
+        spread: called with whether the target has the draft's cores.
+        launches: whether judging is launched before a forward has ended, so that a device goes from one to the other
+            without waiting for the host. None: on every device but the host, where it would compute draws that a
+            rejection makes needless.
+        guides: make the guides of grammars.
     """
 
     def __init__(
@@ -177,20 +176,20 @@ class TargetExecutor:
             return row
 
     def needs_rows(self, request: int) -> bool | None:
-        """Whether judging the request takes more than the draft's tokens; None: it was not opened."""
+        """Whether judging the request takes the draft's distributions; None: it was not opened."""
         found = self._requests.get(request)
         return None if found is None else found.spec.needs is not Needs.NOTHING
 
     def execute(self, command: object) -> Event | None:
-        """The event that answers `command`; None where it needs no answer.
+        """The event that answers `command`; None if it needs no answer.
 
-        Raises `ForwardError` where it gives nothing that can be used.
+        Raises `ForwardError` if the result cannot be used.
         """
         with memory_errors():
             return self._execute(command)
 
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
-        """One forward of the model for several requests; what answers each. Raises as `execute`."""
+        """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
         with memory_errors():
             return self._forward(commands)
 
@@ -249,7 +248,7 @@ class TargetExecutor:
         return self.runner.capabilities.tree_nodes > 0
 
     def _most_guesses(self, most: int, pending: int) -> int:
-        """In one forward: of a tree the text's own unfed tokens, its last and `pending` more, are nodes too."""
+        """The most guesses in one forward. In a tree the unfed tokens, the last and `pending` more, are nodes too."""
         return min(most, self.runner.capabilities.tree_nodes - (pending + 1)) if self._takes_trees else most
 
     def _forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
@@ -328,7 +327,7 @@ class TargetExecutor:
     def _draws(
         self, request: _Request, command: Sample, children: Mapping[int, Mapping[int, int]]
     ) -> Callable[[int, int], torch.Tensor]:
-        """(node, position) -> its draw. On a device all that may be asked for are drawn at once, and copied once."""
+        """(node, position) -> its draw. On a device all possible draws are made at once, and copied once."""
         if request.launched is not None and request.spec.is_proposal_invariant:
             launched = request.launched
             return lambda node, position: launched[request.row(node)]
@@ -344,19 +343,19 @@ class TargetExecutor:
         return lambda node, position: on_host[node]
 
     def _say(self, request: _Request, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Notes what the `rows` of the last forward say of the tokens decided on, from `position` on."""
+        """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""
         if request.logprobs is None or not tokens:
             return
         logits = request.raw[list(rows)].float()
         own = torch.tensor(tokens, device=logits.device).unsqueeze(1)
         every = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
         top, ids = every.topk(min(request.logprobs, logits.shape[-1]))
-        told = zip(every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True)
-        for at, (logprob, likeliest, values) in enumerate(told, position):
+        found = zip(every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True)
+        for at, (logprob, likeliest, values) in enumerate(found, position):
             request.said[at] = Logprobs(logprob, tuple(zip(likeliest, values, strict=True)))
 
     def logprobs(self, request: int, start: int, count: int) -> tuple[Logprobs, ...]:
-        """Of the tokens decided on from `start` on, once; empty where the request does not want them."""
+        """Log probabilities of `count` decided tokens from `start` on, once; empty if the request wants none."""
         found = self._requests.get(request)
         if found is None or found.logprobs is None:
             return ()
@@ -372,7 +371,7 @@ class TargetExecutor:
 
 
 def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:
-    """The rows that the rules see."""
+    """The logits with penalties, biases and grammar of the text before each row."""
     if shaper is None:
         return logits
     shaper.hold(fed.start)

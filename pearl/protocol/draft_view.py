@@ -147,7 +147,7 @@ class DraftView:
         do(Send(Begin(request.number, request.epoch, prefix, self._grant(), seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
-        """Send the draft what was committed since it was last told."""
+        """Send the draft what was committed since the last message."""
         request, seq, start = self._request, self._request.sequence, self.known
         if not (start and self.is_drafting and start < seq.committed):
             return

@@ -29,7 +29,7 @@ class Method:
         branches: default number of other outcomes that the draft prepares for; 0: the method takes none.
         takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
-        adapts: whether the draft rests where it does not pay.
+        adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.auto`).
     """
 
     name: str
@@ -56,7 +56,13 @@ _IN_TURN: dict[str, Any] = {"pre_verify": False, "post_verify": False}
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("auto", "pearl or ngram, the faster by measured speed", **_GUESSES, takes_stops=True, adapts=True),
+        Method(
+            "auto",
+            "the fastest of the ways below, by measured speed",
+            **_GUESSES,
+            takes_stops=True,
+            adapts=True,
+        ),
         Method("ar", "the target alone", **_ALONE),
         Method("ngram", "the target alone, verifying n-grams of the text so far", **_ALONE, look_ahead=LOOK_AHEAD),
         Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),

@@ -71,8 +71,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
         make_channel = _channel(settings, 0, device, tracer)
         spread, profile, (known, keep) = spreader(config), load_profile(config), times(config)
         taken = devices_of(config, model.role)
-        if told := shared_gpus(config):
-            log.warning("%s", told)
+        if warning := shared_gpus(config):
+            log.warning("%s", warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()

@@ -1,7 +1,7 @@
-"""A worker's tie to whoever launched it: settings come in, status goes out, and the worker dies with its launcher.
+"""A worker's connection to its launcher: settings come in, status goes out, and the worker ends with its launcher.
 
-The launcher holds the other end of the worker's stdin for as long as it lives, so end-of-file means that it is gone,
-however it went; the parent's id is looked at too, for a child that the launcher has forked may hold that end as well.
+The launcher holds the other end of the worker's stdin while it lives, so end-of-file means that it is gone, for
+whatever reason. The parent's id is checked too, as a child forked by the launcher may hold that end as well.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pearl.worker.settings import WorkerSettings
 
 DIRECTORY = "PEARL_DIRECTORY"  # of the environment: where the sockets are
 _PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is ended under it
+_GRACE_SECONDS = 3.0  # for the loop to end by itself before the process is killed
 
 
 def _continue_when_orphaned() -> None:
-    """Have the kernel send SIGCONT when the launcher dies, or a stopped worker would not notice and never end.
+    """Have the kernel send SIGCONT when the launcher dies, so that even a stopped worker ends.
 
-    (It comes when the *thread* that created us ends, perhaps early, and again later: harmless to who is not stopped.)
+    (Sent when the *thread* that created us ends, perhaps early; harmless to a process that is not stopped.)
     """
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 class Lifeline:
-    """Reads the settings, then watches stdin in a thread. `closed` is set once the launcher has let go."""
+    """Reads the settings, then watches stdin in a thread. `closed` is set when the launcher has closed it."""
 
     def __init__(self) -> None:
         line = sys.stdin.buffer.readline()
-        if not line:  # the launcher was killed before it said anything, and nobody else knows of its directory
+        if not line:  # the launcher was killed at once, and nobody else knows its directory
             shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
             os._exit(1)
         self.settings = WorkerSettings.from_json(line)
@@ -49,10 +49,10 @@ class Lifeline:
         _continue_when_orphaned()
         self._ended = threading.Event()
         self._status = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # whatever a library prints must not end up among our status lines
+        os.dup2(2, 1)  # what libraries print must not mix with our status lines
 
     def watch(self, directory: Path) -> None:
-        """Starts watching; when the launcher goes, `directory` (sockets) is removed with it."""
+        """Start watching; when the launcher goes, `directory` (sockets) is removed."""
         self._watcher = threading.Thread(target=self._watch, args=(directory,), daemon=True, name="lifeline")
         self._watcher.start()
 
@@ -67,14 +67,14 @@ class Lifeline:
         os._exit(0)
 
     def tell(self, state: str, **details: Any) -> None:
-        """Sends one status line; silent where the launcher is gone."""
+        """Send one status line, if the launcher is still there."""
         try:
             self._status.write(json.dumps({"state": state, **details}) + "\n")
         except (OSError, ValueError):
             self.closed.set()
 
     def beat(self, allowance: float) -> None:
-        """A sign of life, skipped where the launcher does not read: a stopped one must not stop its worker."""
+        """Send a sign of life, unless the launcher does not read: a stopped one must not block its worker."""
         if select.select([], [self._status], [], 0)[1]:
             self.tell("beat", allowance=allowance)
 
@@ -84,8 +84,8 @@ class Lifeline:
     def end(self) -> None:
         """The loop has ended by itself: the watcher need not wait any longer.
 
-        Where the launcher is gone it is the watcher that ends the process; were the main thread to end it first, the
-        directory might be left, for its sibling may be in the same hurry.
+        If the launcher is gone, the watcher ends the process: if the main thread did so first, the directory might be
+        left behind.
         """
         self._ended.set()
         if self.closed.is_set():

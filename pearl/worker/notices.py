@@ -1,7 +1,6 @@
-"""What a worker logs because of a peer: the first of it at once, then a line now and then that counts the rest.
+"""Rate-limited warnings about peers: the first at once, then one per period with the number of the others.
 
-A peer may send what is wrong as fast as it is heard; the log must neither grow with it nor cost time. Pure but for a
-clock and the logger.
+A peer may send faults as fast as it likes; the log must neither grow with them nor cost time.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from dataclasses import dataclass
 from pearl.transport.base import Peer
 
 PERIOD = 10.0  # seconds between two lines about one peer
-_MANY = 64  # peers that are told apart within a period; beyond, they share lines
+_MANY = 64  # peers told apart within a period; further ones share lines
 
 
 @dataclass
 class _Since:
     when: float
-    silent: int = 0  # lines that were not written
+    silent: int = 0  # lines not written since
 
 
 class Notices:
-    """Of all peers of one worker, in one logger."""
+    """Warnings about all peers of one worker."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock
@@ -47,6 +46,6 @@ class Notices:
         self._log.warning(text, *args)
 
     def _forget_the_quiet(self, now: float) -> None:
-        """All that have said nothing wrong in the last period; it is looked at only where there are many."""
+        """Forget peers without a warning in the last period, once there are many."""
         if len(self._peers) >= _MANY:
             self._peers = {peer: since for peer, since in self._peers.items() if now - since.when < PERIOD}

@@ -1,6 +1,6 @@
-"""Several ranks that share a model: the leader has the worker's loop, the others repeat its forwards.
+"""Ranks that share a model: the leader has the worker's loop, the others repeat its forwards.
 
-Followers never judge and never draw.  What they are told of a forward says where it starts: a rollback needs no more.
+Followers never judge and never draw. A forward names the position it starts at, so rollbacks need no message.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ class Telling(Protocol):
 
 
 class LeadingRunner(WrappedRunner):
-    """The leader's `ModelRunner`: wraps its part of the model, and has the followers do each forward too."""
+    """The leader's `ModelRunner`: wraps its part of the model and has the followers do each forward too.
+
+    `lost`: the error to raise when the ranks are out of step.
+    """
 
     def __init__(
         self, runner: ModelRunner, group: Telling, lost: type[TargetLost] | type[DraftLost] = TargetLost
     ) -> None:
-        """`lost`: what it means that the ranks are out of step."""
         super().__init__(runner)
         self._group, self._lost = group, lost
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, launches=False)  # the others have to be told which token it is
+        return replace(super().capabilities, launches=False)  # the followers need the token itself
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """See `ModelRunner.forward`. Whatever fails in the midst of it leaves the ranks out of step: `lost`."""
+        """See `ModelRunner.forward`. Raises `lost` for an error that leaves the ranks out of step."""
         feeds = [replace(feed, tokens=[int(token) for token in feed.tokens]) for feed in feeds]
         check_feeds(feeds, self, "a shared model")
-        self._group.tell([_FORWARD, *(word for feed in feeds for word in _told(feed, self.length(feed.slot)))])
+        self._group.tell([_FORWARD, *(word for feed in feeds for word in _words(feed, self.length(feed.slot)))])
         try:
             return self._runner.forward(feeds)
         except TransportError:
@@ -63,14 +65,14 @@ class LeadingRunner(WrappedRunner):
         self._runner.fork(slot, into, length, shared)
 
 
-def _told(feed: Feed, start: int) -> list[int]:
-    """A feed in numbers: slot, start, rows, whether of a prompt, how many tokens, which; 0, or 1 and its parents."""
+def _words(feed: Feed, start: int) -> list[int]:
+    """A feed in numbers: slot, start, rows, is prompt, number of tokens, tokens; then 0, or 1 and the parents."""
     parents = [] if feed.parents is None else [1, *feed.parents]
     return [feed.slot, start, feed.rows, int(feed.prompt), len(feed.tokens), *map(int, feed.tokens), *(parents or [0])]
 
 
 def _feeds(words: list[int]) -> Iterator[tuple[Feed, int]]:
-    """Of `_told`: each feed, and where it starts."""
+    """The inverse of `_words`: each feed and where it starts."""
     while words:
         slot, start, rows, prompt, count = words[:5]
         tokens, is_tree, words = words[5 : 5 + count], words[5 + count], words[6 + count :]
@@ -79,12 +81,12 @@ def _feeds(words: list[int]) -> Iterator[tuple[Feed, int]]:
 
 
 def dismiss(group: Telling) -> None:
-    """Ends the followers' loops."""
+    """End the followers' loops."""
     group.tell([])
 
 
 def follow(runner: ModelRunner, group: Telling) -> None:
-    """A follower's loop: returns when the leader dismisses it, raises `TransportError` when it is gone."""
+    """A follower's loop: returns when the leader dismisses it; raises `TransportError` if the leader is gone."""
     while words := group.told():
         match words:
             case [kind, slot, *path] if kind == _KEEP:

@@ -1,4 +1,4 @@
-"""What a launcher tells a worker, as one line of JSON: which part of which model it is, and where the others are."""
+"""Settings of worker processes and loops."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class TargetSettings:
 
 
 class WorkerSettings(BaseModel):
-    """Of one worker process.
+    """What a launcher sends a worker process, as one line of JSON.
 
     Attributes:
-        rank: of those that share the model; 0 leads.
-        start: how many workers of this role and rank there were before it.
-        address: where the target listens, or is to listen; a rank that only follows needs none.
-        directory: the engine's, of sockets, keys, the stores where ranks meet, and parts of traces.
-        tensors: how dense draft rows travel, where that is not as configured.
+        rank: among the ranks that share the model; 0 leads.
+        start: how many workers of this role and rank came before it.
+        address: where the target listens or is to listen; ranks that only follow need none.
+        directory: the engine's: sockets, keys, the stores where ranks meet, parts of traces.
+        tensors: how dense draft rows travel, if not as configured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,7 +58,7 @@ class WorkerSettings(BaseModel):
 
     @property
     def name(self) -> str:
-        """What users read: target, or target rank 1."""
+        """For users: target, or target rank 1."""
         return f"{self.role} rank {self.rank}" if self.rank else self.role
 
     def to_json(self) -> bytes:
@@ -67,5 +67,5 @@ class WorkerSettings(BaseModel):
 
     @classmethod
     def from_json(cls, line: bytes) -> WorkerSettings:
-        """Raises `ConfigError` for a setting that does not hold in this process: a core that it may not use, say."""
+        """Raises `ConfigError` for a setting that this process cannot have, such as a core that it may not use."""
         return cls.model_validate_json(line)
