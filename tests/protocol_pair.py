@@ -21,6 +21,7 @@ from pearl.protocol.drafter import State as DraftState
 from pearl.protocol.events import (
     Deliver,
     Draft,
+    DraftDropped,
     Drafted,
     DraftGone,
     DraftJoined,
@@ -444,7 +445,7 @@ class Pair:
                 case End():
                     assert self.results[command.request].end is None, "ended twice"
                     self.results[command.request].end = command
-                case Wait():
+                case Wait() | DraftDropped():
                     pass
                 case _:
                     assert self.target_answer is None, f"{command} while {self.target_answer} is being computed"

@@ -23,6 +23,7 @@ from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.speeds import ForwardTimes
 from tests.tiny import tiny_model
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
@@ -269,7 +270,8 @@ def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8
     draft.rollback(0)
     draft.fed = []
     proposer = ModelProposer(draft, VOCAB, chains=True)
-    proposer.model.times.known = {1: 1e3, 16: 1e3}  # seconds: beside them no launch here takes any
+    # Seconds; beside them no launch here takes any.
+    proposer.model.times = ForwardTimes([(1, 1e3), (16, 1e3)])
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with Ahead(DraftExecutor(proposer), lambda: True) as ahead:

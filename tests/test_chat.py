@@ -249,7 +249,7 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
 def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply(
     home: dict[str, str], paced: list[str], toy: Engine
 ) -> None:
-    shown = ("--look-ahead", "0", "--draft-lookup", "0", "--show-draft", "--no-markdown")
+    shown = ("--method", "pearl", "--look-ahead", "0", "--draft-lookup", "0", "--show-draft", "--no-markdown")
     with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
         person.sees(">>>")
         person.send("123")

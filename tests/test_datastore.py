@@ -585,10 +585,10 @@ def test_check_compares_texts_with_and_without_a_datastore(
     run_pearl("check", *pair, "--prompts", str(prompts), "--temperature", "0.7", "--seed", "3", "--json", str(written))
     found = {one["what"]: one for one in json.loads(written.read_text())["findings"]}
     for rule in ("greedy", "coupled"):
-        alone, both = (found[f"{rule}: ngram stream{store}"] for store in ("", ", datastore"))
+        alone, both = (found[f"{rule}: ngram{store}"] for store in ("", ", datastore"))
         assert (alone["equal"], both["equal"]) == (3, 3), "a second turn of the first, too"
         assert alone["guessed"].keys() <= {"n-gram"}
-    assert found["greedy: ngram stream, datastore"]["guessed"]["datastore"] > 0, "else nothing is shown"
+    assert found["greedy: ngram, datastore"]["guessed"]["datastore"] > 0, "else nothing is shown"
 
 
 def test_a_relative_directory_is_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -211,7 +211,19 @@ def test_two_ranks_of_a_model_write_what_one_would(
 ) -> None:
     arguments = ["--target", tiny_pair[0], "--draft", tiny_pair[1], "--max-context", "128", "--raw", "--ignore-eos"]
     run = launch(
-        [*command, *arguments, "--temperature", "0", "--max-tokens", "40", "--json", *PLAIN, "the inn"],
+        [
+            *command,
+            *arguments,
+            "--method",
+            "pearl",
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "40",
+            "--json",
+            *PLAIN,
+            "the inn",
+        ],
         temporary,
     )
     out, said = run.communicate(timeout=BOUND)

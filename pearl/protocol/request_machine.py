@@ -91,6 +91,8 @@ class RequestMachine(Machine):
             deferred, self._deferred = self._deferred, []
             for late in deferred:
                 commands += self.handle(late)
+        if self.draft.resyncs_too_often and not self.draft.is_lost and not self.has_ended:
+            commands += self.handle(DraftGone("it was given the whole prefix too often", self.request.number))
         return commands
 
     @property
@@ -261,11 +263,8 @@ class RequestMachine(Machine):
             self.request.preview(do)
 
     def _resynchronise(self, _: object, do: Do) -> None:
-        """Give the draft the whole prefix again, in a new epoch; or drop the draft if it had that too often."""
+        """Give the draft the whole prefix again, in a new epoch."""
         self.request.counts.resyncs += 1
-        if self.draft.resyncs_too_often and not self.draft.is_lost:
-            self._draft_gone(DraftGone("it was given the whole prefix too often", self.request.number), do)
-            return
         self.request.discard_pending()
         self.draft.begin(do)
 

@@ -52,13 +52,15 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     },
     State.SAMPLING: {Sampled: _DECIDED | {State.POST_VERIFY}, Failed: _ENDED},
     State.HELD: {
-        DraftTokens: frozenset({State.JUDGING, State.SAMPLING}),
-        **dict.fromkeys((DraftGone, DraftJoined, Resync, Stalled), frozenset({State.SAMPLING})),
+        DraftTokens: frozenset({State.JUDGING}),
+        DraftGone: frozenset({State.SAMPLING}),
+        Stalled: frozenset({State.HELD}),
         Cancel: _ENDED,
     },
     State.GATHERING: {
         DraftTokens: frozenset({State.PRE_VERIFY, State.POST_VERIFY, State.GUESSING}),
-        **dict.fromkeys((DraftGone, DraftJoined, Resync, Stalled), frozenset({State.PRE_VERIFY, State.GUESSING})),
+        DraftGone: frozenset({State.PRE_VERIFY, State.GUESSING}),
+        Stalled: frozenset({State.GATHERING}),
         Cancel: _ENDED,
     },
     State.GUESSING: {Guessed: _ENDED | {State.PRE_VERIFY, State.POST_VERIFY}, Failed: _ENDED},
