@@ -17,13 +17,17 @@ from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.auto import WAYS, Auto
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.events import DraftGone, DraftJoined, Forwarded, Guessed, Sampled
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes, Profile, Speeds
+from pearl.protocol.target_states import State
 from pearl.protocol.window import worthwhile
 from pearl.spec.methods import METHODS
 from pearl.worker import profile
 from tests.conftest import TOY, greedy_text
+from tests.replace import replace
 from tests.screen import BOUND
 
 VOCAB, PROMPT = 32, (1, 2, 3)
@@ -226,6 +230,40 @@ def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int) -> None
         submit = asked(method, 1000, temperature=1.0)
         seconds[method] = simulate(submit, *paired_executors(target, draft), timing).seconds
     assert seconds["auto"] <= 1.1 * min(seconds["pearl"], seconds["ngram"])
+
+
+@pytest.mark.parametrize("prompt", [3, 400])
+def test_a_prompt_is_no_part_of_a_stretch(prompt: int) -> None:
+    """Counted as generated, a long prompt made every trial due again, and timed a draft that was still reading it."""
+    auto = Auto()
+    steps: list[int] = []
+    step = auto.step
+    auto.step = lambda at, tokens, *rest: steps.append(tokens) or step(at, tokens, *rest)  # type: ignore
+    coordinator = Coordinator(Speeds(auto=auto))
+    coordinator.handle(DraftJoined(1000))
+    coordinator.handle(replace(asked("auto", 200), prompt=(1,) * prompt, limit=prompt + 200))
+    (machine,) = coordinator.running.values()
+    while machine.state is State.PREFILL:
+        coordinator.handle(Forwarded(0.1, 1.0, request=1))
+    coordinator.handle(Sampled((5,), request=1))
+    coordinator.handle(Guessed(request=1))
+    coordinator.handle(Forwarded(0.1, 2.0, request=1))
+    assert steps == [1]
+
+
+def test_a_text_whose_draft_was_lost_is_timed_no_longer() -> None:
+    """Its rate with guesses alone was counted as the rate of the way with the draft, once another had joined."""
+    coordinator = Coordinator()
+    coordinator.handle(DraftJoined(1000))
+    coordinator.handle(asked("auto", 200))
+    (machine,) = coordinator.running.values()
+    assert (machine.request.method.name, machine.auto.is_timed) == ("pearl", True)
+    coordinator.handle(DraftGone("lost"))
+    coordinator.handle(DraftJoined(1000))
+    assert (machine.request.method.name, machine.auto.is_timed) == ("ngram", False)
+    other = Coordinator()
+    other.handle(asked("auto", 200))
+    assert not other.running[1].auto.is_timed, "there is nothing to choose without a draft"
 
 
 # ---- the target's cores ----

@@ -39,6 +39,8 @@ class AutoText:
     def begin(self, do: Do) -> None:
         """The text begins: choose its way."""
         auto, submit = self._speeds.auto, self._request.submit
+        self._committed = len(submit.prompt)
+        self.is_timed = self.is_timed and self._draft.context > 0
         if not self._is_open:
             self._place(do)
         elif self._draft.context:
@@ -61,7 +63,10 @@ class AutoText:
             self._draft.begin(do)
 
     def lose_draft(self) -> None:
-        """The draft is gone: go on with guesses alone."""
+        """The draft is gone: go on with guesses alone, untimed, even if another draft joins."""
+        if self.is_timed:
+            self._speeds.auto.end()
+            self.is_timed = False
         if self._is_open:
             self._request.use("ngram")
 
