@@ -17,8 +17,8 @@ from rich.table import Table
 
 from pearl import Engine, SamplingParams
 from pearl.engine.conversation import Conversation
-from pearl.lab.bench.interval import bootstrap
 from pearl.lab.bench.machine import Conditions
+from pearl.lab.experiments.estimate import bootstrap
 
 SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bird", "the rain", "a lamp", "the wind"]
 

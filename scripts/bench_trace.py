@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from pearl import Engine, SamplingParams
-from pearl.lab.bench.interval import bootstrap
+from pearl.lab.experiments.estimate import bootstrap
 from pearl.trace.reading import read
 from pearl.trace.report import report
 

@@ -36,7 +36,8 @@ from typing import Any
 import click
 
 from pearl import SamplingParams
-from pearl.cli.numbers import json_option, print_table, table_console, write_json
+from pearl.cli.numbers import json_option, write_json
+from pearl.cli.tables import print_table
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
@@ -279,10 +280,8 @@ def _print(samples: Sequence[dict[str, Any]], end: str) -> None:
         rates = (total["tokens"] / total["seconds"], total["returned"] / total["seconds"])
         counts = (str(total["tokens"]), str(total["returned"]), f"{total['same']} of {total['of']}")
         rows.append([name, *(f"{rate:.1f}" for rate in rates), *counts])
-    console = table_console()
     columns = ("system", "tokens/s", "as they count", "tokens", "returned", "same as ours alone")
-    print_table(console, columns, rows)
-    console.print(f"\n{end}", soft_wrap=True)
+    print_table(columns, rows, end)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`pearl compare`: settings named in a line; bias, perplexity and energy; the table and the picture."""
+"""`pearl compare`: settings named in a line; bias and perplexity; the table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from click.testing import CliRunner, Result
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError
-from pearl.lab.bench import energy
-from pearl.lab.bench.energy import Meter
 from pearl.lab.bench.figures import Surprise
 from pearl.lab.bench.rows import COMPARED, named_rows, parse_settings
 from pearl.lab.bench.runner import Text
@@ -102,12 +100,12 @@ def test_a_surprise_is_the_targets_own_probability() -> None:
 
 
 def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
-    """Three real rows, of which one is biased: its figure is that of its statistics; the picture has them all."""
-    path, png, prompts = tmp_path / "it.json", tmp_path / "it.png", tmp_path / "prompts.jsonl"
+    """Three real rows, of which one is biased: its figure is that of its statistics."""
+    path, prompts = tmp_path / "it.json", tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "123"}\n{"prompt": "4567"}\n')
     ways = ["published", "published,rule=opt,epsilon=0.3", "pearl,rule=coupled"]
     pair = TOY + ",coin=1"  # no token of it is impossible, so relaxed acceptance applies
-    files = ["--prompts", str(prompts), "--json", str(path), "--png", str(png)]
+    files = ["--prompts", str(prompts), "--json", str(path)]
     result = invoke(*ways, *SLOW_TOY, "--target", pair, "--draft", pair, *files)
     assert result.exception is None, result.output
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
@@ -126,73 +124,3 @@ def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
     assert rows["ar"]["perplexity"]["value"] == rows[ways[2]]["perplexity"]["value"] < 32
     assert rows[ways[1]]["perplexity"]["value"] > rows["ar"]["perplexity"]["value"]
     assert document["settings"]["sampling"]["temperature"] == 1
-    assert png.read_bytes()[:4] == b"\x89PNG"
-    assert "energy: no counters here" in result.stdout or document["energy_of"]
-
-
-# ---- energy ----
-
-
-def domain(folder: Path, name: str, microjoules: int, largest: int = 10**9) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "name").write_text(f"{name}\n")
-    (folder / "energy_uj").write_text(f"{microjoules}\n")
-    (folder / "max_energy_range_uj").write_text(f"{largest}\n")
-    return folder
-
-
-def test_the_energy_of_a_processor(tmp_path: Path) -> None:
-    """Packages and memory; cores are in their package's count, and a platform's would count all twice."""
-    first = domain(tmp_path / "intel-rapl:0", "package-0", 999_000_000)
-    second = domain(tmp_path / "intel-rapl:1", "package-1", 5)
-    memory = domain(tmp_path / "intel-rapl:0:1", "dram", 0)
-    for folder, name in (("intel-rapl:0:0", "core"), ("intel-rapl:2", "psys")):
-        domain(tmp_path / folder, name, 7)
-    meter = Meter((), cores=True, powercap=tmp_path)
-    assert (meter.source, meter.joules()) == ("processor (RAPL)", 0)
-    (first / "energy_uj").write_text("1999999\n")  # of 10**9 + 1: it wrapped around
-    (second / "energy_uj").write_text("500005\n")
-    (memory / "energy_uj").write_text("250000\n")
-    assert meter.joules() == pytest.approx(3.0 + 0.5 + 0.25)
-    (memory / "energy_uj").write_text("")
-    assert meter.joules() is None
-
-
-def test_a_part_of_the_energy_is_not_taken_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for meter in (Meter((), cores=True, powercap=tmp_path), Meter((), cores=False, powercap=tmp_path)):
-        assert (meter.source, meter.joules()) == ("", None)
-    domain(tmp_path / "intel-rapl:0", "package-0", 1)
-    monkeypatch.setattr(energy, "_gpu_counters", lambda gpus: [])
-    assert Meter((0,), cores=True, powercap=tmp_path).source == ""
-    monkeypatch.setattr(energy, "_gpu_counters", lambda gpus: [lambda: 2.0] * len(gpus))
-    both = Meter((0, 1), cores=True, powercap=tmp_path)
-    assert (both.source, both.joules()) == ("2 GPUs (NVML) and processor (RAPL)", 4.0)
-
-
-def test_gpus_are_found_by_their_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML numbers all cards of a host, torch the visible ones; its counter is in millijoules."""
-
-    class Nvml:
-        NVMLError = type("NVMLError", (Exception,), {})
-
-        @staticmethod
-        def nvmlInit() -> None: ...
-
-        @staticmethod
-        def nvmlDeviceGetHandleByUUID(name: str) -> str:
-            return name
-
-        @staticmethod
-        def nvmlDeviceGetTotalEnergyConsumption(handle: str) -> int:
-            if handle.endswith("old"):
-                raise Nvml.NVMLError
-            return {"GPU-a": 1500, "GPU-b": 500}[handle]
-
-    class Properties:
-        def __init__(self, number: int) -> None:
-            self.uuid = ["a", "b", "old"][number]
-
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
-    assert Meter((0, 1), cores=False).joules() == 2.0
-    assert Meter((0, 2), cores=False).source == ""

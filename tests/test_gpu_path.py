@@ -20,7 +20,6 @@ from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.bench.slots import Loops
 from pearl.lab.simulate import Timing, VirtualProposer, paired_executors, simulate
 from pearl.models import graphs
 from pearl.models.llama import LlamaRunner
@@ -36,6 +35,7 @@ from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
 from pearl.worker.startup import allow_expandable_segments
+from tests.loops import Loops
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
@@ -342,8 +342,8 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
         )
 
     one = loops()
-    prompts[3] = [*chat, *one.run([submit(0)]).tokens[0], *chat[::-1]]
+    prompts[3] = [*chat, *one.run([submit(0)])[0], *chat[::-1]]
     for numbers in ([1], [2], [3], [4, 5], [6, 7]):
         one.run([submit(number) for number in numbers])
     for number in range(len(prompts)):
-        assert one._found.tokens[number] == loops().run([submit(number)]).tokens[number], number
+        assert one.tokens[number] == loops().run([submit(number)])[number], number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, greedy_text
 from tests.replace import replace
 from tests.test_datastore import VOCAB, make
-from tests.test_look_ahead import Chains
 from tests.tiny import tiny_model
 
 LOOP = Generated((1, 2, 3, 4) * 8, 8)
@@ -53,9 +51,8 @@ def toy_text(seed: int, length: int = 60) -> Generated:
 # ---- replays ----
 
 
-@pytest.mark.parametrize("branches", [True, False], ids=["tree", "chain"])
 @pytest.mark.parametrize("slope", [0.0, 0.3, 5.0])
-def test_a_replay_feeds_and_accepts_what_decoding_does(branches: bool, slope: float) -> None:
+def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
     """Where every forward takes those guesses that make most tokens a second at these times; none where none pays."""
 
     def seconds(fed: int) -> float:
@@ -66,24 +63,13 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(branches: bool, slope: fl
     submit = Submit(
         1, text.tokens[:3], len(text.tokens), RequestOptions("ngram", look_ahead=8, sampling=Sampling(1.0, seed=4))
     )
-    executors = paired_executors(target if branches else Chains(target), draft)
+    executors = paired_executors(target, draft)
     outcome = simulate(submit, *executors, Timing(1.0, seconds))
-    replayed = replay([text], None, 8, branches=branches, seconds=seconds)
+    replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
     assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
-
-
-def test_a_chain_has_no_branches_and_a_tree_is_no_longer_than_asked_for() -> None:
-    texts = [toy_text(seed) for seed in range(4)]
-    chain, tree = (replay(texts, None, 6, branches=branches) for branches in (False, True))
-    assert all(parents == tuple(range(-1, len(parents) - 1)) for parents in chain.trees)
-    assert any(len(set(parents)) < len(parents) for parents in tree.trees)
-    for replayed in (chain, tree):
-        assert max(map(len, replayed.trees)) <= 7
-        assert sorted(map(len, replayed.trees)) == sorted(replayed.fed.elements())
-        assert all(-1 <= parent < node for parents in replayed.trees for node, parent in enumerate(parents))
 
 
 def test_speed_is_tokens_over_what_the_forwards_took() -> None:
@@ -121,15 +107,6 @@ def test_what_followed_the_longest_known_context_is_named() -> None:
     three = habits.candidates([7, 1, 2])[0]
     assert (three.context, three.matched) == ((1, 2, 3), 2)
     assert sum(c.chance for c in habits.candidates([2])) <= 1
-
-
-def test_habits_that_hold_are_believed_and_others_are_not() -> None:
-    right, wrong = Habits(), Habits()
-    for i in range(80):
-        right.learn((1, 2, 3), 4)
-        wrong.learn((1, 2, 3), i % 7)
-    assert right.candidates((1, 2, 3))[0].chance > 0.9
-    assert wrong.candidates((1, 2, 3))[0].chance < 0.25
 
 
 def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
@@ -170,16 +147,6 @@ def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
         assert replay([text] * 2, store, 8).tokens_per_step == 1, "without habits nothing outlives a text"
 
 
-def test_one_token_of_three_sources_goes_on_by_each(tmp_path: Path) -> None:
-    habits = Habits()
-    for before, token in (((1, 2), 3), ((2, 3), 0)):
-        habits.learn(before, token)
-    index = Guesser([1, 2, 3, 4, 1, 2], make(tmp_path, [[1, 2, 3, 5, 2]] * 9), habits)
-    (three,) = index.candidates(6)
-    assert (three.token, len(three.also)) == (3, 2)
-    assert {c.token for c in index.following(three)} == {0, 4, 5}
-
-
 @pytest.mark.parametrize("rule", ["coupled", "ratio"])
 @pytest.mark.parametrize("method", ["ngram", "pearl"])
 def test_habits_change_no_text_and_save_steps(method: str, rule: str) -> None:
@@ -213,7 +180,7 @@ def test_an_engine_keeps_habits() -> None:
 
 
 def test_where_texts_come_again_habits_are_refused() -> None:
-    for command in (["bench"], ["bench", "slots"], ["compare"], ["calibrate"]):
+    for command in (["bench"], ["compare"], ["calibrate"]):
         result = CliRunner().invoke(cli, [*command, "--habits", "--target", TOY, "--draft", TOY])
         assert isinstance(result.exception, ConfigError), command
         assert str(result.exception).startswith("--habits: ")
@@ -240,33 +207,25 @@ def test_answers_are_those_of_one_at_a_time() -> None:
 # ---- the tables ----
 
 
-def times(chain: Sequence[float], tree: Sequence[float]) -> guesses.Times:
-    return guesses.Times(*(dict(zip(guesses.SIZES, given, strict=True)) for given in (chain, tree)))
-
-
 def test_a_row_for_each_size_costs_what_its_forwards_cost() -> None:
-    """A loop of four tokens: as many are right as are fed, and a forward of two takes half as long again."""
-    flat = times([1.0, 1.5, 1.5, 1.5, 1.5, 1.5], [1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    rows = guesses.by_size([LOOP], None, flat)
+    """A loop of four tokens: as many are right as are fed, and a forward of two takes twice as long."""
+    rows = guesses.by_size([LOOP], None, dict.fromkeys(guesses.SIZES, 2.0) | {1: 1.0})
     assert [row["size"] for row in rows] == list(guesses.SIZES)
-    assert [row["tree"] for row in rows] == sorted(row["tree"] for row in rows)
+    assert [row["both"] for row in rows] == sorted(row["both"] for row in rows)
     one, two, *_ = rows
-    assert (one["tree"], one["speedup_tree"], one["t_tree"]) == (1.0, 1.0, 1.0)
-    assert two["tree"] == pytest.approx(23 / 12), "the last token is not guessed: no row follows it"
-    assert two["t_chain"] == 1.5
-    assert two["speedup_chain"] == pytest.approx(23 / (11 * 1.5 + 1))
-    assert two["speedup_tree"] == pytest.approx(23 / (11 * 2.0 + 1))
-    assert two["store"] is None
-    dear = times([1.0, *[50.0] * 5], [1.0, *[50.0] * 5])
-    assert guesses.fastest([LOOP], None, dear)["fed"] == 1.0
+    assert (one["both"], one["speedup"], one["time"]) == (1.0, 1.0, 1.0)
+    assert two["both"] == pytest.approx(23 / 12), "the last token is not guessed: no row follows it"
+    assert (two["time"], two["store"]) == (2.0, None)
+    assert two["speedup"] == pytest.approx(23 / (11 * 2.0 + 1))
+    assert guesses.fastest([LOOP], None, dict.fromkeys(guesses.SIZES, 50.0) | {1: 1.0})["fed"] == 1.0
 
 
 def test_another_temperature_is_set_against_greedy() -> None:
     varied = Generated((1, 2, 3, 4, 1, 2, 3, 4, *(5, 0, 2, 5, 4, 0, 1, 1, 3, 0, 0, 2, 4, 4, 3, 1)), 8)
-    found = guesses.by_temperature({(0.0, False): [LOOP] * 3, (0.7, True): [LOOP] * 3, (2.0, True): [varied] * 3}, None)
+    found = guesses.by_temperature({0.0: [LOOP] * 3, 0.7: [LOOP] * 3, 2.0: [varied] * 3}, None)
     greedy, same, other = found
     assert greedy["change"] is None
-    assert same["change"] == [0.0, 0.0, 0.0]
+    assert same["change"] == (0.0, 0.0, 0.0)
     assert other["change"][0] == pytest.approx(other["tokens_per_step"][0] / greedy["tokens_per_step"][0] - 1)
     assert other["change"][0] < -0.5
 
@@ -286,11 +245,8 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
     found = guesses.measure_guesses(config, [Task("x", 1, ("123",)), Task("x", 2, ("321",))], 20, Quiet())
     json.dumps(found)
     assert found["datastore"] == [str(directory), len(Datastore(directory))]
-    assert all(row["store"] >= 1 and row["speedup_chain"] > 0 for row in found["sizes"])
-    assert [(row["temperature"], row["filtered"]) for row in found["temperatures"]] == [
-        (0.0, False),
-        *((t, filtered) for filtered in (True, False) for t in guesses.TEMPERATURES[1:]),
-    ]
+    assert all(row["store"] >= 1 and row["speedup"] > 0 for row in found["sizes"])
+    assert [row["temperature"] for row in found["temperatures"]] == list(guesses.TEMPERATURES)
     for table in guesses.in_words(found):
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert "datastore" in table.notes[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -11,17 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from pearl import Engine, SamplingParams
-from pearl.cli import cli
 from pearl.config import DecodingConfig
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.bench.slots import Loops
-from pearl.lab.simulate import Timing, VirtualProposer, simulate
+from pearl.lab.simulate import Timing, VirtualProposer
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -38,6 +34,7 @@ from pearl.trace.replay import replay
 from pearl.worker.fronts import Times
 from pearl.worker.target import TargetWorker
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.loops import Loops
 from tests.replace import replace
 from tests.test_llama_runner import KINDS
 from tests.tiny import tiny_model
@@ -100,7 +97,7 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
         target.forward = lambda feeds, forward=forward, fed=fed: fed.append(len(feeds)) or forward(feeds)  # type: ignore[method-assign, misc]
         proposer = VirtualProposer(draft, target.vocab_size, lambda fed: 0.2, texts=slots)
         loops = Loops(TargetExecutor(target), DraftExecutor(proposer), Timing(0.2, lambda fed: 1.0), slots, 192)
-        texts[slots] = loops.run(asked).tokens
+        texts[slots] = loops.run(asked)
         most.append(max(fed))
     assert texts[1] == texts[3]
     assert most == [1, 3]
@@ -272,55 +269,6 @@ def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.Monke
     load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
     with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
         load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)
-
-
-# ---- how much faster ----
-
-
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
-@pytest.mark.parametrize("method", ["ar", "sd", "pearl"])
-def test_loops_with_one_slot_are_the_simulation(method: str, rule: str) -> None:
-    """To the moment; and what several slots write is what one writes."""
-    timing = Timing(1.0, lambda fed: 4.0, delay=0.25)
-    decoding = RequestOptions(method, "fixed", 4, rule, (), *((8, 4, 4) if method == "pearl" else ()))
-    asked = [Submit(1 + i, (3, i), 62, replace(decoding, sampling=Sampling(1.0, seed=i))) for i in range(5)]
-
-    def pair() -> tuple[TargetExecutor, DraftExecutor]:
-        target, draft = (ToyRunner(32, model, slots=9) for model in alpha_pair(32, 0.7))
-        proposer = VirtualProposer(draft, 32, lambda fed: 1.0, texts=3)
-        return TargetExecutor(target), DraftExecutor(proposer)
-
-    for submit in asked[:2]:
-        alone = Loops(*pair(), timing, 1).run([submit])
-        wanted = simulate(submit, *pair(), timing)
-        assert alone.tokens == {submit.request: wanted.tokens}
-        assert alone.seconds == pytest.approx(wanted.seconds)
-    one, three = (Loops(*pair(), timing, slots).run(asked) for slots in (1, 3))
-    assert one.tokens == three.tokens
-    assert 1.5 < one.seconds / three.seconds < 3.5, "a forward of several takes as long here as one of one"
-
-
-def test_bench_slots(tmp_path: Path) -> None:
-    """An emulated pair, whose forwards last as long whatever they are fed: slots pay, and the clock says how much."""
-    to, png = tmp_path / "slots.json", tmp_path / "slots.png"
-    paces = ["--target-pace", "0.02", "--draft-pace", "0.005"]
-    some = ["1", "3", "--limit", "6", "--rounds", "1", "--max-tokens", "40", "--ignore-eos"]
-    command = ["bench", "slots", *some, "--target", TOY, "--draft", TOY, *paces, "--json", str(to), "--png", str(png)]
-    done = CliRunner().invoke(cli, command)
-    assert done.exit_code == 0, done.output
-    assert "6 texts of up to 40 tokens at once, method auto, 1 rounds in turns" in done.output
-    result = json.loads(to.read_text())
-    one, three = result["slots"]
-    assert (one["slots"], three["slots"]) == (1, 3)
-    assert (one["over_one"], one["differing"], three["differing"]) == (1.0, 0, 0)
-    assert three["over_one"] == pytest.approx(three["rate"] / one["rate"])
-    assert all(0 < row["of_simulated"] < 1.2 for row in (one, three))
-    assert png.stat().st_size > 5000
-    assert CliRunner().invoke(cli, ["bench", "plot", str(to), "--png", str(png)]).exit_code == 0
-    many = CliRunner().invoke(cli, ["bench", "slots", "--limit", "65", "--target", TOY, "--draft", TOY, *paces])
-    assert "65 texts at once are too many" in str(many.exception)
-    refused = CliRunner().invoke(cli, ["bench", "slots", "--slots", "3"])
-    assert "name the numbers of slots as arguments" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

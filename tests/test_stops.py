@@ -29,9 +29,8 @@ from pearl.errors import ConfigError, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.experiments import stops
-from pearl.lab.experiments.recorded import timing_of
-from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate
-from pearl.models.recorded import Header, RecordedText, RecordedTexts, read_texts, write_texts
+from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate, timing_of
+from pearl.models.recorded import Header, RecordedText, RecordedTexts, write_texts
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
 from pearl.protocol.messages import Provenance, Submit
@@ -530,11 +529,8 @@ def test_a_file_that_is_no_classifier_is_told(
 # ---- recorded texts: training, and policies side by side ----
 
 
-def learnable(count: int = 12, length: int = 60, noise: float = 0.1, plain: bool = False) -> RecordedTexts:
-    """Texts whose draft is right where its largest probability is above a half, but for some noise.
-
-    `plain`: an older file, without what policies look at.
-    """
+def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> RecordedTexts:
+    """Texts whose draft is right where its largest probability is above a half, but for some noise."""
     luck, made = np.random.default_rng(5), []
     for _ in range(count):
         top = luck.uniform(0.05, 0.95, length).astype(np.float32)
@@ -544,23 +540,11 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1, plain: bool
         shape = np.zeros((length, 12), np.float32)
         shape[:, 0], shape[:, 10], shape[:, 11] = top, 1 - top, top
         ids, logits = np.stack((answer, drawn), 1).astype(np.int32), np.zeros((length, 2), np.float32)
-        made.append(RecordedText((1, 2), tuple(answer.tolist()), ids, logits, None if plain else shape))
+        made.append(RecordedText((1, 2), tuple(answer.tolist()), ids, logits, shape))
     header = Header(
         target="embedded", draft="embedded-draft", vocab_size=40, eos=(), temperature=0.0, seed=1, max_tokens=60
     )
     return RecordedTexts(header, tuple(made))
-
-
-def test_features_are_kept_and_an_older_file_has_none(tmp_path: Path) -> None:
-    for plain in (False, True):
-        path = tmp_path / f"{plain}.npz"
-        known = learnable(2, plain=plain)
-        write_texts(path, known.header, known.texts)
-        for one, other in zip(read_texts(path).texts, known.texts, strict=True):
-            assert (one.features is None) == plain
-            assert plain or np.array_equal(one.features, other.features)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="record them again with pearl simulate record"):
-        stops.check_features(read_texts(tmp_path / "True.npz"))
 
 
 def test_a_classifier_learns_what_can_be_learned() -> None:

@@ -7,16 +7,63 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.config import EngineConfig
+from pearl.execution.target import Event
+from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Submit
+from pearl.protocol.events import Drafted, Forwarded, Send
+from pearl.protocol.messages import Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
-from pearl.trace.recorder import part_path
+from pearl.trace.recorder import Recorder, part_path, where_and_what
+from pearl.trace.tracer import Tracer, identity
 from tests.replace import replace
 
 VOCAB, PROMPT = 12, (1, 2, 3)
+
+
+class _TracedSimulation(Simulation):
+    """Records traces as two workers do, with the virtual clock."""
+
+    def record(self, submit: Submit, parts: tuple[Path, Path]) -> Outcome:
+        self._tracers = [self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)]
+        target, draft = self._tracers
+        self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
+        self._free_since: list[int | None] = [0, 0]  # by actor; None: in a forward
+        outcome = self.run(submit)
+        for tracer in self._tracers:
+            tracer.stop()
+        return outcome
+
+    def _tracer(self, path: Path, role: str) -> Tracer:
+        config = EngineConfig(target="virtual", draft="virtual").model_dump()
+        header = {"role": role, "run": "virtual", "config": config}
+        return Tracer(Recorder(path, header | where_and_what(), clock=lambda: round(self._now * 1e9)))
+
+    def _handle(self, actor: int, event: object) -> list[object]:
+        since, tracer = self._free_since[actor], self._tracers[actor]
+        if since is not None and since < tracer.clock():
+            tracer.waited(since, tracer.clock(), event)
+        if isinstance(event, Verdict):
+            tracer.note("communication", "read", tracer.clock(), messages=[identity(event)])
+        if since is not None or isinstance(event, (Forwarded, Drafted)):
+            self._free_since[actor] = tracer.clock()
+        return self._deciders[actor](event)
+
+    def _carry_out(self, actor: int, command: object) -> None:
+        if isinstance(command, Send):
+            tracer = self._tracers[actor]
+            tracer.note("communication", "send", tracer.clock(), message=identity(command.message))
+        super()._carry_out(actor, command)
+
+    def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
+        event, seconds = super()._compute(actor, command)
+        start = self._tracers[actor].clock()
+        self._tracers[actor].computed(command, event, start, round((self._now + seconds) * 1e9))
+        if isinstance(event, (Forwarded, Drafted)):
+            self._free_since[actor] = None
+        return event, seconds
 
 
 def simulated(
@@ -32,7 +79,9 @@ def simulated(
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
     submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(1.0, seed=5)))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    return simulate(submit, *executors, Timing(1.0, lambda _: t_target, delay), parts=parts), parts
+    return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay), 1 << 20, None).record(
+        submit, parts
+    ), parts
 
 
 def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, Trace]:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from pearl.cli import listed
-from pearl.cli.bench import read_sets, result_lines
-from pearl.cli.console import SafeConsole
-from pearl.cli.distill import Bars
-from pearl.cli.numbers import STDOUT, Column, json_option, print_lines, print_table, shown, table_console, write_json
+from pearl.cli.bench import result_lines
+from pearl.cli.numbers import STDOUT, json_option, read_sets, write_json
 from pearl.cli.options import SettingsCommand, settings_options
+from pearl.cli.tables import Bars, Column, print_columns, shown
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
-from pearl.lab.bench.interval import Interval
 from pearl.lab.bench.machine import Conditions
 from pearl.printable import log_to_stderr
 
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from pearl.lab.bench.runner import Measured, Plan
 
 _COUNT = click.IntRange(min=1)
-_PATH = click.Path(path_type=Path)
 
 
 @listed("Measure", "pearl compare sd pearl,rule=coupled pearl,rule=opt,epsilon=0.1 --temperature 1")
@@ -36,7 +33,6 @@ _PATH = click.Path(path_type=Path)
 @click.option("--repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Rounds over all prompts.")
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @click.option("--no-perplexity", is_flag=True, help="Skip perplexity, for which the target is loaded once more.")
-@click.option("--png", type=_PATH, help="A picture: speed against bias.")
 @json_option
 @settings_options
 @click.pass_context
@@ -49,7 +45,6 @@ def compare(
     repeats: int,
     raw: bool,
     no_perplexity: bool,
-    png: Path | None,
     to: Path | None,
 ) -> None:
     """Methods, rules and stop policies of your choice, in one table.
@@ -57,9 +52,8 @@ def compare(
     Each row is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or
     pearl,rule=opt,epsilon=0.1; "published" is pearl without look-ahead, lookup and branches. The default is a dozen.
     They take turns, text by text, beside ar, at temperature 1 unless --temperature is given. Perplexity is that of
-    their texts under the target; energy is shown on machines with energy counters.
+    their texts under the target.
     """
-    from pearl.lab.bench import plots
     from pearl.lab.bench.figures import Surprise, document, figures
     from pearl.lab.bench.runner import measure
 
@@ -70,7 +64,7 @@ def compare(
     plan = _plan(settings, ways, prompts, limit, repeats, raw)
     log_to_stderr(settings.engine.log_level, "front")
     conditions = Conditions()
-    with Bars(SafeConsole(stderr=True)) as bars:
+    with Bars() as bars:
         measured = measure(plan, bars)
         if not measured.samples:
             raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
@@ -80,18 +74,16 @@ def compare(
             bars.say("reading the texts for their perplexity")
             surprise = Surprise(plan.config)
         found = figures(plan, measured, surprise)
-    result = document("compare", plan, measured, found, conditions)
     if to is not None:
-        write_json(to, result)
-    if png is not None:
-        plots.draw(result, png)
+        write_json(to, document("compare", plan, measured, found, conditions))
     if to != STDOUT:
         _print(plan, measured, found, conditions)
 
 
 def _plan(settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int, repeats: int, raw: bool) -> Plan:
     from pearl.lab.bench.rows import COMPARED, check_comparable, is_emulated, named_rows
-    from pearl.lab.bench.runner import Plan, devices_of
+    from pearl.lab.bench.runner import Plan
+    from pearl.lab.bench.systems import devices_of
 
     config = settings.engine
     check_comparable(config)
@@ -112,9 +104,6 @@ def _plan(settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit
 
 
 def _print(plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions) -> None:
-    def between(one: Interval | None) -> str:
-        return "-" if one is None else one.in_words()
-
     has_perplexity = any(one.perplexity for one in found)
     columns: list[Column[Figures]] = [
         ("way", lambda one: one.name),
@@ -122,16 +111,12 @@ def _print(plan: Plan, measured: Measured, found: Sequence[Figures], conditions:
         ("accepted", lambda one: shown(one.acceptance)),
         ("tokens\na step", lambda one: shown(one.tokens_per_step)),
         ("tokens/s", lambda one: shown(one.rate, 1)),
-        ("over ar, 95%", lambda one: between(one.speedup)),
+        ("over ar, 95%", lambda one: str(one.speedup or "-")),
     ]
-    columns += [("perplexity", lambda one: between(one.perplexity))] if has_perplexity else []
-    columns += [("J a\ntoken", lambda one: shown(one.energy))] if measured.energy_of else []
-    console = table_console()
-    print_table(console, [name for name, _ in columns], ([cell(one) for _, cell in columns] for one in found), words=2)
+    columns += [("perplexity", lambda one: str(one.perplexity or "-"))] if has_perplexity else []
     about = [
         "biased by: total variation distance between the distribution sampled from and the target's, per token",
         "over ar: median over texts of the ratio on the same text; 95%: bootstrap over texts"
         + ("; perplexity of the texts under the target, at temperature 1" if has_perplexity else ""),
-        f"energy: {measured.energy_of}, of all processes there" if measured.energy_of else "energy: no counters here",
     ]
-    print_lines(console, [*about, *result_lines(plan, measured, conditions)])
+    print_columns(columns, found, *about, *result_lines(plan, measured, conditions), words=2)

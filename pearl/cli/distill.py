@@ -1,4 +1,4 @@
-"""`pearl distill` and `pearl evaluate-draft`: make a draft, and judge one. Arguments, progress bars and a table."""
+"""`pearl distill` and `pearl evaluate-draft`: make a draft, and judge one. Arguments and a table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from pearl.cache import cache_directory
 from pearl.cli import listed
 from pearl.cli.numbers import named_file
 from pearl.cli.options import field_option
-from pearl.cli.tables import print_table
+from pearl.cli.tables import Bars, print_table
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import read_prompts
 
@@ -26,42 +23,6 @@ if TYPE_CHECKING:
     from pearl.lab.distill.evaluate import Figures
 
 _COUNT = click.IntRange(1)
-
-
-class Bars:
-    """A `Watcher`: a progress bar with ETA on a terminal, elsewhere a line every 20%."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, TextColumn("[dim]{task.fields[note]}"), console=console, transient=True)
-        self._task: TaskID | None = None
-        self._next_percentage = 0.0
-
-    def __enter__(self) -> Bars:
-        if self._console.is_terminal:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, what: str, total: int) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task, self._next_percentage = self._progress.add_task(what, total=total, note=""), 0.0
-
-    def advance(self, count: int, note: str = "") -> None:
-        assert self._task is not None
-        self._progress.update(self._task, advance=count, note=note)
-        task = self._progress.tasks[-1]
-        if not self._console.is_terminal and task.percentage >= self._next_percentage:
-            self._next_percentage = task.percentage + 20
-            left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
-            self._console.print(f"{task.description} {task.percentage:.0f}%{left}  {note}", soft_wrap=True)
-
-    def say(self, message: str) -> None:
-        self._console.print(message, soft_wrap=True)
 
 
 def _config_options(command: Callable[..., Any]) -> Any:
@@ -92,13 +53,13 @@ def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
     """Make a draft for a target, out of the target's own answers.
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
-    on them. --resume continues a killed run from its last checkpoint, goes on to learn after --answers-only, or works
-    at a run beside another process. The draft is OUT/draft, an ordinary checkpoint.
+    on them. --resume continues a killed run from its last checkpoint, or goes on to learn after --answers-only. The
+    draft is OUT/draft, an ordinary checkpoint.
     """
     from pearl.lab.distill.run import Distillation
 
     logging.basicConfig(level="WARNING")
-    with Bars(Console(stderr=True, highlight=False)) as bars:
+    with Bars() as bars:
         distillation = Distillation(config, bars, resume=resume)
         made = distillation.answer() if answers_only else distillation.run()
     click.echo(made)
@@ -116,11 +77,6 @@ def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
 @click.option(
     "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", help="auto: as in the checkpoint."
 )
-@click.option(
-    "--answers",
-    type=click.Path(path_type=Path),
-    help="Directory where the target's answers are kept.  [default: PEARL's cache]",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate_draft(
     draft: str,
@@ -131,7 +87,6 @@ def evaluate_draft(
     batch: int,
     device: str,
     dtype: str,
-    answers: Path | None,
     as_json: bool,
 ) -> None:
     """How often the target would accept what a draft guesses.
@@ -139,7 +94,7 @@ def evaluate_draft(
     The target answers the prompts of each FILE (.jsonl with "prompt", "question" or "turns"; or one a line) greedily;
     both models then read the answers. NAME names the file in the table.
     """
-    from pearl.lab.distill.evaluate import GreedyAnswers, evaluate
+    from pearl.lab.distill.evaluate import evaluate
     from pearl.lab.distill.teacher import choose_device, load_teacher
     from pearl.models.loading import load_model
     from pearl.models.tokenizers import load_tokenizer
@@ -150,10 +105,9 @@ def evaluate_draft(
     teacher = load_teacher(target, where, dtype)
     check_same_vocabulary(teacher.tokenizer, load_tokenizer(draft)[0], target, draft)
     model = load_model(draft, device=where, dtype=dtype).eval()
-    kept = GreedyAnswers(teacher, answers or cache_directory() / "answers", max_tokens)
-    with Bars(Console(stderr=True, highlight=False)) as bars:
+    with Bars() as bars:
         bars.begin("answering", sum(-(-len(each) // batch) for each in asked.values()) * max_tokens)
-        found = evaluate(teacher, model, asked, kept, batch=batch, tick=lambda tokens: bars.advance(1))
+        found = evaluate(teacher, model, asked, limit=max_tokens, batch=batch, tick=lambda tokens: bars.advance(1))
     if as_json:
         sets = {name: asdict(of) for name, of in found.items()}
         click.echo(json.dumps({"target": target, "draft": draft, "max_tokens": max_tokens, "sets": sets}))
@@ -162,8 +116,6 @@ def evaluate_draft(
 
 
 def _print(found: dict[str, Figures]) -> None:
-    from pearl.lab.distill.evaluate import TOPS
-
     of_each = list(found.values())
     rows: dict[str, list[float | None]] = {
         "greedy agreement": [of.agreement for of in of_each],
@@ -172,9 +124,5 @@ def _print(found: dict[str, Figures]) -> None:
         "greedy agreement without them": [of.agreement_unrepeated for of in of_each],
         "1 - TV without them": [of.overlap_unrepeated for of in of_each],
     }
-    for first in sorted({first for of in of_each for first in of.by_position}):
-        rows[f"agreement from position {first}"] = [of.by_position.get(first, (None,))[0] for of in of_each]
-    for k in TOPS:
-        rows[f"wrong: right one in the top {k}"] = [of.correction_in_top[k] for of in of_each]
     shares = ((name, *("-" if value is None else f"{value:.3f}" for value in values)) for name, values in rows.items())
     print_table(("", *found), [("tokens", *(f"{of.tokens:,}" for of in of_each)), *shares])

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from pearl.cli import listed
-from pearl.cli.console import SafeConsole
-from pearl.cli.numbers import STDOUT, json_option, print_table, table_console, write_json
+from pearl.cli.numbers import STDOUT, json_option, write_json
 from pearl.cli.options import SettingsCommand, settings_options
+from pearl.cli.tables import Bars, print_table
 from pearl.config import Settings
-from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 
@@ -30,12 +29,9 @@ _TOKENS = 48
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
-@click.option("--combinations", is_flag=True, help="Compare pearl with each combination of guesses, not the methods.")
 @json_option
 @settings_options
-def check_bits(
-    settings: Settings, prompts: Path | None, limit: int, kill: bool, combinations: bool, to: Path | None
-) -> None:
+def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
     """Compare logits and texts of all methods bit for bit.
 
     Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
@@ -44,14 +40,10 @@ def check_bits(
     target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
     check that sampled texts have the target's distribution; the project's tests do.
     Texts have up to --max-tokens, 48 by default. With --datastore, method ngram is compared with and without it.
-    With --combinations the texts are those of pearl with look-ahead, lookup and branches, each on or off, and with
-    either window.
     """
     from pearl.lab.bench.exactness import check_pair
     from pearl.lab.bench.reference import PROMPTS
 
-    if combinations and not settings.engine.has_draft:
-        raise ConfigError("--combinations need a draft: leave --draft none out")
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()
     if not params.temperature:
@@ -60,10 +52,11 @@ def check_bits(
     asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else PROMPTS[:limit])]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []
-    with SafeConsole(stderr=True).status("loading the models") as status:
-        for finding in check_pair(config, asked, params, kill=kill, combinations=combinations):
+    with Bars() as bars:
+        bars.step("loading the models")
+        for finding in check_pair(config, asked, params, kill=kill):
             findings.append(finding)
-            status.update(f"{finding.what}: {finding.equal} of {finding.count}")
+            bars.step(f"{finding.what}: {finding.equal} of {finding.count}")
     if to is not None:
         write_json(to, {"seed": params.seed, "findings": [asdict(finding) for finding in findings]})
     if to != STDOUT:
@@ -73,13 +66,12 @@ def check_bits(
 
 
 def _print(findings: list[Finding]) -> None:
-    console = table_console()
     rows = []
     for one in findings:
         guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True))
         equal, longest = f"{one.equal} of {one.count}", str(one.longest or "")
         rows.append([one.what, one.reference, equal, guessed, longest, one.first])
     columns = ("compared", "with", "equal", "tokens guessed", "longest step", "first difference")
-    print_table(console, columns, rows, words=2)
     wrong = sum(not finding.passed for finding in findings)
-    console.print("\nall equal, bit for bit" if not wrong else f"\n{wrong} of {len(findings)} comparisons differ")
+    result = f"{wrong} of {len(findings)} comparisons differ" if wrong else "all equal, bit for bit"
+    print_table(columns, rows, result, words=2)

@@ -1,25 +1,19 @@
-"""Option types, tables and JSON files of the commands that simulate or measure."""
+"""Option types, prompts and JSON files of the commands that simulate or measure."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from pearl.document import parse_json
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
-
-_Row = TypeVar("_Row")
-Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
 
 
 class Number(click.FloatRange):
@@ -48,40 +42,10 @@ class Times(click.ParamType):
         return times
 
 
-_WIDTH = 120  # columns, if the output is not a terminal
-POSITIVE = Number(min=0, min_open=True)
 json_option = click.option(
     "--json", "to", type=click.Path(path_type=Path, allow_dash=True), help="Write JSON here; - is standard output."
 )
 STDOUT = Path("-")
-
-
-def table_console(more: int = 0) -> Console:
-    """A console for tables, `_WIDTH` and `more` columns wide if the output is not a terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH + more)
-
-
-def print_table(
-    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, title: str | None = None
-) -> None:
-    """Print a table whose first `words` columns hold words, the others numbers."""
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, no_wrap=place < words, justify="left" if place < words else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print explanations below a table."""
-    console.print("\n" + "\n".join(line for line in lines if line), soft_wrap=True)
-
-
-def shown(value: Any, digits: int = 2) -> str:
-    """A number, or the value of an interval; "-" for None."""
-    number = getattr(value, "value", value)
-    return "-" if number is None else f"{number:.{digits}f}"
 
 
 def refuse_options(ctx: click.Context) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from msgspec import structs
 
-from pearl.cli.console import SafeConsole
-from pearl.cli.distill import Bars
-from pearl.cli.numbers import STDOUT, json_option, print_table, read_json, read_sets, table_console, write_json
-from pearl.cli.texts import replay_pairs
+from pearl.cli.numbers import STDOUT, json_option, read_json, read_sets, write_json
+from pearl.cli.tables import Bars, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
@@ -21,9 +18,6 @@ from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.papers import STUDIES
 from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, shortfall, tables, write_page
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _COUNT = click.IntRange(min=1)
 _PATH = click.Path(path_type=Path)
@@ -48,9 +42,8 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     "--prompts",
     multiple=True,
     metavar="[NAME=]FILE",
-    help="For baselines and --paper: as those of pearl bench. Repeatable.  [default: humaneval, edits]",
+    help="For --paper: as those of pearl bench. Repeatable.  [default: humaneval, edits]",
 )
-@click.option("--no-baselines", is_flag=True, help="Leave out prompt lookup on the embedded target.")
 @click.option(
     "--paper",
     "other",
@@ -62,15 +55,8 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     type=click.Path(file_okay=False, path_type=Path),
     help="With --paper sssd: a datastore for guesses; see pearl datastore.",
 )
-@click.option("--texts", "file", type=_PATH, help="Recorded texts in place of toys: see pearl simulate record.")
-@click.option(
-    "--parts", is_flag=True, help="With --texts: look-ahead, lookup and branches each alone too, and sd and ssd."
-)
-@click.option("--limit", type=_COUNT, default=12, show_default=True, metavar="N", help="Of these, in real processes.")
 @click.option("--seed", type=int, default=0, metavar="N")
-@click.option(
-    "--results", "page", type=_PATH, help="Write the section of this page, its JSON and its picture beside it."
-)
+@click.option("--results", "page", type=_PATH, help="Write the section of this page, and its JSON beside it.")
 @click.option(
     "--from", "earlier", type=_PATH, help="Print, or write with --results, an earlier run's JSON; run nothing."
 )
@@ -84,12 +70,8 @@ def paper(
     quick: bool,
     simulate_only: bool,
     prompts: tuple[str, ...],
-    no_baselines: bool,
     other: str | None,
     datastore: Path | None,
-    file: Path | None,
-    parts: bool,
-    limit: int,
     seed: int,
     page: Path | None,
     earlier: Path | None,
@@ -98,11 +80,8 @@ def paper(
     """The paper's tables from this runtime, by EMULATION of its pairs.
 
     Toys stand in for the models, with the pair's vocabulary, forward times and acceptance rate. Two real processes
-    decode, so the figures include the runtime's own cost. With --texts the pairs replay recorded texts at these forward
-    times: PEARL as published beside look-ahead, lookup and branches.
+    decode, so the figures include the runtime's own cost.
     """
-    if parts and file is None:
-        raise ConfigError("--parts is for recorded texts: --texts FILE")
     if datastore is not None and other != _GUESSES:
         raise ConfigError(f"--datastore is for --paper {_GUESSES}")
     embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
@@ -115,18 +94,9 @@ def paper(
             _show(read_json(earlier), page, to)
         except (KeyError, TypeError, AttributeError):
             raise ConfigError(f"{earlier} is no result of pearl bench paper, or of another version") from None
-    elif file is not None:
-        run = 0 if simulate_only else limit
-        replay_pairs(_once(_pairs(path, names)), file, run=run, tokens=tokens, seed=seed, parts=parts, to=to)
     else:
-        found = _pairs(path, names)
-        tasks = (
-            []
-            if simulate_only or no_baselines or wanted or names
-            else read_sets(prompts, embedded["texts"], default=_SETS)
-        )
         settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
-        _show(_run(found, wanted or tuple(TABLES), tasks, embedded["tokens"], settings), page, to)
+        _show(_run(_pairs(path, names), wanted or tuple(TABLES), settings), page, to)
 
 
 def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
@@ -137,49 +107,32 @@ def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
     return found
 
 
-def _once(found: Sequence[Pair]) -> list[Pair]:
-    """Each pair of models once: recorded texts are not one of the paper's benchmarks."""
-    return list({pair.config: pair for pair in reversed(found)}.values())[::-1]
-
-
-def _run(
-    found: Sequence[Pair], wanted: Sequence[str], tasks: Sequence[Task], most: int, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """`tasks`: of the baselines, answered with at most `most` tokens; none: no baselines."""
+def _run(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     from pearl.lab.papers import emulate
 
-    clock, done, measured = Conditions(), [], []
-    with Bars(SafeConsole(stderr=True)) as bars:
-        if tasks:
-            bars.say("baselines on the embedded target, first: they need further packages")
-            measured = emulate.baselines(tasks, most, bars)
+    clock, done = Conditions(), []
+    with Bars() as bars:
         for pair in found:
             bars.say(pair.title)
             done.append(emulate.emulate(pair, wanted, bars, **settings))
     clock.stop()
     about = {"kind": "paper", "emulated": True, "settings": settings}
-    result = about | clock.as_dict() | emulate.document(done) | {"baselines": measured}
-    as_read: dict[str, Any] = json.loads(json.dumps(result, default=structs.asdict))
-    return as_read
+    result: dict[str, Any] = json.loads(json.dumps(about | clock.as_dict() | emulate.document(done)))
+    return result
 
 
 def _show(result: dict[str, Any], page: Path | None, to: Path | None) -> None:
-    """Write and print a result. Beside the page go the JSON and the picture of the run."""
+    """Write and print a result. Beside the page goes the JSON of the run."""
     if to is not None:
         write_json(to, result)
     if page is not None:
-        from pearl.lab.bench import plots
-
-        picture = page.with_name("paper.png")
-        plots.draw(result, picture)
-        write_page(page, result, picture.name)
+        write_page(page, result)
         write_json(page.with_name("paper.json"), result)
     if to != STDOUT:
-        console = table_console()
         for table in tables(result):
-            _print(console, table)
+            _print(table)
         for line in (*pair_lines(result), *shortfall(result), EXPLAINED, conditions(result)):
-            console.print(line, soft_wrap=True)
+            click.echo(line)
 
 
 def _study(
@@ -190,7 +143,7 @@ def _study(
 
     clock, about = Conditions(), study.load(name)
     config = EngineConfig(datastore=None if datastore is None else str(datastore))
-    with Bars(SafeConsole(stderr=True)) as bars:
+    with Bars() as bars:
         found = study.run_study(about, tasks, tokens, bars, config)
         guesses = sssd.measure_guesses(config, guessed, tokens, bars) if guessed else None
     clock.stop()
@@ -200,16 +153,13 @@ def _study(
         document = {"kind": "study", "settings": settings, **words, **clock.as_dict()}
         write_json(to, document | {"rows": found, "guesses": guesses})
     if to != STDOUT:
-        console = table_console()
-        _print(console, study.in_words(about, found), words=2)
+        _print(study.in_words(about, found), words=2)
         sets = ", ".join(dict.fromkeys(task.set for task in tasks))
-        console.print(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {clock}\n", soft_wrap=True)
+        click.echo(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {clock}\n")
         for table in sssd.in_words(guesses) if guesses else ():
-            _print(console, table)
+            _print(table)
 
 
-def _print(console: Console, table: Table, words: int = 1) -> None:
-    print_table(console, table.columns, table.rows, words, table.title)
-    for note in table.notes:
-        console.print(f"  {note}", soft_wrap=True)
-    console.print("")
+def _print(table: Table, words: int = 1) -> None:
+    notes = (f"  {note}" for note in table.notes)
+    print_table(table.columns, table.rows, *notes, " ", words=words, title=table.title)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import structs
 
 from pearl.cli import listed
 from pearl.cli.numbers import STDOUT, Times, json_option, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.tables import print_table, progress
+from pearl.cli.tables import Bars, print_table
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
@@ -19,9 +18,6 @@ from pearl.lab.experiments.estimate import speedup
 
 if TYPE_CHECKING:
     from pearl.lab.experiments.stops import Stopped
-    from pearl.models.runner import ModelRunner
-    from pearl.protocol.options import Sampling
-    from pearl.text.stream import Tokenizer
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _TOKENS = 128  # of an answer, without --max-tokens
@@ -32,58 +28,13 @@ t_draft_option = click.option(
 t_target_option = click.option(
     "--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]"
 )
-limit_option = click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]"
-)
-raw_option = click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
-
-
-class LocalPair:
-    """Target and draft of the settings, to run in this process. Raises `ConfigError` without a draft.
-
-    Args:
-        temperature: if the settings have none. why: a draft is needed.
-    """
-
-    def __init__(self, settings: Settings, *, temperature: float, why: str) -> None:
-        from pearl.engine.request import resolve_sampling
-        from pearl.models.tokenizers import load_tokenizer
-        from pearl.text.tokenizer import check_same_vocabulary
-
-        self._config, given = settings.engine, settings.sampling
-        if not self._config.has_draft:
-            raise ConfigError(f"--draft none: {why}")
-        self.tokenizer: Tokenizer
-        trust = self._config.trust_remote_code
-        self.tokenizer, defaults = load_tokenizer(self._config.target, trust_remote_code=trust)
-        theirs, _ = load_tokenizer(self._config.draft, trust_remote_code=trust)
-        check_same_vocabulary(self.tokenizer, theirs, self._config.target, self._config.draft)
-        self.eos = () if given.ignore_eos else defaults.eos
-        asked = {
-            "temperature": temperature if given.temperature is None else given.temperature,
-            "seed": given.seed or 0,
-        }
-        if given.repetition_penalty is None:  # leave out the checkpoint's own
-            asked["repetition_penalty"] = 1.0
-        self.sampling: Sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0)
-        if self.sampling.shaping is not None:
-            raise ConfigError("this compares the models' own distributions: leave out penalties and logit_bias")
-
-    def runners(self) -> tuple[ModelRunner, ModelRunner]:
-        from pearl.worker.build import make_runner
-        from pearl.worker.placement import place
-
-        target, draft = (
-            make_runner(self._config.model(role), place(self._config, role)) for role in self._config.roles
-        )
-        return target, draft
 
 
 @click.command(cls=SettingsCommand)
 @click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write.")
-@limit_option
-@raw_option
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]")
+@click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @settings_options
 def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int | None, raw: bool) -> None:
     """Record answers of the target, with the draft's likeliest tokens at each position.
@@ -92,24 +43,40 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     --temperature is above 0; then the texts are those of the coupled rule. A recording can be replayed at any speed: by
     pearl simulate --texts FILE, and in real processes as the models replay:FILE.
     """
+    from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments import texts as study
     from pearl.models.recorded import Header, write_texts
+    from pearl.models.tokenizers import load_tokenizer
+    from pearl.text.tokenizer import check_same_vocabulary
+    from pearl.worker.build import make_runner
+    from pearl.worker.placement import place
 
-    config = settings.engine
+    config, given = settings.engine, settings.sampling
+    if not config.has_draft:
+        raise ConfigError("--draft none: a recording has the draft's tokens")
     conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    pair = LocalPair(settings, temperature=0.0, why="a recording has the draft's tokens")
-    sampling = structs.asdict(pair.sampling)
-    with progress("recording") as report:
-        target, draft = pair.runners()
+    (tokenizer, defaults), (theirs, _) = (
+        load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in (config.target, config.draft)
+    )
+    check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
+    asked: dict[str, Any] = {"temperature": given.temperature or 0.0, "seed": given.seed or 0}
+    if given.repetition_penalty is None:  # leave out the checkpoint's own
+        asked["repetition_penalty"] = 1.0
+    sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0)
+    if sampling.shaping is not None:
+        raise ConfigError("this records the models' own distributions: leave out penalties and logit_bias")
+    with Bars() as bars:
+        bars.begin("recording", None)
+        target, draft = (make_runner(config.model(role), place(config, role)) for role in config.roles)
         header = Header(
             target=config.target,
             draft=config.draft,
             vocab_size=target.vocab_size,
-            eos=pair.eos,
-            max_tokens=settings.sampling.max_tokens or _TOKENS,
-            **{name: sampling[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+            eos=() if given.ignore_eos else defaults.eos,
+            max_tokens=given.max_tokens or _TOKENS,
+            **{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
         )
-        texts = list(study.record(target, draft, pair.tokenizer, conversations, header, raw=raw, tick=report))
+        texts = list(study.record(target, draft, tokenizer, conversations, header, raw=raw, tick=bars.step))
     if not texts:
         raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
     write_texts(out, header, texts)
@@ -136,15 +103,15 @@ def stops(
     policy can need fewer calls. The best static window and the best threshold are those of these texts.
     """
     from pearl.drafting.disco import read_classifier
-    from pearl.lab.experiments.recorded import timing_of
     from pearl.lab.experiments.stops import side_by_side
+    from pearl.lab.simulate import timing_of
     from pearl.models.recorded import read_texts
 
     recorded, timing = read_texts(texts), timing_of(t_draft, t_target)
     header = recorded.header
     known = None if classifier is None else read_classifier(classifier, header.target, header.draft)
-    with progress() as report:
-        done = side_by_side(recorded, timing, known, report)
+    with Bars() as bars:
+        done = side_by_side(recorded, timing, known, bars.step)
     over = [speedup(one.totals, done[0].totals, 1) for one in done]
     if to is not None:
         settings = {"target": header.target, "draft": header.draft, "t_draft": timing.t_draft}
@@ -152,7 +119,7 @@ def stops(
         entries = [
             one.totals.as_dict()
             | {"name": one.name, "draft_stop": one.policy, "draft_calls": one.drafted}
-            | {"speedup": each.value, "speedup_margin": each.margin}
+            | {"speedup": each.value, "speedup_low": each.low, "speedup_high": each.high}
             for one, each in zip(done, over, strict=True)
         ]
         write_json(to, {"settings": settings, "policies": entries})
@@ -203,13 +170,13 @@ def train(
     is the target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest
     window, are chosen by the time that method sd then takes at the given forward times.
     """
-    from pearl.lab.experiments.recorded import timing_of
     from pearl.lab.experiments.stops import train as training
+    from pearl.lab.simulate import timing_of
     from pearl.models.recorded import read_texts
 
     recorded = read_texts(texts)
-    with progress("training") as report:
-        found = training(recorded, timing_of(t_draft, t_target), seed, report)
+    with Bars() as bars:
+        found = training(recorded, timing_of(t_draft, t_target), seed, bars.step)
     found.classifier.write(out)
     click.echo(
         f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on {found.examples} tokens, "

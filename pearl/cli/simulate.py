@@ -12,15 +12,13 @@ import click
 from pearl.cli import listed, recorded, studies
 from pearl.cli.numbers import STDOUT, Number, json_option, refuse_options, write_json
 from pearl.cli.recorded import t_draft_option, t_target_option
-from pearl.cli.tables import print_table, progress
-from pearl.document import damaged
-from pearl.errors import ConfigError, TraceError
+from pearl.cli.tables import Bars, print_table
+from pearl.errors import ConfigError
 from pearl.lab.experiments.estimate import speedup
-from pearl.trace.reading import read
+from pearl.lab.experiments.workload import Totals, compare
 
 if TYPE_CHECKING:
-    from pearl.lab.experiments.recorded import Recorded
-    from pearl.lab.experiments.workload import Totals, Workload
+    from pearl.lab.experiments.workload import Workload
 
 _BLOCK = 20  # texts whose luck is drawn together
 _COUNT = click.IntRange(min=1)
@@ -34,7 +32,6 @@ _DRAFTERS = ("model", "lookup", "branch")  # names in `Totals.sources`
 @click.option("--acceptance", type=Number(0, 1), metavar="X", help="Rate, i.i.d.  [default: 0.8]")
 @click.option("--requests", type=_COUNT, metavar="N", help="Texts.  [default: 200]")
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Of each text.  [default: 128]")
-@click.option("--trace", type=click.Path(path_type=Path), help="Take all these from a recorded run instead.")
 @click.option(
     "--texts",
     "file",
@@ -55,7 +52,6 @@ _DRAFTERS = ("model", "lookup", "branch")  # names in `Totals.sources`
 @click.pass_context
 def simulate(
     ctx: click.Context,
-    trace: Path | None,
     file: Path | None,
     datastore: Path | None,
     jitter: float,
@@ -66,67 +62,39 @@ def simulate(
 ) -> None:
     """All methods side by side in virtual time, without a model.
 
-    Runs the real coordinator; only forwards and messages take time. Each model has its own device. A replay (--trace)
-    takes from a recorded run which positions the draft got right, and how long forwards took. Recorded texts (--texts)
-    are also decoded with look-ahead, lookup and branches, alone and together.
+    Runs the real coordinator; only forwards and messages take time. Each model has its own device. Recorded texts
+    (--texts) are also decoded with look-ahead, lookup and branches, alone and together.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
-    from pearl.lab.experiments.compare import compare
-    from pearl.lab.experiments.workload import run
-
     if datastore is not None and file is None:
         raise ConfigError("--datastore is for recorded texts: name them with --texts")
-    began = time.monotonic()
-    record = _recorded(trace, given | {"texts": file}, delay, jitter, seed) if trace else None
-    workload = record.workload if record else _workload(file, given, delay, jitter, seed)
-    guessed: list[Totals] = []
-    with progress() as report:
-        done = compare(workload, report)
-        again = run(workload, record.decoding) if record else None
+    began, workload, guessed = time.monotonic(), _workload(file, given, delay, jitter, seed), list[Totals]()
+    with Bars() as bars:
+        done = compare(workload, bars.step)
         if file is not None:
-            report("look-ahead, lookup and branches, alone and together")
+            bars.step("look-ahead, lookup and branches, alone and together")
             guessed = _ablations(file, workload, datastore)
     if to is not None:
-        document = _document(workload, [*done, *guessed])
-        if record and again:
-            document["recorded"] = {"tokens_per_second": record.tokens_per_second, "known_positions": record.known}
-            document["replayed"] = again.as_dict()
-        write_json(to, document)
+        write_json(to, _document(workload, [*done, *guessed]))
     if to != STDOUT:
         _print(workload, done, time.monotonic() - began)
-        if record and again:
-            _print_replay(trace, record, again)
         if guessed:
             _print_ablations(guessed, done[0])
-
-
-def _refuse(given: dict[str, Any], by: str) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(f"--{by} determines --{name.replace('_', '-')}: leave one of them out")
-
-
-def _recorded(trace: Path, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Recorded:
-    from pearl.lab.experiments import recorded
-
-    _refuse(given, "trace")
-    read_in = read(trace)
-    with damaged(trace, TraceError):
-        return recorded.recorded(read_in, delay / 1e3, jitter, seed)
 
 
 def _workload(file: Path | None, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Workload:
     """Of recorded texts, or with i.i.d. acceptance."""
     from pearl.lab.experiments import texts
-    from pearl.lab.experiments.recorded import timing_of
     from pearl.lab.experiments.workload import independent
+    from pearl.lab.simulate import timing_of
     from pearl.models.recorded import read_texts
 
     timing = timing_of(given.pop("t_draft"), given.pop("t_target"), delay, jitter)
     if file is not None:
-        _refuse(given, "texts")
+        if fixed := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(f"--texts determines --{fixed[0]}: leave one of them out")
         return texts.workload(read_texts(file), timing, seed)
     acceptance = 0.8 if given["acceptance"] is None else given["acceptance"]
     return independent(timing, acceptance, given["requests"] or 200, given["tokens"] or 128, seed, _BLOCK)
@@ -158,7 +126,7 @@ def _document(workload: Workload, done: Sequence[Totals]) -> dict[str, Any]:
     }
     over = [speedup(totals, done[0], workload.block) for totals in done]
     methods = [
-        totals.as_dict() | {"speedup": one.value, "speedup_margin": one.margin}
+        totals.as_dict() | {"speedup": one.value, "speedup_low": one.low, "speedup_high": one.high}
         for totals, one in zip(done, over, strict=True)
     ]
     return {"settings": settings, "methods": methods}
@@ -234,17 +202,5 @@ def _print_ablations(done: Sequence[Totals], plain: Totals) -> None:
     )
 
 
-def _print_replay(trace: Path | None, record: Recorded, again: Totals) -> None:
-    from pearl.lab.experiments.workload import guessers
-
-    share = again.tokens_per_second / record.tokens_per_second
-    click.echo(
-        f"{trace}: {again.name}: {record.tokens_per_second:.2f} tokens/s as recorded, {again.tokens_per_second:.2f} "
-        f"replayed ({share:.3f} of it); {record.known} of {record.workload.tokens} positions had a draft token"
-    )
-    if left_out := guessers(record.guessing):
-        click.echo(f"Replayed without {', '.join(left_out)}: a trace does not have the draft's other tokens.")
-
-
-for command in (studies.check, studies.front, recorded.record, studies.rejections, recorded.stops):
+for command in (studies.check, recorded.record, studies.rejections, recorded.stops):
     simulate.add_command(command)

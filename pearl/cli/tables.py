@@ -1,46 +1,107 @@
-"""Progress and tables of the commands that study."""
+"""Tables and progress of the commands that study and measure."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pearl.cli.console import SafeConsole
-from pearl.cli.numbers import table_console
 
-_SILENT_SECONDS = 5.0  # between two lines of progress where there is no terminal
-
-
-@contextmanager
-def progress(what: str = "simulating") -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports progress: in a spinner on a terminal, elsewhere as a line every few seconds."""
-    console = SafeConsole(stderr=True)
-    if console.is_terminal:
-        with console.status(what) as status:
-            yield lambda step: status.update(f"{what} {step}")
-        return
-    last = time.monotonic()
-
-    def report(step: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > _SILENT_SECONDS:
-            last = time.monotonic()
-            console.print(f"{what} {step}", soft_wrap=True)
-
-    yield report
+_Row = TypeVar("_Row")
+Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
+_WIDTH = 120  # columns, if the output is not a terminal
+_SILENT_SECONDS = 5.0  # between two lines of `Bars.step` if the output is not a terminal
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str, words: int = 1) -> None:
-    """Print a table and notes below it. `words`: number of leading columns that are text, aligned to the left."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
+class Bars:
+    """A `Watcher` on standard error: a progress bar with ETA on a terminal, elsewhere a line now and then."""
+
+    def __init__(self) -> None:
+        self._console = SafeConsole(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(
+            *columns, TextColumn("[dim]{task.fields[note]}"), console=self._console, transient=True
+        )
+        self._task: TaskID | None = None
+        self._last, self._next_percentage = time.monotonic(), 0.0
+
+    def __enter__(self) -> Bars:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def begin(self, what: str, total: int | None) -> None:
+        """Begin a bar. `total`: None if it is unknown."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task, self._next_percentage = self._progress.add_task(what, total=total, note=""), 0.0
+
+    def advance(self, count: int, note: str = "") -> None:
+        assert self._task is not None
+        self._progress.update(self._task, advance=count, note=note)
+        task, now = self._progress.tasks[-1], time.monotonic()
+        if self._console.is_terminal:
+            return
+        if task.total is None and now - self._last > _SILENT_SECONDS:
+            self._last = now
+            self.say(f"{task.description} {note}")
+        elif task.total is not None and task.percentage >= self._next_percentage:
+            self._next_percentage = task.percentage + 20
+            left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+            self.say(f"{task.description} {task.percentage:.0f}%{left}  {note}")
+
+    def step(self, note: str) -> None:
+        """Report the next step of work of unknown length."""
+        if self._task is None:
+            self.begin("working", None)
+        self.advance(1, note)
+
+    def say(self, message: str) -> None:
+        self._console.print(message, soft_wrap=True)
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *notes: str,
+    words: int = 1,
+    title: str | None = None,
+    more_width: int = 0,
+) -> None:
+    """Print a table and notes below it.
+
+    Args:
+        notes: empty ones are left out.
+        words: number of leading columns that are text, aligned to the left.
+        more_width: columns beyond `_WIDTH` if the output is not a terminal.
+    """
+    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < words else "right", no_wrap=number < words)
     for row in rows:
         table.add_row(*row)
-    console = table_console()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH + more_width)
     console.print(table, "")
-    for note in notes:
+    for note in filter(None, notes):
         console.print(note, soft_wrap=True)
+
+
+def print_columns(columns: Sequence[Column[_Row]], found: Iterable[_Row], *notes: str, **options: Any) -> None:
+    """`print_table` with a row for each of `found`."""
+    print_table([name for name, _ in columns], ([cell(one) for _, cell in columns] for one in found), *notes, **options)
+
+
+def shown(value: Any, digits: int = 2) -> str:
+    """A number, or the value of an estimate; "-" for None."""
+    number = getattr(value, "value", value)
+    return "-" if number is None else f"{number:.{digits}f}"

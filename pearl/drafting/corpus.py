@@ -8,23 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pearl.document import parse_json
-from pearl.drafting.datastore import (
-    HEADER,
-    Datastore,
-    Header,
-    Origin,
-    check_tokenizer,
-    locked,
-    read_header,
-    width_of,
-    write,
-)
+from pearl.drafting.datastore import HEADER, Header, locked, width_of, write
 from pearl.errors import ConfigError
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
@@ -50,23 +39,6 @@ class File(NamedTuple):
     size: int
 
 
-class Document(NamedTuple):
-    text: str
-    of: str
-
-
-@dataclass
-class Packed:
-    """Documents in a datastore's format, and what they came from."""
-
-    tokens: bytearray
-    origins: list[Origin]
-
-    @property
-    def documents(self) -> int:
-        return sum(origin.documents for origin in self.origins)
-
-
 # ---- reading ----
 
 
@@ -90,7 +62,7 @@ def _below(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def documents(files: Iterable[File], fields: Sequence[str], watcher: Watcher) -> Iterator[Document]:
+def documents(files: Iterable[File], fields: Sequence[str], watcher: Watcher) -> Iterator[str]:
     """The texts of files. Skips files of a folder that are not UTF-8 text. Raises `ConfigError`, naming the file.
 
     Args:
@@ -99,9 +71,9 @@ def documents(files: Iterable[File], fields: Sequence[str], watcher: Watcher) ->
     for file in files:
         try:
             if file.path.suffix in (".jsonl", ".ndjson"):
-                yield from (Document(text, file.of) for text in _records(file.path, fields))
+                yield from _records(file.path, fields)
             elif (text := _text(file)) is not None:
-                yield Document(text, file.of)
+                yield text
         except OSError as error:
             raise ConfigError(f"cannot read {file.path}: {error.strerror}") from None
         watcher.advance(file.size)
@@ -156,18 +128,21 @@ def _flat(value: Any) -> Iterator[str]:
 # ---- packing ----
 
 
-def pack(texts: Iterable[Document], tokenizer: Tokenizer, width: int) -> Packed:
-    """Tokenize documents on all cores and reverse them: `width` bytes per token, a 0 after each document."""
+def pack(texts: Iterable[str], tokenizer: Tokenizer, width: int) -> tuple[bytearray, int]:
+    """Tokenize documents on all cores and reverse them: `width` bytes per token, a 0 after each document.
+
+    Returns: (the bytes, number of documents).
+    """
     import numpy as np
 
-    sizes: dict[str, tuple[int, int]] = {}  # argument -> documents, bytes
+    documents = 0
 
     def pieces() -> Iterator[tuple[str, bytes]]:
         """Each piece of each text, with what follows it."""
-        for text, of in texts:
+        nonlocal documents
+        for text in texts:
             if text:
-                number, size = sizes.get(of, (0, 0))
-                sizes[of] = number + 1, size + len(text.encode())
+                documents += 1
                 *parts, last = _pieces(text)
                 yield from ((part, b"") for part in parts)
                 yield last, bytes(width)
@@ -182,8 +157,7 @@ def pack(texts: Iterable[Document], tokenizer: Tokenizer, width: int) -> Packed:
         waiting = pieces()
         while some := list(islice(waiting, _BATCH)):
             parts += pool.map(packed, some)
-    origins = [Origin(name=of, documents=number, size=size) for of, (number, size) in sizes.items()]
-    return Packed(bytearray().join(reversed(parts)), origins)
+    return bytearray().join(reversed(parts)), documents
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -205,37 +179,22 @@ def build(
     """Make a datastore of the named files, folders and JSONL files. Raises `ConfigError`."""
     check_free(directory)
     size = tokenizer.vocab_size
-    packed = _packed(names, fields, tokenizer, width_of(size), watcher)
+    files = listed(names)
+    watcher.begin("tokenizing", sum(file.size for file in files))
+    tokens, count = pack(documents(files, fields, watcher), tokenizer, width_of(size))
+    if not tokens:
+        raise ConfigError(f"there is no text in {', '.join(names)[:200]}")
+    watcher.begin("sorting", 1)
     with locked(directory):
         check_free(directory)  # another process may have been faster
         header = write(
             directory,
-            packed.tokens,
+            tokens,
             tokenizer=spec,
             digest=vocabulary_digest(tokenizer, size).hex(),
             vocab_size=size,
             width=width_of(size),
-            documents=packed.documents,
-            origins=tuple(packed.origins),
-        )
-    watcher.advance(1)
-    return header
-
-
-def add(directory: Path, names: Sequence[str], fields: Sequence[str], tokenizer: Tokenizer, watcher: Watcher) -> Header:
-    """Add documents to a datastore; the result equals one build of all. Raises `ConfigError`."""
-    known = read_header(directory)
-    check_tokenizer(known, tokenizer, directory)
-    packed = _packed(names, fields, tokenizer, known.width, watcher)
-    with locked(directory):
-        store = Datastore(directory, verified=True)
-        check_tokenizer(store.header, tokenizer, directory)
-        header = write(
-            directory,
-            packed.tokens + store.tokens[:],
-            **store.header.model_dump(include={"tokenizer", "digest", "vocab_size", "width"}),
-            documents=store.header.documents + packed.documents,
-            origins=(*store.header.origins, *packed.origins),
+            documents=count,
         )
     watcher.advance(1)
     return header
@@ -244,14 +203,4 @@ def add(directory: Path, names: Sequence[str], fields: Sequence[str], tokenizer:
 def check_free(directory: Path) -> None:
     """Raises `ConfigError` if there is a datastore already."""
     if (directory / HEADER).exists():
-        raise ConfigError(f"{directory} holds a datastore: `pearl datastore add` adds to it, or name another directory")
-
-
-def _packed(names: Sequence[str], fields: Sequence[str], tokenizer: Tokenizer, width: int, watcher: Watcher) -> Packed:
-    files = listed(names)
-    watcher.begin("tokenizing", sum(file.size for file in files))
-    packed = pack(documents(files, fields, watcher), tokenizer, width)
-    if not packed.tokens:
-        raise ConfigError(f"there is no text in {', '.join(names)[:200]}")
-    watcher.begin("sorting", 1)
-    return packed
+        raise ConfigError(f"{directory} holds a datastore: name another directory")

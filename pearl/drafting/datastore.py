@@ -24,7 +24,6 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +39,11 @@ from pearl.text.tokenizer import vocabulary_digest
 
 HEADER = "datastore.json"
 CONTINUATIONS = 50  # most occurrences per lookup; of more, a regular sample
-BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)  # inner bounds of the bins of a candidate's share, see `Weights`
+DAMPING = 1.5  # an occurrence weighs DAMPING ** matched, where `matched` tokens before it match
+FEW = 8  # with fewer occurrences than this, those of shorter suffixes are added
+# Inner bounds of the bins of a candidate's share: the weight of its occurrences over that of all, plus one more of the
+# longest match. So it is near 1 only with many.
+BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)
 _VERSION = 1
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
@@ -51,7 +54,7 @@ Occurrence = tuple[int, int]  # position, number of matching tokens before it
 # How often a candidate is right, by its share (rows) and by the number of matching tokens before it (columns). Measured
 # with 104 MB of Python source on 36 answers of SmolLM2-135M (4,203 tokens, greedy and at temperature 0.7) to HumanEval,
 # GSM8K and MT-bench. Each text then learns its own rates.
-_PRIOR: tuple[tuple[float, ...], ...] = (
+RATES: tuple[tuple[float, ...], ...] = (
     (0.03, 0.03, 0.05, 0.03, 0.07, 0.02, 0.03, 0.06, 0.11, 0.02, 0.04, 0.02),
     (0.07, 0.10, 0.12, 0.11, 0.10, 0.10, 0.25, 0.07, 0.09, 0.13, 0.12, 0.06),
     (0.10, 0.19, 0.28, 0.24, 0.33, 0.29, 0.12, 0.24, 0.21, 0.28, 0.21, 0.20),
@@ -62,37 +65,8 @@ _PRIOR: tuple[tuple[float, ...], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Weights:
-    """How occurrences become chances.
-
-    An occurrence weighs `damping ** matched`, where `matched` tokens before it match.  A share is the weight
-    of a candidate's occurrences over that of all, plus one more of the longest match: near 1 only with many.
-
-    Attributes:
-        few: with fewer occurrences than this, those of shorter suffixes are added.
-        fade: factor on the chance of a candidate that follows a guess.
-        rates: how often a candidate is right: [share, by `BINS`][matched - 1, up to `MOST_MATCHED`].
-    """
-
-    damping: float = 1.5
-    few: int = 8
-    fade: float = 1.0
-    rates: tuple[tuple[float, ...], ...] = _PRIOR
-
-
-class Origin(BaseModel):
-    """A file or folder that a datastore was built from, as it was named; its documents and bytes of text."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    name: str
-    documents: Annotated[int, Field(ge=0)]
-    size: Annotated[int, Field(ge=0)]
-
-
 class Header(BaseModel):
-    """The contents of `datastore.json`. Unknown keys, such as the weights of earlier versions, are ignored.
+    """The contents of `datastore.json`. Unknown keys, such as those of earlier versions, are ignored.
 
     Attributes:
         tokenizer: name of the model whose tokenizer was used.
@@ -113,7 +87,6 @@ class Header(BaseModel):
     width: Literal[2, 3]
     build: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
     checksums: tuple[int, int]
-    origins: tuple[Origin, ...] = ()
 
     def files(self, directory: Path) -> tuple[tuple[Path, int], tuple[Path, int]]:
         """The files of tokens and order, each with its size in bytes."""
@@ -193,7 +166,7 @@ class Datastore:
 
     def __init__(self, directory: Path, vocab_size: int | None = None, verified: bool = False) -> None:
         assert sys.byteorder == "little"
-        self.directory, self.header, self.weights = directory, read_header(directory), Weights()
+        self.directory, self.header = directory, read_header(directory)
         self.width = self.header.width
         self._num_ids = min(self.header.vocab_size, vocab_size or self.header.vocab_size)
         (tokens, _), (order, _) = self.header.files(directory)
@@ -226,7 +199,7 @@ class Datastore:
     def occurrences(self, text: Sequence[int], most: int = CONTINUATIONS) -> list[Occurrence]:
         """The places whose context matches the end of `text`; see `followed`.
 
-        The longest match (at most `MOST_MATCHED` tokens) first; while there are fewer than `Weights.few` places, those
+        The longest match (at most `MOST_MATCHED` tokens) first; while there are fewer than `FEW` places, those
         that match half as far are added.  Of more than `most` places, a regular sample.
         """
         key, width, order = self._key(text[-MOST_MATCHED:]), self.width, self.order
@@ -234,7 +207,7 @@ class Datastore:
         length = self._longest(key, first)
         found: dict[int, int] = {}
         last = first
-        while length and len(found) < min(self.weights.few, most):
+        while length and len(found) < min(FEW, most):
             first, last = self._widened(key[: length * width], first, last)
             stride = max(1, -(-(last - first) // (most - len(found))))
             for place in order[first:last:stride].tolist():

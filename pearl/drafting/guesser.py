@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from itertools import chain
 
-from pearl.drafting.datastore import BINS, Datastore, Occurrence
+from pearl.drafting.datastore import BINS, DAMPING, RATES, Datastore, Occurrence
 from pearl.drafting.habits import CONTEXT, Habits
 from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex, TextIndex
 from pearl.protocol.messages import Source
@@ -34,10 +34,8 @@ class StoreGuesses:
 
     def __init__(self, store: Datastore, text: Sequence[int], learn_from: int) -> None:
         self._store, self._text, self._learned = store, text, learn_from
-        weights = store.weights
-        self._fade = weights.fade
-        self._powers = [weights.damping**matched for matched in range(MOST_MATCHED + 1)]
-        self._rates = [list(rates) for rates in weights.rates]
+        self._powers = [DAMPING**matched for matched in range(MOST_MATCHED + 1)]
+        self._rates = [list(rates) for rates in RATES]
         self._found: dict[int, list[Occurrence]] = {}  # by place; the longest match first
 
     def cut(self, length: int) -> None:
@@ -60,13 +58,13 @@ class StoreGuesses:
         return [candidate for candidate, _ in self.shares(position)]
 
     def shares(self, position: int) -> list[tuple[Candidate, int]]:
-        """The candidates, each with the row of `Weights.rates` that its share belongs to."""
+        """The candidates, each with the row of `RATES` that its share belongs to."""
         return self._ranked(self._occurrences(position))
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         """Candidates for the place behind a candidate: what followed its occurrences."""
         ends = [(place - 1, min(MOST_MATCHED, matched + 1)) for place, matched in candidate.occurrences]
-        return [below for below, _ in self._ranked(ends, self._fade)]
+        return [below for below, _ in self._ranked(ends)]
 
     def _occurrences(self, position: int) -> list[Occurrence]:
         if (found := self._found.get(position)) is None:
@@ -74,7 +72,7 @@ class StoreGuesses:
             found = self._found[position] = self._store.occurrences(last)
         return found
 
-    def _ranked(self, occurrences: Sequence[Occurrence], factor: float = 1.0) -> list[tuple[Candidate, int]]:
+    def _ranked(self, occurrences: Sequence[Occurrence]) -> list[tuple[Candidate, int]]:
         """The candidates of the most weight; see `shares`."""
         if not occurrences:
             return []
@@ -90,7 +88,7 @@ class StoreGuesses:
         for token in nlargest(RANKS, weights, weights.__getitem__):
             seen = found[token]
             matched, share = seen[0][1], bisect(BINS, weights[token] / (total + powers[longest]))
-            chance = factor * self._rates[share][matched - 1]
+            chance = self._rates[share][matched - 1]
             result.append((Candidate(token, chance, matched, tuple(seen), Source.DATASTORE), share))
         return result
 

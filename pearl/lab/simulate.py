@@ -10,13 +10,12 @@ import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from pearl.config import EngineConfig
 from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.habits import Habits
@@ -47,11 +46,9 @@ from pearl.protocol.events import (
     Spread,
     Wait,
 )
-from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
+from pearl.protocol.messages import Committed, Provenance, Submit
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Speeds
-from pearl.trace.recorder import Recorder, where_and_what
-from pearl.trace.tracer import Tracer, identity
 
 _DIGITS = 12  # decimals of event times, so that five forwards of 10 ms end exactly when one of 50 ms does
 
@@ -214,21 +211,16 @@ def simulate(
     *,
     draft_context: int = 1 << 20,
     speeds: Speeds | None = None,
-    parts: tuple[Path, Path] | None = None,
 ) -> Outcome:
     """Run one request to its end in virtual time.
 
     Args:
         speeds: outlive the request if given; default: `known_speeds`.
-        parts: files to record target and draft in, as workers do; `trace.chrome` merges them into a trace.
     """
-    if parts is None:
-        return _Simulation(target, draft, timing, draft_context, speeds).run(submit)
-    traced = _TracedSimulation(target, draft, timing, draft_context, speeds)
-    return traced.record(submit, parts)
+    return Simulation(target, draft, timing, draft_context, speeds).run(submit)
 
 
-class _Simulation:
+class Simulation:
     """An event queue over two actors: 0 is the target, 1 the draft.
 
     At equal times the target goes first, and messages go before the end of the actor's own forward, as in a worker,
@@ -342,49 +334,6 @@ class _Simulation:
         return seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter)) if self._timing.jitter else seconds
 
 
-class _TracedSimulation(_Simulation):
-    """Records traces as two workers do, with the virtual clock."""
-
-    def record(self, submit: Submit, parts: tuple[Path, Path]) -> Outcome:
-        self._tracers = [self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)]
-        target, draft = self._tracers
-        self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
-        self._free_since: list[int | None] = [0, 0]  # by actor; None: in a forward
-        outcome = self.run(submit)
-        for tracer in self._tracers:
-            tracer.stop()
-        return outcome
-
-    def _tracer(self, path: Path, role: str) -> Tracer:
-        config = EngineConfig(target="virtual", draft="virtual").model_dump()
-        header = {"role": role, "run": "virtual", "config": config}
-        return Tracer(Recorder(path, header | where_and_what(), clock=lambda: round(self._now * 1e9)))
-
-    def _handle(self, actor: int, event: object) -> list[object]:
-        since, tracer = self._free_since[actor], self._tracers[actor]
-        if since is not None and since < tracer.clock():
-            tracer.waited(since, tracer.clock(), event)
-        if isinstance(event, Verdict):
-            tracer.note("communication", "read", tracer.clock(), messages=[identity(event)])
-        if since is not None or isinstance(event, (Forwarded, Drafted)):
-            self._free_since[actor] = tracer.clock()
-        return self._deciders[actor](event)
-
-    def _carry_out(self, actor: int, command: object) -> None:
-        if isinstance(command, Send):
-            tracer = self._tracers[actor]
-            tracer.note("communication", "send", tracer.clock(), message=identity(command.message))
-        super()._carry_out(actor, command)
-
-    def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
-        event, seconds = super()._compute(actor, command)
-        start = self._tracers[actor].clock()
-        self._tracers[actor].computed(command, event, start, round((self._now + seconds) * 1e9))
-        if isinstance(event, (Forwarded, Drafted)):
-            self._free_since[actor] = None
-        return event, seconds
-
-
 def known_speeds(timing: Timing) -> Speeds:
     """The speeds that the start-up measurement would find."""
     speeds = Speeds()
@@ -392,3 +341,22 @@ def known_speeds(timing: Timing) -> Speeds:
     for fed in (1, 2, 4, 8, 16):
         speeds.observe_target(fed, timing.t_target(fed))
     return speeds
+
+
+def interpolated(times: dict[int, float]) -> Callable[[int], float]:
+    """Seconds of a forward by tokens fed: linear between the given sizes, constant beyond them."""
+    speeds = Speeds()
+    for fed, seconds in times.items():
+        speeds.observe_target(fed, seconds)
+    return cache(speeds.t_target)
+
+
+def timing_of(
+    t_draft: dict[int, float] | None, t_target: dict[int, float] | None, delay: float = 0.0, jitter: float = 0.0
+) -> Timing:
+    """From milliseconds by tokens fed; None: 10 for a draft forward, 50 for a target forward."""
+    drafts, verifies = (
+        interpolated({n: ms / 1e3 for n, ms in times.items()})
+        for times in (t_draft or {1: 10.0}, t_target or {1: 50.0})
+    )
+    return Timing(drafts(1), verifies, delay / 1e3, jitter, t_draft_fed=drafts)

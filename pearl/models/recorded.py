@@ -9,7 +9,7 @@ A file is a zip of numpy arrays (npz), each with the zip's checksum:
               row the token that the draft draws there
     logits    float32 [answer tokens, top]: their logits, before the temperature
     features  float32 [answer tokens, 12]: the ten largest probabilities of the draft's whole row at temperature 1, its
-              entropy in nats, and the probability of the token that it draws; missing in older files
+              entropy in nats, and the probability of the token that it draws
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from pearl.errors import ModelError
 from pearl.protocol.options import Sampling
 
 FEATURES = 12  # of a token, as stop policies see them
-_DTYPES = {"header": "uint8", "tokens": "int32", "lengths": "int64", "ids": "int32", "logits": "float32"}
+_DTYPES = {
+    "header": "uint8",
+    "tokens": "int32",
+    "lengths": "int64",
+    "ids": "int32",
+    "logits": "float32",
+    "features": "float32",
+}
 _Ints = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float32]
 
@@ -75,7 +82,7 @@ class RecordedText:
     answer: tuple[int, ...]
     ids: _Ints
     logits: _Floats
-    features: _Floats | None = None
+    features: _Floats
 
     @property
     def right(self) -> list[bool]:
@@ -97,10 +104,8 @@ def write_texts(path: Path, header: Header, texts: Sequence[RecordedText]) -> No
         "lengths": np.array([(len(text.prompt), len(text.answer)) for text in texts], np.int64).reshape(-1, 2),
         "ids": np.concatenate([text.ids for text in texts]),
         "logits": np.concatenate([text.logits for text in texts]),
+        "features": np.concatenate([text.features for text in texts]),
     }
-    features = [text.features for text in texts if text.features is not None]
-    if len(features) == len(texts):
-        arrays["features"] = np.concatenate(features)
     building = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with building.open("wb") as file:
@@ -125,9 +130,7 @@ def read_texts(path: Path) -> RecordedTexts:
 def _read(path: Path, changed: int) -> RecordedTexts:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return _checked(
-                {name: file[name] for name in (*_DTYPES, "features") if name in file.files or name in _DTYPES}
-            )
+            return _checked({name: file[name] for name in _DTYPES})
     except OSError as error:
         why = error.strerror or "it is not a file of numpy arrays"
     except (zipfile.BadZipFile, EOFError) as error:
@@ -148,7 +151,7 @@ def _checked(arrays: dict[str, Any]) -> RecordedTexts:
         _require(isinstance(arrays[name], np.ndarray) and arrays[name].dtype == dtype, f"{name} is not of {dtype}")
     header = Header.model_validate_json(json.dumps(parse_json(arrays["header"].tobytes().decode())))
     tokens, lengths, ids, logits = (arrays[name] for name in ("tokens", "lengths", "ids", "logits"))
-    features, most = arrays.get("features"), header.vocab_size
+    features, most = arrays["features"], header.vocab_size
     _require(
         lengths.ndim == 2 and lengths.shape[1:] == (2,) and len(lengths) > 0 and lengths.min() > 0,
         "a text has no prompt or no answer",
@@ -159,14 +162,12 @@ def _checked(arrays: dict[str, Any]) -> RecordedTexts:
     for each in (tokens, ids, np.array([0, *header.eos])):
         _require(each.min() >= 0 and each.max() < most, f"a token lies outside the vocabulary of {most}")
     _require(np.isfinite(logits).all(), "a logit is not finite")
-    if features is not None:
-        _require(features.dtype == np.float32 and features.shape == (len(ids), FEATURES), "features has a wrong shape")
-        _require(features.min() >= 0 and features.max() < 1e3, "a feature is no probability or entropy")
+    _require(features.shape == (len(ids), FEATURES), "features has a wrong shape")
+    _require(features.min() >= 0 and features.max() < 1e3, "a feature is no probability or entropy")
     texts, start, row = [], 0, 0
     for prompt, answer in lengths.tolist():
         whole, rows = tuple(tokens[start : start + prompt + answer].tolist()), slice(row, row + answer)
-        own = None if features is None else features[rows]
-        texts.append(RecordedText(whole[:prompt], whole[prompt:], ids[rows], logits[rows], own))
+        texts.append(RecordedText(whole[:prompt], whole[prompt:], ids[rows], logits[rows], features[rows]))
         start, row = start + prompt + answer, row + answer
     return RecordedTexts(header, tuple(texts))
 

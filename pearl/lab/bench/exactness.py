@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from pearl.config import EngineConfig, ModelRole, SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.request import Prompt
 from pearl.engine.stream import Stream
@@ -31,7 +31,6 @@ from pearl.lab.bench.rows import parse_settings
 from pearl.metrics import Statistics
 from pearl.models.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.spec.methods import AS_PUBLISHED
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
@@ -85,13 +84,14 @@ References = dict[str, list[list[int]]]  # the target's own texts, by rule
 
 
 def check_pair(
-    config: EngineConfig, asked: Sequence[Prompt], params: SamplingParams, *, kill: bool, combinations: bool = False
+    config: EngineConfig, asked: Sequence[Prompt], params: SamplingParams, *, kill: bool
 ) -> Iterator[Finding]:
     """All that `pearl check` compares, one finding each; arguments as of `check_texts`."""
     plain, shaped, has_slots = list[Reference](), list[Reference](), False
     for role in config.roles:
         runner = make_runner(config.model(role), place(config, role))
-        yield _compare_rows(runner, role, _ROWS)
+        piece = FED if runner.device.type == "cuda" else _REFERENCE_PIECE
+        yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target" and config.target_tp == 1:  # sums over ranks are rounded in another way
             has_slots = runner.capabilities.row_invariant
             plain, shaped = TargetAlone(config, runner).references(asked, params)
@@ -103,9 +103,6 @@ def check_pair(
             for rule, sampling in direct_rules(params).items():
                 yield _Texts(engine, asked, sampling, rule).check("ngram", known.get(rule))
     with Engine(config=config) as engine:
-        if combinations:
-            yield from check_combinations(engine, asked, params, known)
-            return
         yield from check_texts(engine, asked, params, kill=kill, known=known)
         yield from _check_some(engine, shaped)
     if has_slots:
@@ -114,16 +111,6 @@ def check_pair(
 
 
 # ---- logits ----
-
-
-def check_rows(config: EngineConfig, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
-    """Load a model and compare its logits over a random sequence of `tokens` tokens. See `compare_cuts`."""
-    return _compare_rows(make_runner(config.model(role), place(config, role)), role, tokens, seed)
-
-
-def _compare_rows(runner: ModelRunner, role: ModelRole, tokens: int, seed: int = 0) -> Finding:
-    piece = FED if runner.device.type == "cuda" else _REFERENCE_PIECE
-    return compare_cuts(runner, role, min(tokens, runner.context), seed, piece)
 
 
 def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _REFERENCE_PIECE) -> Finding:
@@ -183,7 +170,7 @@ def check_texts(
         for settings in ("ar", "ngram", *(_DIRECT if has_draft else ())):
             yield texts.check(settings, wanted)
         if has_draft and kill:
-            yield texts.check("pearl", wanted, strike=signal.SIGKILL)
+            yield texts.check("pearl", wanted, kill=True)
     if has_draft:
         texts = _Texts(engine, prompts, params, "ratio")
         wanted = texts.tokens("pearl")
@@ -197,26 +184,6 @@ def _check_some(engine: Engine, references: Sequence[Reference], *, together: bo
     for reference, settings in product(references, cases):
         texts = _Texts(engine, reference.prompts, reference.params, reference.name)
         yield texts.check(settings, reference.texts, together=together)
-
-
-def check_combinations(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, known: References | None = None
-) -> Iterator[Finding]:
-    """Compare the texts of `pearl` with each combination of look-ahead, lookup and branches, and with either window.
-
-    One finding each.  Under rules that commit the target's own draw also with all three while the draft's process is
-    killed, or stopped, in the middle of texts.  Arguments as of `check_texts`.
-    """
-    known = known or {}
-    for rule, sampling in (*direct_rules(params).items(), ("ratio", params)):
-        texts, is_direct = _Texts(engine, prompts, sampling, rule), rule != "ratio"
-        wanted = known.get(rule) or texts.tokens("ar" if is_direct else "published")
-        reference = _TARGET if is_direct else "published"
-        for window, on in product(("", ",window=fixed,gamma=3"), product((False, True), repeat=len(AS_PUBLISHED))):
-            off = "".join(f",{name}=0" for name, is_on in zip(AS_PUBLISHED, on, strict=True) if not is_on)
-            yield texts.check(f"pearl{window}{off}", wanted, reference)
-        for strike in (signal.SIGKILL, signal.SIGSTOP) if is_direct else ():
-            yield texts.check("pearl", wanted, reference, strike=strike)
 
 
 class Written(NamedTuple):
@@ -243,13 +210,13 @@ class _Texts:
         wanted: list[list[int]] | None = None,
         reference: str = _TARGET,
         *,
-        strike: signal.Signals | None = None,
+        kill: bool = False,
         together: bool = False,
     ) -> Finding:
         """Compare the texts of a method with `wanted`; None: with those of `ar`.
 
         Args:
-            strike: sent to the draft's process after three pieces of each text.
+            kill: kill the draft's process after three pieces of each text.
             together: submit all prompts at once.
         """
         wanted = self.tokens("ar") if wanted is None else wanted
@@ -257,18 +224,18 @@ class _Texts:
             streams = [self._start(prompt, settings) for prompt in self._prompts]
             written = [_read(stream) for stream in streams]
         else:
-            written = list(self._decode(settings, strike))
-        struck = f", draft {'killed' if strike is signal.SIGKILL else 'stopped'}" if strike else ""
+            written = list(self._decode(settings, kill))
+        struck = ", draft killed" if kill else ""
         several = f", {len(written)} texts in {self._engine.config.slots} slots" if together else ""
         store = ", datastore" if settings == "ngram" and self._engine.config.datastore is not None else ""
         return _compare(f"{self._name}: {settings}{store}{struck}{several}", reference, written, wanted)
 
-    def _decode(self, settings: str, strike: signal.Signals | None = None) -> Iterator[Written]:
+    def _decode(self, settings: str, kill: bool = False) -> Iterator[Written]:
         for prompt in self._prompts:
             yield (
                 self.drafted(prompt, settings)
                 if self._is_ratio
-                else _read(self._start(prompt, settings), self._engine, strike)
+                else _read(self._start(prompt, settings), self._engine if kill else None)
             )
 
     def _start(self, prompt: Prompt, settings: str) -> Stream:
@@ -292,15 +259,15 @@ class _Texts:
         return written
 
 
-def _read(stream: Stream, engine: Engine | None = None, strike: signal.Signals | None = None) -> Written:
-    """The whole text. `strike`: sent to the draft's process of `engine` after three pieces."""
+def _read(stream: Stream, kill_in: Engine | None = None) -> Written:
+    """The whole text. `kill_in`: an engine whose draft's process is killed after three pieces."""
     longest = 0
     with stream:
         for done, piece in enumerate(stream, 1):
             longest = max(longest, len(piece.tokens))
-            if done == 3 and strike is not None and engine is not None and engine.draft_pid is not None:
+            if done == 3 and kill_in is not None and kill_in.draft_pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(engine.draft_pid, strike)
+                    os.kill(kill_in.draft_pid, signal.SIGKILL)
     return Written(stream.result.tokens, stream.result.statistics, longest)
 
 

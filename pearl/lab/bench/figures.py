@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from pearl.config import EngineConfig
-from pearl.lab.bench.interval import Interval, bootstrap
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, NGRAM, Row
+from pearl.lab.bench.rows import AR, NGRAM, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, Text
+from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner
@@ -42,7 +42,6 @@ class Figures:
         of_simulated: speed / simulated speed; emulated pairs only.
         bias: total variation distance between the distribution sampled from and the target's, per committed token.
         perplexity: of the texts under the target, at temperature 1 and unfiltered.
-        energy: joules per token, of all devices; None if the machine has no counters.
     """
 
     name: str
@@ -51,9 +50,9 @@ class Figures:
     exact: bool
     texts: int
     tokens: int
-    rate: Interval | None
-    speedup: Interval | None
-    by_set: dict[str, Interval]
+    rate: Estimate | None
+    speedup: Estimate | None
+    by_set: dict[str, Estimate]
     first_seconds: float
     itl_p50: float | None
     itl_p99: float | None
@@ -61,10 +60,9 @@ class Figures:
     tokens_per_run: float | None
     tokens_per_step: float | None
     window: int
-    of_simulated: Interval | None
-    bias: Interval
-    perplexity: Interval | None
-    energy: Interval | None
+    of_simulated: Estimate | None
+    bias: Estimate
+    perplexity: Estimate | None
 
 
 def figures(plan: Plan, measured: Measured, surprise: Callable[[Text], float] | None = None) -> list[Figures]:
@@ -94,7 +92,6 @@ def _figures(
     )
     sets = dict.fromkeys(s.set for s in samples)
     by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
-    energy = [(s.joules, s.tokens) for s in samples if s.joules is not None and s.tokens]
     return Figures(
         name=row.name,
         devices=row.devices.in_words(),
@@ -115,7 +112,6 @@ def _figures(
         of_simulated=_interval(s.of_simulated for s in samples),
         bias=bootstrap([(s.bias, s.tokens) for s in samples], _per_token),
         perplexity=bootstrap(read, lambda items: math.exp(_per_token(items))) if read else None,
-        energy=bootstrap(energy, _per_token) if len(energy) == len(samples) else None,
     )
 
 
@@ -123,7 +119,7 @@ def _per_token(items: Sequence[tuple[float, int]]) -> float:
     return sum(value for value, _ in items) / max(1, sum(count for _, count in items))
 
 
-def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) -> Interval | None:
+def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) -> Estimate | None:
     return _interval(s.rate / base for s in samples if s.rate and (base := base_rates.get(_text_key(s))))
 
 
@@ -136,64 +132,9 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _interval(values: Iterable[float | None]) -> Interval | None:
+def _interval(values: Iterable[float | None]) -> Estimate | None:
     known = [value for value in values if value is not None]
     return bootstrap(known) if known else None
-
-
-# ---- auto against the target alone ----
-
-
-@dataclass(frozen=True)
-class OverAlone:
-    """`auto` over the target alone, on the devices where that is faster.
-
-    Attributes:
-        base: the row of the target alone, `AR` or `AR_ON_ALL`; `devices`: where it ran.
-        base_rate, rate: tokens per second of both: all tokens over all seconds of the texts that both have decoded.
-        speedup: the ratio of the two; `by_set`: likewise of each set.
-    """
-
-    base: str
-    devices: str
-    base_rate: float
-    rate: float
-    speedup: Interval
-    by_set: dict[str, Interval]
-
-    def __str__(self) -> str:
-        by_set = ", ".join(f"{name} {one.value:.2f}" for name, one in self.by_set.items())
-        return (
-            f"auto makes {self.rate:.1f} tokens/s and the target alone at its fastest (on {self.devices}) "
-            f"{self.base_rate:.1f}: {self.speedup.value:.2f} times over the same texts "
-            f"({self.speedup.low:.2f} to {self.speedup.high:.2f}{f'; {by_set}' if len(self.by_set) > 1 else ''})"
-        )
-
-
-def over_alone(plan: Plan, measured: Measured) -> OverAlone | None:
-    """None unless `auto` and the target alone were measured on one text or more."""
-    timed = [sample for sample in measured.samples if sample.rate]
-    auto = {_text_key(sample): sample for sample in timed if sample.row == AUTO}
-    bases = {name: [s for s in timed if s.row == name and _text_key(s) in auto] for name in (AR, AR_ON_ALL)}
-    base = max((name for name in bases if bases[name]), key=lambda name: _rate(bases[name]), default=None)
-    if base is None:
-        return None
-    pairs = [(one, auto[_text_key(one)]) for one in bases[base]]
-    devices = next(row.devices.in_words() for row in plan.rows if row.name == base)
-    sets = dict.fromkeys(one.set for one, _ in pairs)
-    by_set = {name: bootstrap([pair for pair in pairs if pair[0].set == name], _ratio) for name in sets}
-    rates = _rate(one for one, _ in pairs), _rate(one for _, one in pairs)
-    return OverAlone(base, devices, *rates, bootstrap(pairs, _ratio), by_set)
-
-
-def _rate(samples: Iterable[Sample]) -> float:
-    """Tokens per second after the first commit, over all of them."""
-    tokens, seconds = map(sum, zip(*((one.late_tokens, one.late_seconds) for one in samples), strict=True))
-    return tokens / seconds
-
-
-def _ratio(pairs: Sequence[tuple[Sample, Sample]]) -> float:
-    return _rate(one for _, one in pairs) / _rate(one for one, _ in pairs)
 
 
 # ---- perplexity ----
@@ -233,7 +174,6 @@ def document(
     kind: str, plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions
 ) -> dict[str, Any]:
     """For JSON: settings, conditions, figures, and every sample. `kind`: "bench" or "compare"."""
-    over = over_alone(plan, measured)
     return {
         "kind": kind,
         "settings": {
@@ -246,10 +186,8 @@ def document(
             "sets": {name: sum(task.set == name for task in plan.tasks) for name in {t.set: 0 for t in plan.tasks}},
         },
         **conditions.as_dict(),
-        "energy_of": measured.energy_of,
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
         "rows": [asdict(row) for row in found],
-        "over_alone": asdict(over) if over else None,
         "texts": [asdict(sample) for sample in measured.samples],
     }

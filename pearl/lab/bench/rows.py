@@ -82,10 +82,8 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
     if both != target and not is_emulated(config):
         rows += [Row(f"{name}, {ALL}", ALL, both, DecodingConfig(method=name)) for name in (AR, NGRAM)]
     if baselines:
-        rows.append(Row(GENERATE, "generate", target))
-        if both != target:
-            rows.append(Row(f"{GENERATE}, {ALL}", "generate, all", both))
-        rows += [Row(f"{GENERATE}, assisted", "assisted", both), Row(LOOKUP, "lookup", both)]
+        rows += [Row(GENERATE, "generate", both), Row(f"{GENERATE}, assisted", "assisted", both)]
+        rows.append(Row(LOOKUP, "lookup", both))
     return rows
 
 

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Protocol
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.conversation import Conversation
 from pearl.errors import ModelError, RequestError
-from pearl.lab.bench.emulation import lost, paced, simulated
-from pearl.lab.bench.energy import Meter
+from pearl.lab import Watcher
+from pearl.lab.bench.emulation import paced, simulated
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
-from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System, devices_of
+from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.recorded import interpolated
+from pearl.lab.simulate import interpolated
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
 from pearl.models.tokenizers import load_tokenizer
@@ -44,9 +43,7 @@ class Sample:
         window: the window c at the end.
         itl_p50, itl_p99: inter-token latency, seconds; of several turns the median, and the largest.
         of_simulated: speed / speed of the same text in virtual time, both with the prefill; emulated pairs only.
-        lost: see `emulation.lost`; emulated pairs only.
         bias: see `Statistics`; 0 for an exact rule.
-        joules: energy of the pair's devices; None if the machine has no counters.
     """
 
     row: str
@@ -67,24 +64,12 @@ class Sample:
     itl_p50: float | None = None
     itl_p99: float | None = None
     of_simulated: float | None = None
-    lost: dict[str, float] | None = None
     bias: float = 0.0
-    joules: float | None = None
 
     @property
     def rate(self) -> float | None:
         """Tokens per second after the first commit."""
         return self.late_tokens / self.late_seconds if self.late_tokens and self.late_seconds else None
-
-
-class Watcher(Protocol):
-    """Receives progress reports. `total` and `count`: samples."""
-
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
-
-    def say(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -126,14 +111,12 @@ class Measured:
     """The results of a benchmark.
 
     Attributes:
-        energy_of: what `Sample.joules` counts; empty: nothing.
         gammas: gammas tried for sd -> tokens per second. gamma: the one taken.
         skipped: turns left out because they do not fit the context.
     """
 
     samples: list[Sample] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)
-    energy_of: str = ""
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
@@ -150,9 +133,7 @@ class _Run:
         self._tokenizer, self._defaults = load_tokenizer(plan.config.target)
         self._raw = plan.raw or self._tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
         self._rows = list(plan.rows)
-        target, draft = devices_of(plan.config)
-        self._meter = Meter((target | draft).gpus, cores=not (target.gpus and draft.gpus))
-        self._measured = Measured(energy_of=self._meter.source)
+        self._measured = Measured()
         self._context: int | None = None  # tokens, the same for all engines
 
     def run(self) -> Measured:
@@ -279,26 +260,22 @@ class _Run:
     def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
         params, attempts = self._params_of(row), list[tuple[Sample, list[Decoded]]]()
         while len(attempts) < self._plan.attempts:
-            conditions, before = Conditions(), self._meter.joules()
+            conditions = Conditions()
             turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
             if not turns:
                 return None
-            after = self._meter.joules()
             conditions.stop()
-            joules = None if before is None or after is None else after - before
-            sample = replace(make_sample(row, task, repeat, turns, conditions.load.stolen), joules=joules)
+            sample = make_sample(row, task, repeat, turns, conditions.load.stolen)
             attempts.append((sample, turns))
             if sample.stolen <= _MAX_STOLEN:
                 break
         best, turns = min(attempts, key=lambda attempt: attempt[0].stolen)  # the least disturbed, not the fastest
         self._measured.texts += [Text(row.name, turn.prompt, turn.tokens, turn.statistics) for turn in turns]
-        known = turns[0].statistics
-        if known is None or not is_emulated(self._plan.config):
+        if turns[0].statistics is None or not is_emulated(self._plan.config):
             return best
         seeded = self._seeded(params, task, repeat)
         virtual = simulated(self._plan.config, row.decoding, turns[0].prompt, seeded)
-        share = best.tokens / best.seconds * virtual.seconds / len(virtual.tokens)
-        return replace(best, of_simulated=share, lost=lost(known, virtual))
+        return replace(best, of_simulated=best.tokens / best.seconds * virtual.seconds / len(virtual.tokens))
 
     def _decode_turns(
         self, system: System, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams

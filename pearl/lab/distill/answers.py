@@ -191,15 +191,3 @@ def _gather(
 def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Split into batches of `size`; the last may be smaller."""
     return (items[i : i + size] for i in range(0, len(items), size))
-
-
-def fitting_batch(model: PreTrainedModel, length: int) -> int:
-    """Rows of `length` tokens to generate at once: 128; on a GPU as many as fit half its free memory, at most 1024."""
-    if model.device.type != "cuda":
-        return 128
-    config = model.config.get_text_config(decoder=True)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * heads * width * length * model.dtype.itemsize
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return max(1, min(1024, int(free / 2 / (2 * cache + 12 * config.vocab_size))))

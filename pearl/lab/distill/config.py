@@ -35,11 +35,6 @@ class DistillConfig(Section):
     out: str = Field(description="Directory of the run: answers, checkpoints, log, and the draft itself.")
     init_from: str | None = Field(None, description="Draft to train further; default: made of the target's own layers.")
     layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
-    grow: tuple[int, ...] = Field(
-        (),
-        description="Target's layers to put behind init_from's; they change nothing at first (may be given again).",
-    )
-    width: int | None = Field(None, ge=8, description="Hidden size of a narrower, tied draft; default: the target's.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of forwards; trained weights are float32.")
@@ -51,9 +46,7 @@ class DistillConfig(Section):
     held_out: Count = Field(64, description="Invented prompts kept for measuring, never trained on.")
     rounds: Count = Field(8, description="Rounds of answering, then learning.")
     answers_per_round: Count = Field(512, description="Answers that each round adds.")
-    answer_batch: int | None = Field(
-        None, ge=1, description="Answers generated at once; default: what fits, 128 on CPU."
-    )
+    answer_batch: Count = Field(128, description="Answers generated at once.")
     max_prompt_tokens: Count = Field(96, description="Longest user turn.")
     max_answer_tokens: Count = Field(256, description="Longest answer; it ends at EOS, or when it repeats itself.")
     temperatures: tuple[float, ...] = Field((0.0, 0.6, 1.0), description="Answers take these in turn; 0 is greedy.")
@@ -76,7 +69,7 @@ class DistillConfig(Section):
     clip: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
     checkpoint_steps: Count = Field(200, description="Steps between two checkpoints; the end of a round has its own.")
 
-    @field_validator("prompts", "openings", "layers", "grow", "temperatures", mode="before")
+    @field_validator("prompts", "openings", "layers", "temperatures", mode="before")
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         return (value,) if isinstance(value, (str, int, float)) else value
@@ -92,12 +85,8 @@ class DistillConfig(Section):
     def _consistent(self) -> DistillConfig:
         if self.warmup + self.decay > 1:
             raise ConfigError("warmup and decay are shares of one run: together at most 1")
-        if self.init_from is not None and (self.width or "layers" in self.model_fields_set):
-            raise ConfigError("init_from brings its own shape: leave out layers and width")
-        if self.grow and self.init_from is None:
-            raise ConfigError("grow adds to the draft that init_from names: give init_from, or more layers")
-        if self.grow and min(self.grow) < 0:
-            raise ConfigError("grow: layers of the target, from 0")
+        if self.init_from is not None and "layers" in self.model_fields_set:
+            raise ConfigError("init_from brings its own layers: leave them out")
         return self
 
 

@@ -1,7 +1,6 @@
 """Builds the draft to train, and exports it as an ordinary Hugging Face directory.
 
-A draft starts from an existing draft; or from some of the target's layers with its embeddings, which are not trained;
-or from a narrower model of the target's class, with tied embeddings that start as the target's, projected.
+A draft starts from an existing draft, or from some of the target's layers with its embeddings, which are not trained.
 """
 
 from __future__ import annotations
@@ -25,21 +24,11 @@ from pearl.models.loading import load_model
 from pearl.models.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary, read_tokenizer
 
-# The matrices (and their biases) whose products a layer adds to the states, by the names in transformers' models.
-_WRITES = r"(self_attn|attention|self_attention|attn|mlp)\.(o_proj|down_proj|dense|out_proj|c_proj|dense_4h_to_h)\."
-
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
     """The draft before training, in float32 on the target's device. Raises `ModelError`."""
     torch.manual_seed(config.seed)
-    if config.init_from is not None:
-        draft = _existing(config, teacher)
-        if config.grow:
-            draft = _grown(draft, teacher.model, config.grow)
-    elif config.width is not None:
-        draft = _narrow(teacher.model, len(config.layers), config.width)
-    else:
-        draft = _from_layers(teacher.model, config.layers)
+    draft = _existing(config, teacher) if config.init_from is not None else _from_layers(teacher.model, config.layers)
     draft.eval()  # train without dropout: few passes overfit little
     if head(draft).shape == head(teacher.model).shape:  # tables as large as the target's are not trained
         for table in (embeddings(draft), head(draft)):
@@ -63,44 +52,17 @@ def _existing(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
     return draft
 
 
-def _grown(draft: PreTrainedModel, target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
-    """The draft with these layers of the target behind its own.
-
-    At first they add zero to the states (Chen, Goodfellow and Shlens 2016, "Net2Net"): the larger draft begins as good
-    as the smaller one.
-    """
-    if draft.config.hidden_size != target.config.hidden_size or type(draft) is not type(target):
-        raise ModelError("grow: the draft must be of the target's class and width to take the target's layers")
-    before = draft.config.num_hidden_layers
-    larger = _from_layers(target, (0,) * before + layers)
-    weights = larger.state_dict() | draft.state_dict()
-    prefix, _ = _layer_list(larger)
-    added = re.compile(rf"{re.escape(prefix)}\.(\d+)\.{_WRITES}")
-    for name, weight in weights.items():
-        found = added.match(name)
-        if found and int(found[1]) >= before:
-            weight.zero_()
-    larger.load_state_dict(weights)
-    larger.eval()
-    _check_same_states(draft, larger)
-    return larger
-
-
-@torch.no_grad()
-def _check_same_states(draft: PreTrainedModel, larger: PreTrainedModel) -> None:
-    ids = torch.arange(4, device=draft.device)[None]
-    ours, theirs = hidden_states(draft, ids), hidden_states(larger, ids)
-    if not torch.allclose(ours, theirs, atol=1e-4 * float(ours.abs().max())):
-        raise ModelError(f"{type(draft).__name__} cannot grow: its layers write to the states in a way not known here")
-
-
 def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
     """A draft of these layers of the target, numbered from 0, with all its other weights."""
-    config = _with_layers(target.config, len(layers))
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers, config.dtype = len(layers), torch.float32
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: len(layers)]
     prefix, count = _layer_list(target)
     if max(layers) >= count:
         raise ModelError(f"the target has layers 0 to {count - 1}; there is no layer {max(layers)}")
-    draft = _instantiate(target, config)
+    kind: Any = type(target)
+    draft: PreTrainedModel = kind(config).to(target.device, torch.float32)
     ours, theirs = draft.state_dict(), target.state_dict()
     own = re.compile(re.escape(prefix) + r"\.(\d+)\.")
     taken = {name: theirs[own.sub(lambda m: f"{prefix}.{layers[int(m[1])]}.", name)] for name in ours}
@@ -115,42 +77,6 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return name, count
     raise ModelError(f"{type(model).__name__} keeps its layers in no list: start from an existing draft (--init-from)")
-
-
-def _narrow(target: PreTrainedModel, layers: int, width: int) -> PreTrainedModel:
-    """A draft of hidden size `width` with random layers and the target's embeddings, projected to `width`."""
-    config = _with_layers(target.config, layers)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if width % head_dim or width >= config.hidden_size:
-        raise ModelError(f"width {width}: a multiple of the target's head size {head_dim} below {config.hidden_size}")
-    config.intermediate_size = round(config.intermediate_size * width / config.hidden_size)
-    config.hidden_size, config.num_attention_heads, config.tie_word_embeddings = width, width // head_dim, True
-    kv = getattr(target.config, "num_key_value_heads", None)
-    if kv:
-        config.num_key_value_heads = max(n for n in range(1, kv + 1) if config.num_attention_heads % n == 0)
-    draft = _instantiate(target, config)
-    table = embeddings(target).detach().float()
-    with torch.no_grad():  # project to the principal directions of the target's embeddings
-        _, directions = torch.linalg.eigh(table.T @ table)
-        embeddings(draft).copy_(table @ directions[:, -width:])
-    return draft
-
-
-def _with_layers(config: Any, layers: int) -> Any:
-    """A copy of the configuration with `layers` layers."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
-    return config
-
-
-def _instantiate(target: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """A model of the target's class with random weights."""
-    config.dtype = torch.float32
-    kind: Any = type(target)
-    draft: PreTrainedModel = kind(config).to(target.device, torch.float32)
-    return draft
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:

@@ -7,31 +7,28 @@ bytes as one that was not, on the same machine with the same number of threads.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-from transformers import PreTrainedModel
+from typing import Any
 
 from pearl.errors import ConfigError, DistillError
-from pearl.lab.distill.answers import Answer, answer, batched, fitting_batch
+from pearl.lab import Watcher
+from pearl.lab.distill.answers import Answer, answer, batched
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import export, head, new_draft
 from pearl.lab.distill.learning import Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
 from pearl.lab.distill.storage import (
     Place,
-    Shards,
     locked,
+    read_answers,
     read_json,
     restore_checkpoint,
     save_checkpoint,
-    trainable_parameters,
+    write_answers,
     write_json,
     written_whole,
 )
@@ -39,16 +36,6 @@ from pearl.lab.distill.teacher import choose_device, load_teacher
 
 DRAFT, HELD_OUT, ANSWERS = "draft", "held-out", "answers.jsonl"  # names within a run's directory
 _FORMAT = 2  # of the files of a run
-
-
-class Watcher(Protocol):
-    """Receives progress reports. `total` and `count`: steps."""
-
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
-
-    def say(self, message: str) -> None: ...
 
 
 class Distillation:
@@ -65,17 +52,14 @@ class Distillation:
             trust_remote_code=config.trust_remote_code,
             progress=watcher.say,
         )
-        self._config, settings = self._settle(config, resume)
-        self._batch = settings["answer_batch"]
-        self._shards = Shards(self._directory / "answers")
+        self._config, settings = config, self._settle(config, resume)
         draft = new_draft(self._config, self._teacher)
-        self._check_space(draft)
         write_json(self._directory / "run.json", settings)
         self._learner = Learner(self._config, draft)
         self._place = restore_checkpoint(self._directory / "checkpoints", draft, self._learner.optimizers)
 
-    def _settle(self, config: DistillConfig, resume: bool) -> tuple[DistillConfig, dict[str, Any]]:
-        """(settings with `answer_batch` resolved, what run.json records of them).
+    def _settle(self, config: DistillConfig, resume: bool) -> dict[str, Any]:
+        """What run.json records of the settings.
 
         Raises `ConfigError` if the directory holds a run and `resume` is False, or a run with other settings.
         """
@@ -85,37 +69,18 @@ class Distillation:
             raise ConfigError(
                 f"{self._directory} holds a run already: --resume goes on with it; or choose another --out"
             )
-        batch = config.answer_batch or (before or {}).get("answer_batch")
-        length = config.max_prompt_tokens + config.max_answer_tokens + 64
-        config = config.model_copy(update={"answer_batch": batch or fitting_batch(self._teacher.model, length)})
         own = _settings(config) | {"target_digest": self._teacher.digest, "format": _FORMAT}
         differing = sorted(name for name in own if before is not None and before.get(name) != own[name])
         if differing:
             raise ConfigError(
                 f"{path} has other settings than these: {', '.join(differing)}. A run keeps what it began with"
             )
-        return config, own
-
-    def _check_space(self, draft: PreTrainedModel) -> None:
-        """Raise `DistillError` unless the disk can hold the longest answers, three checkpoints and two drafts."""
-        config, answers = self._config, self._config.rounds * self._config.answers_per_round
-        weights = sum(weight.numel() for weight in draft.parameters())
-        trainable = sum(weight.numel() for weight in trainable_parameters(draft).values())
-        needed = answers * config.max_answer_tokens * config.top * 6 + 3 * 12 * trainable + 2 * 2 * weights
-        self._directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._directory).free
-        if free < needed:
-            raise DistillError(
-                f"no room in {self._directory}: {free / 1e9:.1f} GB are free, the run may need {needed / 1e9:.1f} GB. "
-                "Make room, choose another --out, or lower top, rounds or answers_per_round"
-            )
+        return own
 
     def run(self) -> Path:
         """Run all rounds, or those that are left; return the draft's directory."""
         config = self._config
-        with locked(self._directory / DRAFT, wait=False) as held:
-            if not held:
-                raise DistillError(f"another process learns in {self._directory}: one can, others with --answers-only")
+        with locked(self._directory):
             held_out, pool = self._answers(HELD_OUT, config.held_out), list[Answer]()
             if not (self._directory / "log.jsonl").exists():
                 self._log(held_out)
@@ -168,37 +133,27 @@ class Distillation:
 
     def answer(self) -> Path:
         """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
-        path, lines = self._directory / ANSWERS, []
-        names, count = [f"round-{round:03d}" for round in range(self._config.rounds)], self._config.answers_per_round
-        for name in names:  # first what no other process is working at
-            self._generate(name, count, wait=False)
-        for name in names:
-            answers = self._answers(name, count)
-            for prompt, one in zip(self._prompts(name, count), answers, strict=True):
-                lines.append(json.dumps({"prompt": prompt, "text": self._teacher.tokenizer.decode(one.tokens)}) + "\n")
-        with written_whole(path) as building:
-            building.write_text("".join(lines))
+        path, lines, count = self._directory / ANSWERS, list[str](), self._config.answers_per_round
+        with locked(self._directory):
+            for name in [f"round-{round:03d}" for round in range(self._config.rounds)]:
+                answers = self._answers(name, count)
+                for prompt, one in zip(self._prompts(name, count), answers, strict=True):
+                    text = self._teacher.tokenizer.decode(one.tokens)
+                    lines.append(json.dumps({"prompt": prompt, "text": text}) + "\n")
+            with written_whole(path) as building:
+                building.write_text("".join(lines))
         return path
 
     def _answers(self, name: str, count: int) -> list[Answer]:
         """The answers to `count` prompts; generates those that are not on disk yet. `name`: `HELD_OUT` or round-NNN."""
-        self._generate(name, count, wait=False)
-        shards = self._generate(name, count, wait=True)
-        return [one for shard in shards for one in self._shards.read(shard)]
-
-    def _generate(self, name: str, count: int, wait: bool) -> list[str]:
-        """Write the missing shards of `name`, one per batch; return the names of all.
-
-        Args:
-            wait: for those that other processes are making; else they may still be missing.
-        """
-        shards = {f"{name}-{i:03d}": some for i, some in enumerate(batched(self._prompts(name, count), self._batch))}
-        missing = [shard for shard in shards if shard not in self._shards]
-        if missing:
+        batches = list(batched(self._prompts(name, count), self._config.answer_batch))
+        shards = {f"{name}-{i:03d}": some for i, some in enumerate(batches)}
+        paths = {shard: self._directory / "answers" / f"{shard}.pt" for shard in shards}
+        if missing := [shard for shard in shards if not paths[shard].exists()]:
             self._watcher.begin(f"{name}: answering", len(missing) * self._config.max_answer_tokens)
         for shard in missing:
-            self._shards.make(shard, partial(self._generate_shard, shard, shards[shard]), wait)
-        return list(shards)
+            write_answers(paths[shard], self._generate_shard(shard, shards[shard]))
+        return [one for path in paths.values() for one in read_answers(path)]
 
     def _generate_shard(self, shard: str, prompts: Sequence[str]) -> list[Answer]:
         config, is_held_out = self._config, shard.startswith(HELD_OUT)
@@ -218,20 +173,19 @@ class Distillation:
     def _prompts(self, name: str, count: int) -> list[str]:
         """Up to `count` prompts, kept in a file: a share of the given ones, and invented ones for the rest."""
         path = self._directory / "prompts" / f"{name}.json"
-        with locked(path):
-            if (before := read_json(path)) is not None:
-                return list(before)
-            own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
-            if len(own) < count:
-                own = own + self._invent(name, count - len(own))
-            if not own:
-                raise DistillError("the target has invented no usable prompt: give some with --prompts")
-            write_json(path, own)
-            return own
+        if (before := read_json(path)) is not None:
+            return list(before)
+        own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
+        if len(own) < count:
+            own = own + self._invent(name, count - len(own))
+        if not own:
+            raise DistillError("the target has invented no usable prompt: give some with --prompts")
+        write_json(path, own)
+        return own
 
     def _invent(self, name: str, count: int) -> list[str]:
         config = self._config
-        steps = -(-attempts(count) // self._batch) * config.max_prompt_tokens
+        steps = -(-attempts(count) // self._config.answer_batch) * config.max_prompt_tokens
         self._watcher.begin(f"{name}: inventing prompts", steps)
         with self._report_steps(steps) as tick:
             return invent(
@@ -240,7 +194,7 @@ class Distillation:
                 openings=config.openings,
                 plain=config.plain,
                 limit=config.max_prompt_tokens,
-                batch=self._batch,
+                batch=config.answer_batch,
                 generator=generator(config.seed, name, "prompts"),
                 tick=tick,
             )

@@ -1,7 +1,6 @@
 """A run's files: answers and checkpoints, written atomically and checked when read.
 
-States are `torch.save` files, whose zip checksums cover every byte of content.  Several processes may work at one run:
-each file of answers is made by one of them, under a lock that ends with its process.
+States are `torch.save` files, whose zip checksums cover every byte of content.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,47 +84,29 @@ def _read_state(path: Path, advice: str) -> Any:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a file that is made here. If another process has the lock, wait for it, or yield False without it.
-
-    Raises `DistillError` if there can be no lock.
-    """
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other processes out of a run. Raises `DistillError` if one is at work in it, or there can be no lock."""
+    lock = FileLock(directory / ".lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=wait)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
     except Timeout:
-        yield False
-        return
+        raise DistillError(f"another process works in {directory}") from None
     except OSError as error:
-        raise DistillError(f"cannot write in {path.parent}: {error}") from error
+        raise DistillError(f"cannot write in {directory}: {error}") from error
     try:
-        yield True
+        yield
     finally:
         lock.release()
 
 
-class Shards:
-    """The answers of a run, in files with names."""
+def write_answers(path: Path, answers: Sequence[Answer]) -> None:
+    _write_state(path, [vars(each) for each in answers])
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
 
-    def __contains__(self, name: str) -> bool:
-        return self._path(name).exists()
-
-    def make(self, name: str, answers: Callable[[], list[Answer]], wait: bool) -> None:
-        """Write a shard if it is missing. If another process is making it: wait for that if `wait`, else do nothing."""
-        with locked(self._path(name), wait) as held:
-            if held and name not in self:
-                _write_state(self._path(name), [vars(each) for each in answers()])
-
-    def read(self, name: str) -> list[Answer]:
-        """Raises `DistillError` if the file is missing or damaged."""
-        return [Answer(**each) for each in _read_state(self._path(name), "Remove it; --resume then makes it again")]
-
-    def _path(self, name: str) -> Path:
-        return self._directory / f"{name}.pt"
+def read_answers(path: Path) -> list[Answer]:
+    """Raises `DistillError` if the file is missing or damaged."""
+    return [Answer(**each) for each in _read_state(path, "Remove it; --resume then makes it again")]
 
 
 # ---- checkpoints ----

@@ -87,14 +87,12 @@ def replay(
     store: Datastore | None,
     most: int,
     *,
-    branches: bool = True,
     seconds: Seconds | None = None,
     make: MakeIndex = text_index,
 ) -> Replayed:
     """Replay method `ngram` with at most `most` guesses per forward.
 
     Args:
-        branches: guess trees, not chains.
         seconds: of a forward; feeds the number of guesses that gives most tokens per second. None: feeds all.
         make: makes the index of a text from its prompt and the datastore.
     """
@@ -106,7 +104,7 @@ def replay(
             index.extend(text.tokens[len(index) : committed])
             index.learn(committed)
             anchors = anchored(index.tokens, committed, 1.0)
-            tokens, parents, chances, sources = guess_tree(index, anchors, most, end - 1, branches)
+            tokens, parents, chances, sources = guess_tree(index, anchors, most, end - 1)
             count = len(tokens) if seconds is None else worthwhile(chances, 1, 1.0, seconds)
             pairs = zip(parents[:count], tokens[:count], strict=True)
             children = {pair: i for i, pair in enumerate(pairs)}

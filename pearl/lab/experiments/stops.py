@@ -73,7 +73,6 @@ class StoppingDraft:
         self.calls += 1
         paused = False
         if self._window is not None:
-            assert self._rows is not None
             self._window.see(command.start, command.tokens, drafts)
             row = self._rows[min(end - self._begin, len(self._rows) - 1)].tolist()
             paused = self._window.stops(end, 0, row)
@@ -109,12 +108,6 @@ def stopped(
     return Stopped(name or totals.name, policy, totals, sum(draft.calls for draft in drafts))
 
 
-def check_features(recorded: RecordedTexts) -> None:
-    """Raises `ConfigError` if the draft's distributions were not recorded."""
-    if any(text.features is None for text in recorded.texts):
-        raise ConfigError("these texts lack what stop policies look at: record them again with pearl simulate record")
-
-
 def _sd(gamma: int) -> RequestOptions:
     return RequestOptions("sd", "fixed", gamma)
 
@@ -129,7 +122,6 @@ def side_by_side(
 
     The best window and the best threshold are chosen on these texts, which favours them.
     """
-    check_features(recorded)
     done = [stopped(recorded, timing, RequestOptions("ar"), name="ar")]
 
     def add(name: str, policy: str, tried: Iterable[tuple[str, RequestOptions, Policies]]) -> None:
@@ -190,7 +182,6 @@ def examples(texts: Sequence[RecordedText]) -> tuple[torch.Tensor, torch.Tensor]
 
 def features_of(text: RecordedText) -> list[Features]:
     """The features of each token of the answer, except its index in a window (0)."""
-    assert text.features is not None
     rows = (row.tolist() for row in text.features)
     return [Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, number) for number, row in enumerate(rows)]
 
@@ -229,8 +220,7 @@ def fit(seen: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed:
 def train(
     recorded: RecordedTexts, timing: Timing, seed: int = 0, tell: Callable[[str], None] = lambda what: None
 ) -> Trained:
-    """Train on recorded texts. Raises `ConfigError` if there are too few, or the distributions were not recorded."""
-    check_features(recorded)
+    """Train on recorded texts. Raises `ConfigError` if there are too few."""
     if len(recorded.texts) < LEAST_TEXTS:
         raise ConfigError(
             f"{len(recorded.texts)} texts are too few to train on and to hold some out: at least {LEAST_TEXTS}"

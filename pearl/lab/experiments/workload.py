@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from pearl.lab.simulate import CoinDraft, CoinTarget, Executor, Outcome, Timing, known_speeds, simulate
+from pearl.lab.theory import sd_best_gamma
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 
@@ -57,10 +58,6 @@ class Workload:
     def at(self, **timing: Any) -> Workload:
         """The same texts at other times."""
         return replace(self, timing=replace(self.timing, **timing))
-
-    def part(self, tokens: int) -> Workload:
-        """The first texts, of about `tokens` tokens together."""
-        return replace(self, texts=self.texts[: max(1, round(tokens / self.tokens * len(self.texts)))])
 
 
 def independent(
@@ -202,3 +199,27 @@ def run(
         timing = replace(workload.timing, seed=_JITTER_SEED + seed)
         totals.add(simulate(submit, target, draft(), timing, speeds=speeds))
     return totals
+
+
+# ---- all methods on one workload ----
+
+AR = RequestOptions("ar")
+STREAM = RequestOptions("pearl", "stream")
+FIXED = RequestOptions("pearl", "fixed")
+
+
+def compare(workload: Workload, tell: Callable[[str], None] = lambda what: None) -> list[Totals]:
+    """`ar`, `sd` with its best gamma (by the closed form), the ablations and `pearl` with either window, in this order.
+
+    Args:
+        tell: called with what is simulated next.
+    """
+    timing = workload.timing
+    gamma = sd_best_gamma(workload.acceptance, timing.t_draft, timing.t_target, timing.delay)
+    ablations = RequestOptions("pearl-no-pre-verify"), RequestOptions("pearl-no-post-verify")
+    decodings = (AR, RequestOptions("sd", "fixed", gamma), *ablations, STREAM, FIXED)
+    done = []
+    for number, decoding in enumerate(decodings, 1):
+        tell(f"{decoding.method}, window {decoding.window} ({number} of {len(decodings)})")
+        done.append(run(workload, decoding))
+    return done

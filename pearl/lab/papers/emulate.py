@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.lab import theory
+from pearl.lab import Watcher, theory
 from pearl.lab.bench.emulation import simulated
-from pearl.lab.bench.figures import figures
-from pearl.lab.bench.rows import AR, GENERATE, LOOKUP, NGRAM, Row, rows_for
-from pearl.lab.bench.runner import Measured, Plan, Sample, Watcher, devices_of, measure
+from pearl.lab.bench.rows import AR, Row
+from pearl.lab.bench.runner import Measured, Plan, Sample, measure
+from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
-from pearl.lab.papers.pearl import MODES, TABLES, Pair, Run, Unit, Wanted, wanted
+from pearl.lab.papers.pearl import TABLES, Pair, Run, Unit, Wanted, wanted
 from pearl.lab.simulate import Timing
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
@@ -47,12 +47,10 @@ class Cell:
         runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
         ratio: runtime / paper.
         of_simulated: runtime speed / simulated speed of the same text: (median, minimum, maximum).
-        lost: see `emulation.lost`, mean over the texts.
     """
 
     pair: str
     label: str
-    mode: str
     unit: str
     paper: float | None
     theory: float | None = None
@@ -60,7 +58,6 @@ class Cell:
     runtime: float | None = None
     ratio: float | None = None
     of_simulated: tuple[float, float, float] | None = None
-    lost: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,11 @@ def engine_config(pair: Pair) -> EngineConfig:
 def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -> Plan:
     config = engine_config(pair)
     target, draft = devices_of(config)
-    params = {mode: SamplingParams(**options, seed=seed, max_tokens=tokens) for mode, options in MODES.items()}
     return Plan(
         config,
-        [Row(_name(one), "pair", target | draft, one.decoding(), params[one.mode], _name(_ALONE)) for one in runs],
+        [Row(one.label, "pair", target | draft, one.decoding()) for one in runs],
         [Task(pair.title, number, (_typical_prompt(pair, number, tokens),)) for number in range(1, texts + 1)],
-        params[runs[0].mode],
+        SamplingParams(temperature=0.0, seed=seed, max_tokens=tokens),
         attempts=3,
         gamma=pair.gamma,
     )
@@ -146,10 +142,6 @@ def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
         return abs(counts.accepted / counts.judged - acceptance) if counts.judged else 1.0
 
     return min((f"text {number}, {variant}" for variant in range(_PROMPTS)), key=error)
-
-
-def _name(one: Run) -> str:
-    return f"{one.label}, {one.mode}"
 
 
 # ---- the four sources ----
@@ -216,21 +208,19 @@ class _Sources:
         return _Figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
 
     def samples(self, one: Run) -> list[Sample]:
-        return [sample for sample in self._samples if sample.row == _name(one)]
+        return [sample for sample in self._samples if sample.row == one.label]
 
 
 def _cell(sources: _Sources, cell: Wanted) -> Cell:
     title = sources.pair.title
     if cell.run is None:
-        return Cell(title, cell.label, "", cell.unit, cell.paper)
+        return Cell(title, cell.label, cell.unit, cell.paper)
     runtime = sources.runtime(cell.run).value(cell.unit)
     samples = [] if cell.unit in _IDLE else sources.samples(cell.run)
     shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
-    losses = [s.lost for s in samples if s.lost is not None]
     return Cell(
         pair=title,
         label=cell.label,
-        mode=cell.run.mode,
         unit=cell.unit,
         paper=cell.paper,
         theory=sources.closed_form(cell.run).value(cell.unit),
@@ -238,7 +228,6 @@ def _cell(sources: _Sources, cell: Wanted) -> Cell:
         runtime=runtime,
         ratio=runtime / cell.paper if runtime is not None and cell.paper else None,
         of_simulated=(median(shares), shares[0], shares[-1]) if shares else None,
-        lost={name: mean(each[name] for each in losses) for name in losses[0]} if losses else None,
     )
 
 
@@ -257,20 +246,6 @@ def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float
         for worker in (found.draft, found.target)
     )
     return draft, target
-
-
-def baselines(tasks: Sequence[Task], tokens: int, watcher: Watcher) -> list[dict[str, Any]]:
-    """Guesses from the text itself, on the embedded target, greedy; for JSON, with the `Figures` of each method.
-
-    The nearest to the paper's lookahead decoding that can be run here: method `ngram`, and prompt lookup of
-    `transformers`. Each is compared with plain decoding by the same program.
-    """
-    config, bases = EngineConfig(), {NGRAM: AR, LOOKUP: GENERATE}
-    rows = [row for row in rows_for(config, baselines=True) if row.name in (AR, NGRAM, GENERATE, LOOKUP)]
-    rows = [replace(row, base=bases.get(row.name, row.name)) for row in rows]
-    plan = Plan(config, rows, tasks, SamplingParams(temperature=0.0, seed=0, max_tokens=tokens))
-    found = figures(plan, measure(plan, watcher))
-    return [{"method": one.name, "base": bases[one.name]} | asdict(one) for one in found if one.name in bases]
 
 
 def document(done: Sequence[Emulated]) -> dict[str, Any]:

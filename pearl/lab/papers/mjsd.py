@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from pearl.config import DecodingConfig
+from pearl.lab import Watcher
 from pearl.lab.bench.rows import AR, PUBLISHED
-from pearl.lab.bench.runner import Watcher
 from pearl.lab.experiments import mjgd
 from pearl.lab.papers.study import Study, StudyRow
 from pearl.models.runner import ModelRunner
@@ -56,6 +56,6 @@ STUDY = Study(
     "CNN-Dailymail; ours is the embedded pair. Top-k 20, then top-p 0.9, blocks of 4, 8 beams, tau 0.1, as theirs. "
     "Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
     "Perplexity is by the target's own rows, unfiltered.",
-    "OPT's columns; energy: pearl compare, on machines with counters.",
+    "OPT's columns; energy.",
     joint_greedy,
 )

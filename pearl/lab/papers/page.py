@@ -9,18 +9,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import ForeignLoad, in_words
-from pearl.lab.papers.pearl import GREEDY, TABLES, VOCABULARY
+from pearl.lab.papers.pearl import TABLES
 
 AIM = 0.97  # of the simulator's speed
 BEGIN, END = "<!-- paper -->", "<!-- /paper -->"
 EXPLAINED = (
     "EMULATION: two real processes run toys with the pair's vocabulary, forward times (the paper's Table 7) and "
-    "acceptance rate (its Table 4). Greedy, unless a row names a temperature. Each cell: paper/simulator/runtime. The "
+    "acceptance rate (its Table 4). Greedy. Each cell: paper/simulator/runtime. The "
     "simulator runs the same state machines under a virtual clock, on 20 texts of 1,000 tokens; it agrees with "
     "the closed forms. Of simulated: the runtime's speed over the simulator's on the same texts, lowest and highest "
     "median of the row; the rest is the runtime's own cost. The prompt of a greedy text is the one of six "
@@ -45,10 +44,6 @@ NOTES = {
     "5": ["Below c every source is above the paper: there the target verifies fewer tokens than it has time for."],
     "7": ["The paper's figure is what the emulation was given."],
     "figure 2a": ["The runtime's figures are from a trace of one text by `sd`; the paper's are rounded."],
-    VOCABULARY: [
-        "Texts drawn by the ratio rule, whose draft sends its distributions: dense, or with top-p 0.95 the 80 to 90 "
-        "tokens left. Another draw is another text: compare the last column.",
-    ],
 }
 
 
@@ -64,30 +59,23 @@ class Table:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """The run's tables; a row for each pair, a column for each method."""
-    found = [_table(name, cells) for name, cells in result["tables"].items()]
-    return [*found, _baselines(result["baselines"])] if result.get("baselines") else found
-
-
-def title(name: str) -> str:
-    if name == VOCABULARY:
-        return f"Sampled: {TABLES[name]}"
-    return f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name]}"
+    return [_table(name, cells) for name, cells in result["tables"].items()]
 
 
 def _table(name: str, cells: Sequence[Mapping[str, Any]]) -> Table:
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for cell in cells:
-        mode = f", {cell['mode']}" if name == VOCABULARY and cell["mode"] != GREEDY else ""
-        method = cell["label"].removesuffix(mode)
+        method = cell["label"]
         if name not in ("5", "6"):  # there the window is the column
             method = re.sub(r", gamma \d+|\(\d+\)", "", method)
-        rows.setdefault(cell["pair"] + mode, {})[method] = cell
+        rows.setdefault(cell["pair"], {})[method] = cell
     methods = list(dict.fromkeys(method for row in rows.values() for method in row))
     words = [
         [pair, *(_figure(row[method]) if method in row else "" for method in methods), _shares(row.values())]
         for pair, row in rows.items()
     ]
-    return Table(title(name), ["pair", *methods, "of simulated"], words, NOTES.get(name, []))
+    title = f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name]}"
+    return Table(title, ["pair", *methods, "of simulated"], words, NOTES.get(name, []))
 
 
 def _figure(cell: Mapping[str, Any]) -> str:
@@ -101,20 +89,6 @@ def _figure(cell: Mapping[str, Any]) -> str:
 def _shares(cells: Any) -> str:
     medians = [cell["of_simulated"][0] for cell in cells if cell["of_simulated"]]
     return f"{min(medians):.3f}-{max(medians):.3f}" if medians else ""
-
-
-def _baselines(found: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [
-        [
-            one["method"],
-            str(one["texts"]),
-            f"{one['speedup']['value']:.2f} ({one['speedup']['low']:.2f}-{one['speedup']['high']:.2f}) x {one['base']}",
-            ", ".join(f"{name} {value['value']:.2f}" for name, value in one["by_set"].items()),
-        ]
-        for one in found
-    ]
-    about = "Baselines that can be run here: the embedded target, greedy, with 95% bootstrap intervals over texts"
-    return Table(about, ["method", "texts", "speedup", "by set"], rows)
 
 
 def pair_lines(result: Mapping[str, Any]) -> list[str]:
@@ -134,25 +108,17 @@ def _windows(result: Mapping[str, Any], pair: str) -> list[str]:
 
 
 def shortfall(result: Mapping[str, Any]) -> list[str]:
-    """How many runs reach the aim, and where the time of the others went; empty if nothing ran."""
-    runs: dict[tuple[Any, ...], Mapping[str, Any]] = {}  # some are in two tables
-    for cell in (cell for some in result["tables"].values() for cell in some if cell["of_simulated"]):
-        runs.setdefault((cell["pair"], *cell["of_simulated"]), cell)
-    below = sorted(
-        (run for run in runs.values() if run["of_simulated"][0] < AIM), key=lambda run: run["of_simulated"][0]
-    )
-    lines = []
-    if runs:
-        lines.append(f"{len(runs) - len(below)} of {len(runs)} runs reach the aim, {AIM:.0%} of the simulator's speed.")
-    if below:
-        parts = {name: mean(run["lost"][name] for run in below if run["lost"]) for name in below[0]["lost"]}
-        where = ", ".join(f"{part:.1%} {name}" for name, part in parts.items())
-        last = below[0]
-        lines.append(
-            f"The others spend, on average, {where}; the slowest is {last['pair']}, {last['label']}: "
-            f"{last['of_simulated'][0]:.3f}."
-        )
-    return lines
+    """How many runs reach the aim, and the slowest; empty if nothing ran."""
+    cells = [cell for some in result["tables"].values() for cell in some if cell["of_simulated"]]
+    runs = {(cell["pair"], *cell["of_simulated"]): cell for cell in cells}  # some are in two tables
+    if not runs:
+        return []
+    shares = [run["of_simulated"][0] for run in runs.values()]
+    last = min(runs.values(), key=lambda run: run["of_simulated"][0])
+    return [
+        f"{sum(share >= AIM for share in shares)} of {len(runs)} runs reach the aim, {AIM:.0%} of the simulator's "
+        f"speed; the slowest is {last['pair']}, {last['label']}: {min(shares):.3f}."
+    ]
 
 
 def conditions(result: Mapping[str, Any]) -> str:
@@ -168,33 +134,28 @@ def conditions(result: Mapping[str, Any]) -> str:
 # ---- the page ----
 
 
-def section(result: Mapping[str, Any], picture: str | None = None) -> str:
-    """Markdown, without the markers. `picture`: link to the run's PNG."""
+def section(result: Mapping[str, Any]) -> str:
+    """Markdown, without the markers."""
     lines = [EXPLAINED, "", f"This run: {conditions(result)}.", "", *(f"* {line}" for line in pair_lines(result))]
-    if picture is not None:
-        lines += ["", f"![Bars of paper and runtime side by side, a panel for each table]({picture})"]
     for table in tables(result):
-        lines += ["", " ".join([f"**{table.title}.**", *table.notes]), "", *markdown(table)]
+        rows = [f"| {' | '.join(each)} |" for each in (table.columns, ["---"] * len(table.columns), *table.rows)]
+        lines += ["", " ".join([f"**{table.title}.**", *table.notes]), "", *rows]
     below = shortfall(result)
-    return "\n".join([*lines, "", " ".join(below)] if below else lines)
+    return "\n".join([*lines, "", *below] if below else lines)
 
 
-def markdown(table: Table) -> list[str]:
-    return [f"| {' | '.join(each)} |" for each in (table.columns, ["---"] * len(table.columns), *table.rows)]
-
-
-def page_with(page: str, result: Mapping[str, Any], picture: str | None) -> str:
+def page_with(page: str, result: Mapping[str, Any]) -> str:
     """The page with its section replaced. Raises `ConfigError` if it has no markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ConfigError(f"the page has no {BEGIN} and {END}, between which the tables go")
-    return f"{before}{BEGIN}\n{section(result, picture)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{section(result)}\n{END}{after}"
 
 
-def write_page(path: Path, result: Mapping[str, Any], picture: str | None) -> None:
+def write_page(path: Path, result: Mapping[str, Any]) -> None:
     """Raises `ConfigError`."""
     try:
-        path.write_text(page_with(path.read_text(encoding="utf-8"), result, picture), encoding="utf-8")
+        path.write_text(page_with(path.read_text(encoding="utf-8"), result), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

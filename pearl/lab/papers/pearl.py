@@ -7,10 +7,10 @@ results of every method (Tables 1 to 3, 5 and 6) are predicted from these: see `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -21,12 +21,7 @@ from pearl.lab import theory
 from pearl.spec.methods import AS_PUBLISHED
 
 OTHERS = ("ouroboros", "lookahead", "distillspec")  # baselines that we cannot run: the paper's figures only
-HUMANEVAL, VOCABULARY, GREEDY = "HumanEval", "vocabulary", "greedy"
-MODES: dict[str, dict[str, Any]] = {
-    GREEDY: {"temperature": 0.0},
-    "temperature 1": {"temperature": 1.0},
-    "top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
-}
+HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
 TABLES = {
     "1": "methods on HumanEval: times as fast as the target alone",
@@ -37,7 +32,6 @@ TABLES = {
     "6": "windows by benchmark: tokens/s",
     "7": "the target alone: tokens/s",
     "figure 2a": "idle time of a step of sd: seconds",
-    VOCABULARY: "not the paper's: at temperature 1 and with a larger vocabulary, times as fast as the target alone",
 }
 
 
@@ -72,7 +66,7 @@ class Pair(_Strict):
 
     Attributes:
         set: the benchmark.
-        tables: names of the tables that it is in; none: it shows another vocabulary only.
+        tables: names of the tables that it is in, beside Table 7.
         config: name of the real pair's file in configs/.
         vocabulary: number of token ids.
         draft_speed, target_speed: of each model alone, tokens per second.
@@ -154,12 +148,10 @@ class Run:
 
     Attributes:
         window: tokens: gamma of sd, or PEARL's; None: `ar`, or PEARL by stream.
-        mode: one of `MODES`.
     """
 
     method: str
     window: int | None = None
-    mode: str = GREEDY
 
     @property
     def label(self) -> str:
@@ -201,8 +193,7 @@ def wanted(pair: Pair, table: str) -> list[Wanted]:
     """The cells of a pair in a table; none if it is not in it."""
     known, sd = pair.published, Run("sd", pair.gamma)
     fixed, stream = Run("pearl", pair.window), Run("pearl")
-    own = {*pair.tables, "7", VOCABULARY} if pair.tables else {VOCABULARY}
-    match table if table in own else None:
+    match table if table in {*pair.tables, "7"} else None:
         case "1" | "2":
             cells = [_speed(one, known.speedup.get(one.method)) for one in (sd, fixed, stream)]
             return [*cells, *(Wanted(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
@@ -226,11 +217,8 @@ def wanted(pair: Pair, table: str) -> list[Wanted]:
                 Wanted(sd, "the draft idles", "draft idle", idle.draft if idle else None),
                 Wanted(sd, "the target idles", "target idle", idle.target if idle else None),
             ]
-        case "vocabulary":
-            modes = [name for name in MODES if name != GREEDY or not pair.tables]
-            return [_speed(replace(one, mode=mode)) for mode in modes for one in (sd, fixed, stream)]
     return []
 
 
 def _speed(run: Run, paper: float | None = None, unit: Unit = "speed-up") -> Wanted:
-    return Wanted(run, run.label if run.mode == GREEDY else f"{run.label}, {run.mode}", unit, paper)
+    return Wanted(run, run.label, unit, paper)

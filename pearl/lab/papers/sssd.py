@@ -8,8 +8,8 @@ forward of s tokens is measured, and needs a quiet machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,15 +20,15 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import resolve_sampling
-from pearl.lab.bench.interval import bootstrap
+from pearl.lab import Watcher
 from pearl.lab.bench.rows import AR, NGRAM
-from pearl.lab.bench.runner import Watcher
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
-from pearl.lab.experiments.recorded import interpolated
+from pearl.lab.experiments.estimate import Estimate, bootstrap
+from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.page import Table
 from pearl.lab.papers.study import Study, StudyRow
+from pearl.lab.simulate import interpolated
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source
@@ -39,7 +39,6 @@ from pearl.worker.placement import place
 SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one included: the paper's speculation length
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
-UNFILTERED: dict[str, Any] = {"top_k": 0, "top_p": 1.0}
 _AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS, _TREES = 9, 3  # rounds of all sizes; trees of each size, from all over the texts
@@ -68,14 +67,6 @@ STUDY = Study(
 )
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a target's forward by the number of tokens fed, as a chain and as trees of guesses."""
-
-    chain: dict[int, float]
-    tree: dict[int, float]
-
-
 def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher) -> dict[str, Any]:
     """All figures, for JSON: see `by_size` and `by_temperature`.
 
@@ -96,18 +87,16 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
     raw = tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
     prompts = [Conversation(tokenizer, raw).prompt(task.turns[0]) for task in tasks]
 
-    def decode(temperature: float, filters: dict[str, Any]) -> list[Generated]:
-        params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **filters)
+    def decode(temperature: float) -> list[Generated]:
+        params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **FILTERED)
         sampling = resolve_sampling(params, defaults, 0)
         samplings = [sampling.changed(seed=task.number) for task in tasks]
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
         found = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
         return [Generated((*p, *a), len(p)) for p, a in zip(prompts, found, strict=True)]
 
-    texts = {(0.0, False): decode(0.0, UNFILTERED)}
-    for filtered, filters in ((True, FILTERED), (False, UNFILTERED)):
-        texts |= {(t, filtered): decode(t, filters) for t in TEMPERATURES if t}
-    greedy = texts[0.0, False]
+    texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
+    greedy = texts[0.0]
     times = measure_times(target, replay(greedy, store, max(SIZES) - 1).trees, watcher)
     return {
         "sizes": by_size(greedy, store, times),
@@ -117,15 +106,15 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
         "tokens": sum(len(text.tokens) - text.start for text in greedy),
         "datastore": None if store is None else [config.datastore, store.header.tokens],
         "threads": torch.get_num_threads(),
-        "t_one": times.chain[1],
+        "t_one": times[1],
     }
 
 
 # ---- the duration of a forward ----
 
 
-def measure_times(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Watcher) -> Times:
-    """Medians over rounds in which all sizes and shapes take turns.
+def measure_times(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Watcher) -> dict[int, float]:
+    """Seconds of a forward by tokens fed: medians over rounds in which all sizes and shapes take turns.
 
     `trees`: of a replay; the largest are cut to each size, keeping the likeliest guesses.
     """
@@ -133,21 +122,19 @@ def measure_times(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher
     target.rollback(0)
     feed_chain(target, [(7 + 5 * i) % target.vocab_size for i in range(base)], 0)
     shapes = _shapes(trees, target.capabilities.tree_nodes)
-    taken: dict[tuple[int, bool], list[float]] = {}
+    taken: dict[int, list[float]] = {fed: [] for fed in SIZES}
     watcher.begin("forward times", _ROUNDS)
     for round_ in range(_ROUNDS + 1):  # the first warms up
         for fed in SIZES:
-            for parents in (None, *shapes.get(fed, [])):
+            for parents in shapes.get(fed, [None]):
                 seconds = _seconds(target, base, fed, parents)
-                if round_:
-                    taken.setdefault((fed, parents is not None), []).append(seconds)
+                taken[fed] += [seconds] if round_ else []
         watcher.advance(min(round_, 1))
     target.rollback(0)
-    chain = {fed: median(taken[fed, False]) for fed in SIZES}
-    return Times(chain, {fed: median(taken[fed, True]) if (fed, True) in taken else chain[fed] for fed in SIZES})
+    return {fed: median(some) for fed, some in taken.items()}
 
 
-def _shapes(trees: Sequence[tuple[int, ...]], most: int) -> dict[int, list[tuple[int, ...]]]:
+def _shapes(trees: Sequence[tuple[int, ...]], most: int) -> dict[int, list[tuple[int, ...] | None]]:
     """Some trees of each size. A tree that is too small is continued as a chain below its last node."""
     large = sorted(trees, key=len, reverse=True)[: max(_TREES, len(trees) // 10)]
     some = large[:: max(1, len(large) // _TREES)][:_TREES]
@@ -167,63 +154,59 @@ def _seconds(target: ModelRunner, base: int, fed: int, parents: tuple[int, ...] 
 # ---- guesses on texts ----
 
 
-def by_size(texts: Sequence[Generated], store: Datastore | None, times: Times) -> list[dict[str, Any]]:
+def by_size(texts: Sequence[Generated], store: Datastore | None, times: Mapping[int, float]) -> list[dict[str, Any]]:
     """A row for each number of tokens in a forward, all found guesses fed; see `_row`."""
     return [_row(texts, store, size - 1, size, times) for size in SIZES]
 
 
-def fastest(texts: Sequence[Generated], store: Datastore | None, times: Times) -> dict[str, Any]:
+def fastest(texts: Sequence[Generated], store: Datastore | None, times: Mapping[int, float]) -> dict[str, Any]:
     """The row whose forwards are fed the number of guesses, up to `LOOK_AHEAD`, that gives most tokens per second."""
     return _row(texts, store, LOOK_AHEAD, None, times)
 
 
 def _row(
-    texts: Sequence[Generated], store: Datastore | None, most: int, size: int | None, times: Times
+    texts: Sequence[Generated], store: Datastore | None, most: int, size: int | None, times: Mapping[int, float]
 ) -> dict[str, Any]:
-    """Tokens a step from each source alone and from both, as a tree and as a chain; and the resulting speedup.
+    """Tokens a step from each source alone and from both; and the resulting speedup.
 
     `size`: tokens fed; None: the fastest number.
     """
-    tree, chain = interpolated(times.tree), interpolated(times.chain)
+    seconds = interpolated(dict(times))
 
-    def steps(seconds: Seconds, **options: Any) -> Replayed:
-        return replay(texts, options.pop("store", store), most, seconds=None if size else seconds, **options)
+    def steps(store: Datastore | None, **options: Any) -> Replayed:
+        return replay(texts, store, most, seconds=None if size else seconds, **options)
 
-    both, line = steps(tree), steps(chain, branches=False)
+    both = steps(store)
     return {
         "size": size,
-        "t_tree": None if size is None else times.tree[size] / times.chain[1] if size > 1 else 1.0,
-        "t_chain": None if size is None else times.chain[size] / times.chain[1],
+        "time": None if size is None else times[size] / times[1],
         "fed": both.fed_per_step,
-        "text": steps(tree, store=None).tokens_per_step,
-        "store": None if store is None else steps(tree, make=store_alone).tokens_per_step,
-        "tree": both.tokens_per_step,
+        "text": steps(None).tokens_per_step,
+        "store": None if store is None else steps(store, make=store_alone).tokens_per_step,
+        "both": both.tokens_per_step,
         "by_source": _by_source(both),
-        "chain": line.tokens_per_step,
-        "speedup_tree": both.speedup(tree),
-        "speedup_chain": line.speedup(chain),
+        "speedup": both.speedup(seconds),
     }
 
 
-def by_temperature(texts: dict[tuple[float, bool], list[Generated]], store: Datastore | None) -> list[dict[str, Any]]:
+def by_temperature(texts: dict[float, list[Generated]], store: Datastore | None) -> list[dict[str, Any]]:
     """Tokens a step with up to `LOOK_AHEAD` guesses, all fed, and against greedy; 95% over the prompts.
 
-    `texts`: of the same prompts, by temperature and whether they were filtered.
+    `texts`: of the same prompts, by temperature.
     """
     each = {key: [replay([text], store, LOOK_AHEAD) for text in those] for key, those in texts.items()}
-    greedy, rows = each[0.0, False], []
-    for (temperature, filtered), replays in each.items():
+    greedy, rows = each[0.0], []
+    for temperature, replays in each.items():
         per_step, total = bootstrap(replays, _per_step), sum(replays, Replayed())
         pairs = list(zip(replays, greedy, strict=True))
         change = bootstrap(pairs, _change) if temperature else None
         rows.append(
             {
                 "temperature": temperature,
-                "filtered": filtered,
                 "tokens": total.tokens,
-                "tokens_per_step": [per_step.value, per_step.low, per_step.high],
+                "tokens_per_step": astuple(per_step),
                 "by_source": _by_source(total),
-                "change": None if change is None else [change.value, change.low, change.high],
+                "change": change and astuple(change),
             }
         )
     return rows
@@ -249,22 +232,21 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
 def in_words(found: dict[str, Any]) -> list[Table]:
     """The table by tokens in a forward, its last row the fastest; and the table by temperature."""
     columns = (
-        *("s", "t(s)/t(1):\ntree, chain", "tokens a step:\ntext alone", "datastore\nalone", "both"),
-        *("accepted a step:\nn-gram, datastore", "both, as\na chain", "over ar:\ntree, chain"),
+        *("s", "t(s)/t(1)", "tokens a step:\ntext alone", "datastore\nalone", "both"),
+        *("accepted a step:\nn-gram, datastore", "over ar"),
     )
     sizes = [_size_in_words(row) for row in (*found["sizes"], found["chosen"])]
     rows = [
         [
             f"{row['temperature']:g}",
-            "top-k 50, top-p 0.7" if row["filtered"] else "none",
-            "{:.2f} ({:.2f}-{:.2f})".format(*row["tokens_per_step"]),
+            str(Estimate(*row["tokens_per_step"])),
             ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
             "" if row["change"] is None else "{:+.0%} ({:+.0%} to {:+.0%})".format(*row["change"]),
-            PAPER.get(row["temperature"], "") if row["filtered"] else "",
+            PAPER.get(row["temperature"], ""),
         ]
         for row in found["temperatures"]
     ]
-    temperatures = ("temperature", "filters", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
+    temperatures = ("temperature", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
     return [
         Table("Tokens in a forward", columns, sizes),
         Table("Temperatures", temperatures, rows, _explained(found)),
@@ -274,31 +256,29 @@ def in_words(found: dict[str, Any]) -> list[Table]:
 def _size_in_words(row: dict[str, Any]) -> list[str]:
     return [
         f"fastest: {row['fed']:.1f}" if row["size"] is None else str(row["size"]),
-        "" if row["size"] is None else "{t_tree:.2f}, {t_chain:.2f}".format(**row),
+        "" if row["size"] is None else f"{row['time']:.2f}",
         f"{row['text']:.2f}",
         "" if row["store"] is None else f"{row['store']:.2f}",
-        f"{row['tree']:.2f}",
+        f"{row['both']:.2f}",
         ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
-        f"{row['chain']:.2f}",
-        "{speedup_tree:.2f}, {speedup_chain:.2f}".format(**row),
+        f"{row['speedup']:.2f}",
     ]
 
 
 def _explained(found: dict[str, Any]) -> list[str]:
     """Settings, and the paper's statements in prose."""
     store, most = found["datastore"], found["sizes"][-1]
-    best = max(found["sizes"], key=lambda row: row["speedup_tree"])
+    best = max(found["sizes"], key=lambda row: row["speedup"])
     lines = [
         f"s: tokens in a forward, the last committed one included. {found['texts']} texts, {found['tokens']} tokens "
         f"greedy; t(1) {found['t_one'] * 1e3:.1f} ms, {found['threads']} threads, {_CONTEXT} tokens in the cache; "
         + (f"datastore {store[0]} of {store[1]:,} tokens" if store else "no datastore"),
-        f"over ar: only forwards take time. Ours at its best s, {best['size']}: {best['speedup_tree']:.2f}; theirs: "
+        f"over ar: only forwards take time. Ours at its best s, {best['size']}: {best['speedup']:.2f}; theirs: "
         f"{PAPER['speedup']}",
-        f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; theirs: acceptance with "
-        "top-k 50 and top-p 0.7",
+        f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; top-k 50 and top-p 0.7",
     ]
-    if store and most["tree"] > 1:
-        added = (most["text"] + most["store"] - 2) / (most["tree"] - 1)
+    if store and most["both"] > 1:
+        added = (most["text"] + most["store"] - 2) / (most["both"] - 1)
         lines.append(
             f"the gains of the sources alone add up, at s = {most['size']}, to {added:.2f} times the gain of both; "
             f'theirs "{PAPER["sources"]}"'

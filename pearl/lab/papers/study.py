@@ -7,17 +7,20 @@ differs and what is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from importlib import import_module
 from math import sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, Surprise, figures
 from pearl.lab.bench.rows import PAIR, Row
-from pearl.lab.bench.runner import Plan, Watcher, devices_of, measure
+from pearl.lab.bench.runner import Plan, measure
+from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments.estimate import Estimate
 from pearl.lab.papers.page import Table
 from pearl.metrics import Statistics
 from pearl.models.runner import ModelRunner
@@ -100,12 +103,11 @@ def row_document(row: StudyRow, found: Figures, texts: Sequence[Statistics]) -> 
     judged = sum(one.num_judged_draft_tokens for one in texts)
     lengths = [int(k) for one in texts for k, n in one.run_histogram.items() for _ in range(n)]
     known = [one for one in texts if one.expected_rejections is not None]
-    speedup = found.speedup
     return {
         "label": row.label,
         "paper": row.paper,
         "texts": found.texts,
-        "speedup": None if speedup is None else [speedup.value, speedup.low, speedup.high],
+        "speedup": found.speedup and list(astuple(found.speedup)),
         "tokens_per_step": found.tokens_per_step,
         "acceptance": found.acceptance,
         "run": [fmean(lengths), pstdev(lengths)] if lengths else None,
@@ -130,7 +132,7 @@ def _words(one: Mapping[str, Any]) -> list[str]:
     return [
         one["label"],
         one["paper"],
-        "{:.2f} ({:.2f}-{:.2f})".format(*one["speedup"]) if one.get("speedup") else "",
+        str(Estimate(*one["speedup"])) if one.get("speedup") else "",
         number("tokens_per_step"),
         number("acceptance"),
         "{:.1f}, sd {:.1f}".format(*one["run"]) if one.get("run") else "",
