@@ -12,6 +12,7 @@ from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
 from math import exp
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,12 +77,18 @@ def exponentials(key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Ten
     Args:
         key: one key, or `key_column` [n, 1]; the result is then [n, len(ids)].
     """
-    x = (ids + 1) * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key)  # int64 wraps around
-    x = _xor_shifted(x, 30) * _signed(_MIX1)
-    x = _xor_shifted(x, 27) * _signed(_MIX2)
+    if isinstance(ids, np.ndarray) and isinstance(key, int):
+        x: Any = (ids.astype(np.uint64) + 1) * _GOLDEN + key  # uint64 wraps around
+        x = (x ^ x >> 30) * _MIX1
+        x = (x ^ x >> 27) * _MIX2
+        bits = torch.from_numpy(((x ^ x >> 31) >> 12).astype(np.float64))
+    else:
+        x = (ids + 1) * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key)  # and so does int64
+        x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
+        x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
+        bits = _shifted(x ^ _shifted(x, 31), 12).double()
     # 52 bits and a half: the largest value is below 1 without rounding to it, the smallest above 0
-    bits = torch.as_tensor(_shifted(_xor_shifted(x, 31), 12))
-    return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
+    return bits.add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -119,10 +126,6 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-def _shifted(x, by: int):  # type: ignore[no-untyped-def]  # of an array or tensor
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     """A right shift of int64 that fills with zeros, as a uint64's does."""
     return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _xor_shifted(x, by: int):  # type: ignore[no-untyped-def]
-    return x ^ _shifted(x, by)

@@ -44,14 +44,13 @@ def draw_rows(half: DraftHalf, rows: Sequence[torch.Tensor], positions: Sequence
     """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
     if not rows:
         return []
-    tops: Sequence[Shortlist | None] = [None] * len(rows)
-    if is_ranked:
-        tops = read_shortlist(*map(shortlist, rows))
-    drafted = half.draft(rows, positions)
+    tops = read_shortlist(*map(shortlist, rows)) if is_ranked else []
+    known: Sequence[Shortlist | None] = tops or [None] * len(rows)
+    drafted = half.draft(rows, positions, tops)
     draws = on_host([draw for draw, _ in drafted])
     return [
         Row(logits, position, top, draw, probs)
-        for logits, position, top, draw, (_, probs) in zip(rows, positions, tops, draws, drafted, strict=True)
+        for logits, position, top, draw, (_, probs) in zip(rows, positions, known, draws, drafted, strict=True)
     ]
 
 

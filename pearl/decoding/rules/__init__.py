@@ -25,6 +25,7 @@ from pearl.spec.rules import Parameters, RuleSpec, find
 _GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the target's likeliest token, and only that
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
+Tops = Sequence[Shortlist]
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ class Judgement:
 class DraftHalf(Protocol):
     """How the draft draws, for rules that judge token by token. Positions are absolute."""
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         """Draw a token for each of `positions` from its logits [vocab]; waits for no device.
+
+        Args:
+            tops: the shortlist of each row, if they are known.
 
         Returns:
             Of each a draw (see `sampling.read_draw`), and the distribution [vocab] float32 that it was drawn from or

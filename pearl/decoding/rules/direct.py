@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import DrawKeys, Purpose, exponentials
-from pearl.decoding.rules import Drafted, Judgement
-from pearl.decoding.sampling import Shortlist, greedy, probabilities, race, race_rows, read_draw, shares
+from pearl.decoding.rules import Drafted, Judgement, Tops
+from pearl.decoding.sampling import Shortlist, greedy, probabilities, race, race_of_logits, race_rows, read_draw, shares
 from pearl.protocol.options import Sampling
 
 
@@ -25,11 +25,14 @@ class DirectDraw:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
+        self._is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
-    def __call__(self, logits: Tensor, position: int) -> Tensor:
-        """The draw for `position` from logits [vocab], for `sampling.read_draw`."""
+    def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
+        """The draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
         if self.sampling.temperature == 0:
             return greedy(logits)
+        if not self._is_filtered:
+            return race_of_logits(logits, self.sampling.temperature, self.key(position), top)
         return race(probabilities(logits, self.sampling), self.key(position))
 
     def rows(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
@@ -48,9 +51,10 @@ class DirectDraft:
     def __init__(self, sampling: Sampling) -> None:
         self._draw = DirectDraw(sampling)
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         if logits[0].is_cpu:
-            return [(self._draw(row, position), None) for row, position in zip(logits, positions, strict=True)]
+            known: Sequence[Shortlist | None] = tops or [None] * len(logits)
+            return [(self._draw(*each), None) for each in zip(logits, positions, known, strict=True)]
         return [(draw, None) for draw in self._draw.rows(torch.stack(list(logits)), positions)]
 
     def likeliest(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key, uniform
-from pearl.decoding.rules import Drafted, Judgement
+from pearl.decoding.rules import Drafted, Judgement, Tops
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.rules.tokenwise import SampledDraft, odds_of
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
@@ -35,7 +35,7 @@ class SeveralDraft(SampledDraft):
         self._candidates = candidates
         self._rows: dict[int, Tensor] = {}  # of the last `draft`: position -> distribution
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         drafted = super().draft(logits, positions)
         self._rows = {at: probs for at, (_, probs) in zip(positions, drafted, strict=True) if probs is not None}
         return drafted

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import DrawKeys, Purpose, uniform
-from pearl.decoding.rules import Drafted, Judgement
+from pearl.decoding.rules import Drafted, Judgement, Tops
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Odds
 from pearl.protocol.options import Sampling
@@ -24,7 +24,7 @@ class SampledDraft:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int]) -> list[Drafted]:
+    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         every = [probabilities(row, self.sampling) for row in logits]
         keys = [self._keys(position, Purpose.DRAFT) for position in positions]
         return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
@@ -90,9 +90,13 @@ class TokenTarget:
         """Of each row [n, vocab]: the token's probability with target and draft, acceptance mass, bias if any."""
         accepted = self.accepted(target, draft)
         mass = accepted.sum(-1, keepdim=True)
+        bias = self.bias(target, accepted, mass)
+        if target.is_cpu and len(tokens) == 1:  # NumPy's scalars are the cheapest to read
+            values = [array.numpy().item(token) for array in (target, draft) for token in tokens]
+            return [[*values, mass.item(), *([] if bias is None else [bias.item()])]]
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         columns = [target.gather(1, ids), draft.gather(1, ids), mass]
-        if (bias := self.bias(target, accepted, mass)) is not None:
+        if bias is not None:
             columns.append(bias)
         facts: list[list[float]] = torch.cat(columns, 1).tolist()
         return facts
