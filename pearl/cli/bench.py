@@ -1,4 +1,4 @@
-"""`pearl bench`: methods side by side on real runs. Arguments and tables; `pearl.lab.bench` measures."""
+"""`pearl bench`: compares methods on real runs. Parses arguments and prints tables; `pearl.lab.bench` measures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pearl.lab.bench.runner import Measured, Plan
 
 _COUNT = click.IntRange(min=1)
-_DEFAULT, _EMULATED = (4, 128), (3, 500)  # prompts of each set, max tokens
+_DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
 
 
 @listed("Measure", 'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"')
@@ -34,23 +34,23 @@ _DEFAULT, _EMULATED = (4, 128), (3, 500)  # prompts of each set, max tokens
     "--prompts",
     multiple=True,
     metavar="[NAME=]FILE",
-    help="humaneval; questions, summaries or edits, 20 of ours each; or a .jsonl file of prompts, questions or turns. "
-    "Repeatable.  [default: these three of ours]",
+    help="A prompt set: humaneval; questions, summaries or edits (built in, 20 prompts each); or a .jsonl file of "
+    "prompts, questions or turns. Repeatable.  [default: the three built-in sets]",
 )
 @click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 4]")
 @click.option("--repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Rounds over all prompts.")
-@click.option("--rows", multiple=True, metavar="NAME", help="Only this row, and ar. Repeatable; a wrong one lists all.")
+@click.option("--rows", multiple=True, metavar="NAME", help="Only this row and ar. Repeatable; a wrong name lists all.")
 @click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @json_option
 @settings_options
 @click.pass_context
 def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: Any) -> None:
-    """All methods side by side on the same prompts.
+    """Compare all methods on the same prompts.
 
-    The methods take turns. ar runs on the target's device, and in a row of its own on all devices that PEARL uses. sd
-    runs with its fastest gamma. transformers' generate, with and without an assistant, is an outside baseline. Greedy
-    unless --temperature is given; only committed tokens up to EOS count.
+    Methods take turns, unless --apart. ar runs on the target's device, and again on all devices that PEARL uses. sd
+    runs with its fastest gamma. transformers' generate, with and without an assistant model, is an outside
+    baseline. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
@@ -60,7 +60,7 @@ def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: An
 
     for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise ConfigError(f"--{name}: a benchmark runs all methods and windows, untraced; choose some with --rows")
+            raise ConfigError(f"--{name}: pearl bench runs all methods and windows, untraced; select with --rows")
     plan = _plan(settings, **options)
     log_to_stderr(settings.engine.log_level, "front")
     conditions = Conditions()
@@ -97,7 +97,7 @@ def _plan(
     wanted = {*rows, AR} if rows else {row.name for row in known}
     target, draft = devices_of(config)
     if target == target | draft:
-        wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # ar and ngram have all devices already
+        wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # ar and ngram already run on all devices
     if unknown := wanted - {row.name for row in known}:
         raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
     return Plan(
@@ -114,7 +114,7 @@ def _plan(
 
 
 def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingParams:
-    """Greedy by default; temperature 1 for an emulated pair, whose acceptance rate is defined for sampling."""
+    """Default temperature: 0; 1 for an emulated pair, because its acceptance rate is defined under sampling."""
     temperature = (1.0 if toys else 0.0) if given.temperature is None else given.temperature
     seed = 0 if given.seed is None else given.seed
     changes = {"temperature": temperature, "seed": seed, "max_tokens": given.max_tokens or max_tokens}
@@ -146,23 +146,24 @@ def _print(plan: Plan, measured: Measured, found: Sequence[Figures], conditions:
         ("ITL\np50", lambda one: milliseconds(one.itl_p50)),
         ("ITL\np99", lambda one: milliseconds(one.itl_p99)),
         ("accepted", lambda one: shown(one.acceptance)),
-        ("tokens\na run", lambda one: shown(one.tokens_per_run)),
+        ("accepted\nlength", lambda one: shown(one.tokens_per_run)),
         ("tokens\na step", lambda one: shown(one.tokens_per_step)),
     ]
     if any(one.of_simulated for one in found):
         columns.append(("of simu-\nlated", lambda one: shown(one.of_simulated, 3)))
     tried = ", ".join(f"{g}: {rate:.1f}" for g, rate in sorted(measured.gammas.items()))
     lines = [
-        "tokens/s: after a text's first commit, median over texts; over ar: median over texts of the ratio on the same "
-        "text; 95%: bootstrap; first token (without the queue) and ITL (between two tokens): ms, medians over texts",
-        f"sd's gamma, tried (tokens/s): {tried}" if tried else "",
+        "tokens/s: after a text's first commit, median over texts; over ar: speedup on the same text, median over "
+        "texts; 95%: bootstrap interval; first token (without queueing), ITL (inter-token latency): ms, medians over "
+        "texts; accepted length: mean, including the correction or bonus token",
+        f"tokens/s of sd by gamma: {tried}" if tried else "",
         *result_lines(plan, measured, conditions),
     ]
     print_columns(columns, found, *lines, words=2, more_width=sum(len(name) + 1 for name in sets))
 
 
 def result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
-    """Settings and conditions of a benchmark, in words."""
+    """The lines below the table: settings and conditions."""
     repeats = f" x {plan.repeats}" if plan.repeats != 1 else ""
     sampled = f"temperature {plan.params.temperature:g}" if plan.params.temperature else "greedy"
     tokens = sum(sample.tokens for sample in measured.samples)
@@ -171,9 +172,9 @@ def result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list
         f"{plan.params.seed}; {tokens} tokens in {conditions}"
     ]
     if measured.gamma is not None:
-        lines.insert(0, f"sd without a gamma of its own: the fastest tried, {measured.gamma}")
+        lines.insert(0, f"sd rows that set no gamma use the fastest one tried, {measured.gamma}")
     if measured.skipped:
-        lines.insert(0, f"left out, because the context is too small: {', '.join(measured.skipped)}")
+        lines.insert(0, f"skipped, because the context is too small: {', '.join(measured.skipped)}")
     return lines
 
 

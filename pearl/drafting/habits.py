@@ -1,8 +1,8 @@
-"""Counts of which tokens followed the last few tokens in a target's earlier texts; a source of guesses for later ones.
+"""An n-gram table over a target's earlier outputs, as a source of guesses for later ones.
 
-A text's own n-grams have no guess after a token that is new in it (15 to 22% of the positions of the answers that the
-rates below come from).  The model's earlier texts often have one.  SSSD (Marzollo et al. 2024) uses a datastore for
-this; habits collect the model's own answers.
+The n-grams of a text itself give no guess after a token that is new in the text (15 to 22% of the positions, in the
+answers that `_PRIOR` was measured on).  The target's earlier outputs often do.  SSSD (Marzollo et al. 2024) looks such
+tokens up in a prepared datastore; `Habits` learns from the outputs as they come.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
 CONTEXT = 3  # tokens of the longest context
 _CONTEXTS = 1 << 17  # contexts kept, about 50 MB; the least recently seen are dropped
 _FOLLOWERS = 16  # tokens counted per context; a new one replaces the least frequent
-_BINS = (0.15, 0.3, 0.5, 0.8)  # inner bounds of the bins of a candidate's share
+_BINS = (0.15, 0.3, 0.5, 0.8)  # boundaries between the bins of a candidate's share
 
-# How often a candidate is right, by the length of its context (rows) and by its share (columns). Measured on 48 answers
-# of SmolLM2-135M to HumanEval, GSM8K and MT-bench, one after the other; then learned from the texts.
+# Initial probability that a candidate is right, by context length (row) and by bin of its share of the context's counts
+# (column). Measured on 48 answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; `learn` updates a copy.
 _PRIOR = (
     (0.03, 0.08, 0.17, 0.25, 0.56),
     (0.03, 0.12, 0.19, 0.46, 0.58),
@@ -27,7 +27,7 @@ _PRIOR = (
 
 
 class Habits:
-    """The habits of one target. Bounded, and holds at most `CONTEXT` + 1 successive tokens of any text."""
+    """The n-gram table of one target. Bounded in size; an entry holds at most `CONTEXT` + 1 successive tokens."""
 
     def __init__(self, contexts: int = _CONTEXTS) -> None:
         self._most = contexts
@@ -39,7 +39,7 @@ class Habits:
         return len(self._followers)
 
     def learn(self, before: Sequence[int], token: int) -> None:
-        """Count `token`, which followed `before`, and correct the rates."""
+        """`token` followed `before`: update the rates of the candidates there, then the counts."""
         for candidate, (length, share) in self._ranked(tuple(before[-CONTEXT:])):
             rates = self._rates[length - 1]
             rates[share] += RATE_WEIGHT * ((candidate == token) - rates[share])
@@ -47,7 +47,7 @@ class Habits:
             self._count(tuple(before[-length:]), token)
 
     def candidates(self, before: Sequence[int]) -> list[Candidate]:
-        """What followed the longest known suffix of `before`, likeliest first."""
+        """Tokens seen after the longest known suffix of `before`, likeliest first."""
         context = tuple(before[-CONTEXT:])
         left, result = 1.0, []
         for token, (length, share) in self._ranked(context):
@@ -57,7 +57,7 @@ class Habits:
         return result
 
     def _ranked(self, context: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
-        """[(token, (length of the known suffix, bin of the token's share))]."""
+        """The most frequent followers: [(token, (length of the known suffix, bin of the token's share))]."""
         for length in range(len(context), 0, -1):
             if (followers := self._followers.get(context[-length:])) is not None:
                 total = sum(followers.values()) + 1

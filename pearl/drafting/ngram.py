@@ -1,8 +1,8 @@
-"""Guesses without a model: what followed the last few tokens where they occurred earlier in the text.
+"""Prompt lookup: guesses what comes next by what followed earlier occurrences of the text's last few tokens.
 
-`NgramIndex` holds one text, prompt and output, and finds earlier occurrences of its end; `guess_tree` grows the
-likeliest continuations of several places into one tree.  Source: SSSD (Marzollo et al. 2024), which damps counts by
-match length and depth; here the damping is learned from the text itself, token by token.
+`NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
+into one tree.  Source: SSSD (Marzollo et al. 2024), which discounts counts by match length and depth; here,
+the discounts (rates by rank and match length) are learned from the text as it grows.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Protocol
 
 from pearl.protocol.messages import Source
 
-LONGEST = 4  # tokens of the longest suffix that is indexed; longer matches are found by comparing
-MOST_MATCHED = 12  # tokens before a guess that are compared
-_OCCURRENCES = 16  # most recent occurrences of a suffix that are considered
-RANKS = 3  # candidates a place
-_LEARN = 256  # tokens at the end of a prompt that rates are learned from
-RATE_WEIGHT = 0.05  # of a new outcome in a rate
-_LEAST_CHANCE = 0.01  # of a node
+LONGEST = 4  # the longest indexed n-gram; a longer match is found by extending one token by token
+MOST_MATCHED = 12  # match lengths are counted up to here
+_OCCURRENCES = 16  # earlier occurrences considered, longest matches first, then most recent
+RANKS = 3  # candidates per position
+_LEARN = 256  # rates are learned from this many tokens at the end of a prompt
+RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
+_LEAST_CHANCE = 0.01  # less likely guesses do not enter the tree
 
-# Rate at which the first, second and third candidate is right if those before it are not, by match length. Measured on
-# answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; a text soon has rates of its own.
+# Row k: probability that the k-th candidate is right if all before it are wrong, by match length (columns, from 1).
+# Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; each text adapts its own copy.
 _PRIOR = (
     (0.21, 0.52, 0.64, 0.72, 0.75, 0.75, 0.78, 0.85, 0.85, 0.87, 0.87, 0.94),
     (0.12, 0.27, 0.32, 0.45, 0.45, *[0.4] * 7),
@@ -34,16 +34,17 @@ _PRIOR = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that may follow.
+    """A token guessed for one position.
 
     Attributes:
         token: its id.
-        chance: estimated probability that it does.
-        matched: tokens before it that match, at most `MOST_MATCHED`; of several occurrences the most.
-        occurrences: (position, tokens before it that match) in its source.
-        source: where it comes from.
-        also: the same token from other sources.
-        context: of habits: the last tokens up to it, in place of occurrences.
+        chance: estimated probability that it is right.
+        matched: match length: tokens before it that agree with the text, at most `MOST_MATCHED`; the longest if it
+            occurs several times.
+        occurrences: (position, match length) of each occurrence in its source.
+        source: who guessed it.
+        also: the same token as guessed by other sources.
+        context: for `Habits`, which keep no positions: the last tokens, this one included. Else empty.
     """
 
     token: int
@@ -59,7 +60,7 @@ class Candidate:
 
 
 class TextIndex(Protocol):
-    """A text, and candidates for each of its places; see `NgramIndex`."""
+    """A text with candidates for each of its positions; see `NgramIndex`."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -78,10 +79,10 @@ class TextIndex(Protocol):
 
 
 class NgramIndex:
-    """Where each n-gram of one text ends, for n up to `LONGEST`. O(1) a token, appended or rolled back.
+    """The end positions of each n-gram of one text, for n up to `LONGEST`. Adding or removing a token is O(1).
 
     Args:
-        tokens: the text so far. Rates are learned from its end.
+        tokens: the text so far; rates are learned from its last `_LEARN` tokens.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -110,7 +111,7 @@ class NgramIndex:
                     known.append(end)
 
     def cut(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Truncate the text to its first `length` tokens."""
         text = self.tokens
         for end in range(len(text), length, -1):
             for n in range(1, min(LONGEST, end) + 1):
@@ -122,7 +123,7 @@ class NgramIndex:
         del text[length:]
 
     def learn(self, committed: int) -> None:
-        """Update the rates by the first `committed` tokens of the text, which are final."""
+        """Update the rates with tokens that have become final: the first `committed` of the text."""
         for position in range(max(1, self._learned), committed):
             for rank, candidate in enumerate(self.candidates(position)):
                 rates = self._rates[rank]
@@ -133,7 +134,7 @@ class NgramIndex:
         self._learned = max(self._learned, committed)
 
     def candidates(self, position: int) -> list[Candidate]:
-        """Candidates for `position`, 1 to the text's length, by the tokens before it; the likeliest first."""
+        """Candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
         text, matches = self.tokens, {}
         for n in range(min(LONGEST, position), 0, -1):
             ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
@@ -149,7 +150,7 @@ class NgramIndex:
         return self._ranked(matches.items())
 
     def following(self, candidate: Candidate) -> list[Candidate]:
-        """Candidates for the place behind a candidate: what followed its occurrences."""
+        """Candidates for the position after `candidate`: the tokens that followed its occurrences."""
         return self._ranked((end + 1, min(MOST_MATCHED, matched + 1)) for end, matched in candidate.occurrences)
 
     def _ranked(self, occurrences: Iterable[tuple[int, int]]) -> list[Candidate]:
@@ -159,7 +160,7 @@ class NgramIndex:
         for end, matched in occurrences:
             if end < last:
                 token = text[end]
-                # One longer match outweighs several shorter ones; the more recent of equals comes first.
+                # A longer match outweighs up to two that are one token shorter; ties go to the more recent.
                 weights[token] = weights.get(token, 0.0) + 3.0**matched
                 found.setdefault(token, []).append((end, matched))
         best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
@@ -181,13 +182,13 @@ class NgramIndex:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A place of the text that guesses may follow.
+    """A position to make guesses for.
 
     Attributes:
-        end: the guesses' position; the token before it is their parent.
-        chance: probability that the text is right up to there.
-        taken: the token that another proposer has at `end`; None at the text's end.
-        trust: probability that `taken` is right if the text before it is.
+        end: the position; the token before it is the guesses' parent.
+        chance: probability that all pending tokens before `end` will be accepted.
+        taken: the draft's token at `end`, which is not guessed again; None at the text's end.
+        trust: probability that `taken` is accepted if all tokens before it are.
     """
 
     end: int
@@ -197,7 +198,7 @@ class Anchor:
 
 
 def anchored(text: Sequence[int], committed: int, acceptance: float) -> list[Anchor]:
-    """The places after the last committed token and after each pending one, given the draft's acceptance rate."""
+    """Anchors after the last committed token and after each pending one. `acceptance`: the draft's rate per token."""
     reached = [acceptance**i for i in range(len(text) - committed + 1)]
     taken = [*text[committed:], None]
     return [Anchor(committed + i, reached[i], token, acceptance) for i, token in enumerate(taken)]
@@ -206,26 +207,26 @@ def anchored(text: Sequence[int], committed: int, acceptance: float) -> list[Anc
 def guess_tree(
     index: TextIndex, anchors: Sequence[Anchor], most: int, limit: int, branches: bool = True
 ) -> tuple[list[int], list[int], list[float], list[Source]]:
-    """The `most` likeliest guesses after the anchors, the likeliest first: a tree in which parents come first.
+    """A tree of up to `most` guesses after the anchors, likeliest first, so that parents come before children.
 
     Args:
-        limit: the first position that needs no guess.
-        branches: whether a token may have several children; otherwise the likeliest alone.
+        limit: guesses are made for positions before this one.
+        branches: whether a token may have several children; if not, only its likeliest candidate is used.
 
     Returns:
-        (tokens, parents, chances, sources). A parent is numbered by its position where it is a token of the text, and
-        from the text's length on where it is a guess. A chance is that of the whole path.
+        (tokens, parents, chances, sources). A parent below `len(index)` is a position of the text; `len(index)` + i is
+        guess i. A chance is the probability of the whole path from the anchor on, times the anchor's.
     """
     widest = RANKS if branches else 1
     ids = count()
-    waiting: list[tuple[float, int, int, int, Candidate]] = []  # -chance, order, parent, position, what
+    waiting: list[tuple[float, int, int, int, Candidate]] = []  # -chance, tie-break, parent, position, candidate
     for anchor in anchors:
         for candidate in index.candidates(anchor.end)[:widest] if anchor.end < limit else ():
             chance = candidate.chance
             if anchor.taken is not None:
                 if candidate.token == anchor.taken:
                     continue
-                # At most one of the two is right; their errors are independent.
+                # P(candidate right | `taken` wrong): both guess independently, and at most one can be right.
                 chance *= (1 - anchor.trust) / (1 - chance * anchor.trust)
             heapq.heappush(waiting, (-anchor.chance * chance, next(ids), anchor.end - 1, anchor.end, candidate))
     tokens: list[int] = []

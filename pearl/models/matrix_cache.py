@@ -1,8 +1,8 @@
-"""A model's matrices as laid out for this processor, and the results of its probe, cached for later starts.
+"""Disk cache of a model's packed or quantised weight matrices, and of its probe's result, for faster starts.
 
-Rounding a model's matrices takes longer than importing torch, and the probe takes half a second; a cached file is
-mapped.  Its name is a digest of all that the results depend on: the checkpoint's files, the processor, torch and our
-own code.  What cannot be cached or read is made anew.
+Quantising the matrices takes longer than importing torch, and the probe (`DecoderLayers.probe`) half a second; a cached
+file is just mapped into memory.  The file's name is a digest of all that its contents depend on: the checkpoint's
+files, the processor, torch and our own code.  The cache is optional: on any failure, the matrices are made as usual.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _CODE = (
     "matrix_cache",
     "probe",
     "slot_attention",
-)  # our modules that decide what is made
-_ALIGNED = 4096  # bytes: each matrix begins with a page
-_LEAST = 10_000_000  # bytes of matrices: fewer are made in a moment
-# What decides which kernels compute: the first processor's lines in /proc/cpuinfo but these, and of the environment.
+)  # our modules that the contents depend on
+_ALIGNED = 4096  # bytes: each tensor begins at a page boundary
+_LEAST = 10_000_000  # bytes: smaller models are not worth caching
+# Which kernels run depends on the processor (its first entry in /proc/cpuinfo, without the fields of `_VARYING`) and on
+# environment variables with the prefixes of `_LIBRARIES`.
 _VARYING = ("processor", "cpu mhz", "core id", "apicid", "initial apicid", "bogomips", "physical id", "microcode")
 _LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
 
@@ -49,13 +50,13 @@ class PackingError(Exception):
 
 
 class MatrixCache:
-    """Gives a runner its matrices, in the order in which it needs them, and then its probe's result.
+    """Supplies a runner's matrices, in the order in which it asks for them, and then its probe's result.
 
-    Made now, and saved with the last of them; or as they were saved, and then nothing is made.
+    On a hit, all of these are loaded. On a miss, all are computed, and `probed` saves them.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        """`name`: of the directory in the cache; None: nothing is saved."""
+        """`name`: the entry's directory in the cache; None: cache nothing."""
         self._name = name
         saved = None if name is None else _read(name)
         self._read: Iterator[Laid] | None = iter(saved[0]) if saved else None
@@ -63,7 +64,7 @@ class MatrixCache:
         self._probed: Any = saved[1] if saved else None
 
     def laid(self, make: Make) -> Laid:
-        """The next matrix."""
+        """The next matrix: loaded, or on a miss the result of `make`."""
         if self._read is not None:
             return next(self._read)
         made = make()
@@ -72,7 +73,7 @@ class MatrixCache:
         return made
 
     def probed(self, probe: Callable[[], Any]) -> Any:
-        """What `probe` returns (numbers); to be called after the last `laid`."""
+        """The result of `probe`, which must be JSON: loaded, or computed and saved. Call after the last `laid`."""
         if self._read is not None:
             return self._probed
         found = probe()
@@ -83,14 +84,14 @@ class MatrixCache:
 
 
 def matrix_cache(directory: Path, *how: str) -> MatrixCache:
-    """The cache for the checkpoint in `directory`, computed on this CPU as `how` describes."""
+    """The cache for the checkpoint in `directory` on this CPU. `how`: settings that its matrices depend on."""
     try:
         files = [path for path in sorted(directory.iterdir()) if path.suffix in (".safetensors", ".json")]
         code = stamp([Path(__file__).with_name(f"{name}.py") for name in _CODE], contents=True)
         also = [code, torch.__version__, torch.get_num_threads(), how, _processor()]
         return MatrixCache(f"matrices-{stamp(files, also=also)}")
     except OSError as error:
-        log.debug("the matrices of %s are not cached: %s", directory, error)
+        log.debug("cannot cache the matrices of %s: %s", directory, error)
         return MatrixCache()
 
 
@@ -102,17 +103,17 @@ def _processor() -> list[object]:
 
 
 def _read(name: str) -> tuple[list[Laid], Any] | None:
-    """(matrices, the probe's result) as they were saved; None: they were not. Removes what is damaged."""
+    """Load (matrices, the probe's result); None on a miss. Removes an unreadable entry."""
     where = find(name, checksums=True)
     if where is None:
         return None
     try:
         about = json.loads((where / _ABOUT).read_text())
-        file = where / _BYTES  # mapped privately: writes go to a copy
+        file = where / _BYTES  # mapped copy-on-write: the file never changes
         data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
         return [_restore(_mapped(data, each)) for each in about["matrices"]], about["probed"]
-    except Exception as error:  # whatever a file of another torch may raise
-        log.debug("%s cannot be read (%s): making it anew", where, error)
+    except Exception as error:  # another version of torch may raise anything
+        log.debug("%s cannot be read (%s): rebuilding it", where, error)
         shutil.rmtree(where, ignore_errors=True)
         return None
 
@@ -134,7 +135,7 @@ def _save(name: str, matrices: list[Laid], probed: Any) -> None:
 
         converted(name, build, silent, checksums=True)
     except (PackingError, ModelError, ConfigError, OSError, RuntimeError) as error:  # the next start is just slower
-        log.debug("%s is not cached: %s", name, error)
+        log.debug("cannot cache %s: %s", name, error)
 
 
 def _write(file: BinaryIO, parts: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _plain(dtype: torch.dtype) -> str:
 
 
 def _contents(made: Laid) -> dict[str, Any]:
-    """What is saved of a matrix. Raises `PackingError`."""
+    """The fields to save of a matrix; tensors are views of its memory. Raises `PackingError`."""
     if isinstance(made, Rounded):
         return vars(made)
     packed = made.matrix
@@ -177,16 +178,16 @@ def _contents(made: Laid) -> dict[str, Any]:
 
 
 def _restore(saved: dict[str, Any]) -> Laid:
-    """The matrix in the memory of what was saved. Raises `PackingError`."""
+    """The inverse of `_contents`, without a copy. Raises `PackingError`."""
     if "steps" in saved:
         return Rounded(**saved)
     return Packed(_unpacked(**saved), memory=saved["data"])
 
 
 def _unpacked(data: torch.Tensor, layout: torch.Tensor, shape: list[int], dtype: str) -> torch.Tensor:
-    """A matrix in oneDNN's layout over `data`, by torch's interface for compiled models, whose constants these are.
+    """A tensor in oneDNN's layout that uses `data` as its memory, so `data` must outlive it. Raises `PackingError`.
 
-    It does not own `data`, which must outlive it. Raises `PackingError`.
+    torch has no Python function for this. AOTInductor's C interface, which loads a compiled model's constants, has one.
     """
     try:
         library, made = _library(), ctypes.c_void_p()
@@ -205,7 +206,7 @@ def _unpacked(data: torch.Tensor, layout: torch.Tensor, shape: list[int], dtype:
             ctypes.c_int64(layout.numel()),
         )
         if failed or not made.value:
-            raise PackingError("it makes no such matrix")
+            raise PackingError("torch cannot create a tensor in oneDNN's layout")
         capsule: Any = ctypes.pythonapi.PyCapsule_New
         capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         packed: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule(made, None, None))
@@ -216,13 +217,13 @@ def _unpacked(data: torch.Tensor, layout: torch.Tensor, shape: list[int], dtype:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """torch's library, which is loaded already."""
+    """torch's shared library, already loaded into this process."""
     return ctypes.CDLL(torch._C.__file__)
 
 
 def _check(restored: Laid, made: Laid) -> None:
-    """Raise `PackingError` where a restored matrix gives another product than the one that was made."""
+    """Raise `PackingError` unless the restored matrix multiplies to the same bits as the original."""
     if isinstance(made, Packed):
         x = torch.linspace(-1, 1, 2 * made.matrix.shape[1]).view(2, -1).to(made.matrix.dtype)
         if not torch.equal(restored(x), made(x)):
-            raise PackingError("it does not give the same")
+            raise PackingError("a restored matrix gives other products")

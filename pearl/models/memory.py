@@ -1,4 +1,4 @@
-"""How much memory a model will take, from its files before any of it is loaded, and how much there is."""
+"""Estimates a model's memory from its files, before loading, and compares it with the memory of the machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Need:
-    """What one rank of a model takes, in bytes.
+    """The memory that one rank of a model needs, in bytes.
 
     Attributes:
-        weights: as they will be in memory.
-        cache: keys and values of `slots` times `context` tokens; 0 where the configuration does not tell.
-        work: buffers of a forward: of a piece of a prompt, and of the largest recording, which the others share.
+        weights: in the dtype in which they will be loaded.
+        cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
+        work: activations of one prefill chunk, and of the largest CUDA graph, whose memory pool the others share.
     """
 
     weights: int
@@ -69,14 +69,14 @@ def needed(
     slots: int = 1,
     is_wide: bool = False,
 ) -> Need | None:
-    """What the checkpoint in `directory` will take; None where its files do not tell.
+    """Estimate what the checkpoint in `directory` needs; None if its files do not say.
 
     Args:
-        dtype: of the weights: "auto" for the checkpoint's own, or one of torch's. Quantised weights stay as they are.
-        context: tokens; None: the model's own, at most `most`.
-        ranks: how many share the model; the need is that of one.
-        slots: sequences that its cache holds.
-        is_wide: our own forward's cache is float32, whatever the weights are.
+        dtype: the weights' dtype once loaded; "auto": as in the checkpoint. Quantised weights are not converted.
+        context: tokens; None: the model's maximum, but at most `most`.
+        ranks: tensor-parallel ranks; the estimate is for one of them.
+        slots: sequences that the KV cache holds.
+        is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype.
     """
     try:
         config = json.loads((directory / "config.json").read_text())
@@ -96,26 +96,29 @@ def needed(
 
 
 def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, ranks: int = 1, slots: int = 1) -> Need:
-    """The need of one of `ranks` of a model with `weights` bytes of weights.
+    """The need of one of `ranks` tensor-parallel ranks.
 
     Args:
         config: as in config.json.
-        item: bytes of a number of the cache.
+        weights: bytes of all ranks' weights together.
+        item: bytes per number in the KV cache.
     """
     if not all(isinstance(config.get(name), int) for name in _SHAPE):
         return Need(weights // ranks)
     hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
-    whole = min(weights, vocab * hidden * item) if ranks > 1 else 0  # every rank has the embedding
-    positions = context + PREFILL  # rows of padding are written after the text
+    whole = min(weights, vocab * hidden * item) if ranks > 1 else 0  # the embedding is replicated on every rank
+    positions = context + PREFILL  # padding rows are written after the text
     shared = slots * _cache_bytes(config, positions, item) // min(ranks, config.get("num_key_value_heads") or heads)
     inner, heads = config["intermediate_size"] // ranks, heads // ranks
-    piece = PREFILL * (4 * hidden + 3 * inner + max(heads // FED, 1) * positions) * item  # its mask, a group's heads
-    recorded = FED * (2 * heads * positions * item + 2 * vocab * item + 4 * vocab)  # scores twice, logits
+    # A prefill chunk: activations, and the attention mask of a group of heads. The largest CUDA graph: attention scores
+    # before and after the softmax, and logits.
+    piece = PREFILL * (4 * hidden + 3 * inner + max(heads // FED, 1) * positions) * item
+    recorded = FED * (2 * heads * positions * item + 2 * vocab * item + 4 * vocab)
     return Need((weights - whole) // ranks + whole, shared, piece + recorded, context, slots)
 
 
 def _cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
-    """Keys and values of `positions` in all layers."""
+    """Bytes of the KV cache of `positions` tokens, all layers and heads."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     key_value_heads = config.get("num_key_value_heads") or heads
@@ -123,13 +126,13 @@ def _cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """A sentence on the memory that a model needs and that there is; empty where it needs little or nobody knows.
+    """Return a line that compares the need with the memory; "" if the need is below 1 GB or either is unknown.
 
     Args:
-        gpus: over how many, from the first on, it is spread.
+        gpus: the model is spread over this many GPUs, from cuda:0 on.
 
-    Raises `ModelError` where it cannot fit: on a GPU into what is free, on a CPU into the memory that there is at all
-    (what is free depends on cached files, these among them).
+    Raises `ModelError` if weights and KV cache cannot fit: on a GPU into its free memory; on a CPU into all of its
+    memory, because what is free there depends on the page cache, which may hold these very files.
     """
     if need is None or need.total < _REPORTED_FROM or (room := _room(device, gpus)) is None:
         return ""
@@ -137,10 +140,10 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
     if need.weights + need.cache > room:  # the rest is an estimate
         advice = (
-            "Lower max_context, take a smaller model, dtype or a checkpoint of 4 bits, or more GPUs: "
-            "--target-tp N --target-device cuda:0-M."
+            "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread the target over "
+            "more GPUs: --target-tp N --target-device cuda:0-M."
             if device.type == "cuda"
-            else "Lower max_context, or take a smaller model or dtype."
+            else "Lower max_context, or use a smaller model or dtype."
         )
         raise ModelError(f"Model {spec!r} needs {need}; {there}. {advice}")
     return f"{spec} needs {need}; {there}"
@@ -154,38 +157,40 @@ def _room(device: torch.device, gpus: int) -> int | None:
 
 
 def check_cache_fits(spec: str, model: Any, context: int, positions: int, item: int, slots: int) -> int:
-    """How many more caches than `slots` fit into memory. Raises `ModelError` where these do not.
+    """How many slots beyond `slots` would still fit into host memory; 0 if unknown. On a CPU, raises `ModelError` if
+    `slots` do not fit.
 
-    Beforehand, because a cache takes its pages only as it fills.
+    Checked before allocation, which would succeed: the kernel assigns pages only as the cache fills.
 
     Args:
-        positions, item: that a cache of `context` tokens holds, and bytes of its numbers.
+        positions: that one slot holds, at least `context`.
+        item: bytes per number in the cache.
     """
-    named = model.config.get_text_config(decoder=True)  # which finds other families' names for these
+    named = model.config.get_text_config(decoder=True)  # maps other families' names to these
     if getattr(named, "is_heterogeneous", False):
-        return 0  # heads of several sizes
+        return 0  # head sizes differ by layer: no estimate
     config = {name: getattr(named, name, None) for name in _CACHE_SHAPE}
     if not config["num_attention_heads"]:
-        return 0  # no such attention: the runner refuses it by name
+        return 0  # no attention heads: the runner refuses such a model
     each, free = _cache_bytes(config, positions, item), available_memory()
     if model.device.type == "cpu" and free is not None and slots * each > free:
         raise ModelError(
             f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes "
             f"{gigabytes(slots * each)}, and {gigabytes(free)} are free. "
-            f"Lower max_context{' or slots' * (slots > 1)}, or end what else runs."
+            f"Lower max_context{' or slots' * (slots > 1)}, or stop other programs."
         )
     return 0 if free is None else free // each - slots
 
 
 def fits_in_float32(directory: Path) -> bool:
-    """Whether half the free memory holds bfloat16 safetensors in float32, by the sizes of local files."""
+    """Whether the bfloat16 safetensors in `directory` would, in float32, take less than half the free memory."""
     size = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     free = available_memory()
     return free is None or 2 * size < free
 
 
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Bytes that this process can still take, by the kernel's estimate and its control group; None: unknown."""
+    """Bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown."""
 
     def left() -> int:
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
@@ -194,7 +199,7 @@ def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None
 
 
 def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Bytes that this process could take alone on the machine, with no cached files; None: unknown."""
+    """Bytes in all: the machine's memory or the cgroup's limit, if less; None: unknown."""
     return _least(proc, "MemTotal", lambda: int((group / "memory.max").read_text()))
 
 
@@ -203,15 +208,15 @@ def _least(proc: Path, name: str, of_group: Callable[[], int]) -> int | None:
     with suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in proc.read_text().splitlines())
         found.append({words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3}[f"{name}:"])
-    with suppress(OSError, ValueError):  # "max" is no number: no limit
+    with suppress(OSError, ValueError):  # no cgroup; or its limit is "max", i.e. none, which is no number
         found.append(of_group())
     return min(found, default=None)
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether an error means that there is too little memory.
+    """Whether an error means "out of memory".
 
-    torch has a class for its own allocator of GPU memory only. All else is a `RuntimeError`: the host's memory, pinned
-    memory, workspaces of cuBLAS and cuDNN, and what the driver needs to launch a recorded forward.
+    torch raises `OutOfMemoryError` only from its caching GPU allocator. Host and pinned memory, workspaces of cuBLAS
+    and cuDNN, and launches of CUDA graphs fail with a plain `RuntimeError`, recognised by its message.
     """
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_MEMORY_WORDS.search(str(error)))

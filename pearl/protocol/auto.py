@@ -1,12 +1,13 @@
-"""Method auto: find the way of decoding that makes most tokens per second, by timing the ways in turns.
+"""Method auto: find the fastest way of decoding (most tokens per second) by trying the ways out on running requests.
 
-A text is written in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`.  The best way
-so far writes most of them; now and then another way gets one, and its rate over that of the neighbouring stretches of
-the same text is one comparison.  A way becomes the best once the mean of its comparisons is half a standard error above
-the best's.  A way that lost waits until another trial costs at most a small share of the tokens written meanwhile, and
-a trial that is clearly slower ends early.  `ngram` comes first: without useful guesses it is the target alone.
+A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`.  Most
+stretches use the best way so far; a trial uses another way for one stretch.  The trial's rate divided by that of the
+neighbouring stretches, which use the best way, is one comparison.  A way becomes the best once its mean is half a
+standard error above the best's.  A way that lost is tried again once enough tokens have been generated that the trial
+costs only a small share of them, and a trial that is clearly slower ends early.  `ngram` is the first best way: without
+useful guesses it is the same as the target alone.
 
-Only for texts that do not depend on who proposed what (rules that commit the target's own draw), one at a time.
+Only for rules under which the text does not depend on what was proposed, and for one request at a time.
 """
 
 from __future__ import annotations
@@ -17,66 +18,64 @@ from math import exp, log, sqrt
 
 from pearl.spec.methods import METHODS
 
-WAYS = ("ngram", "pearl", "sd", "ssd")  # in the order in which they are tried; `ar` is ngram where no guess pays
+WAYS = ("ngram", "pearl", "sd", "ssd")  # in the order of first trials; no `ar`: ngram does the same without guesses
 
-_TOKENS, _STEPS = 24, 8  # a stretch has at least so many of each: the rate of a shorter one is mostly noise
-_CLEARLY, _SOON = 0.6, 5  # a trial of n steps ends at less than this share, and n / (n + 5), of the best way's rate
-_NOISE = 0.25  # standard deviation of one comparison (logarithm); 0.18 to 0.3 in recorded texts of the embedded pair
-_MEMORY = 16  # comparisons that a mean is of; older ones fade, as texts and machines change
-_SHARE = (
-    0.01  # of all tokens that trials of one way may cost after its first comparison; after n comparisons 1 / n of it
-)
-_SWITCH = 8  # tokens that a change of ways costs beside the slower stretch
-_PATIENCE = (96, 4096)  # tokens between two trials: at least (of any ways), at most (of one way)
-_READING = 256  # tokens that a text must have left for a draft that has to read all of it first
-_SLOWED = 3  # stretches of the best way in a row at less than `_CLEARLY` of its usual rate: try the others again
-_SILENT = 32  # a draft that has sent nothing after so many tokens is timed as it is
+_TOKENS, _STEPS = 24, 8  # minimum length of a stretch (both): the rate of a shorter one is mostly noise
+_CLEARLY, _SOON = 0.6, 5  # a trial ends after n steps if below min(0.6, n / (n + 5)) of the best way's rate
+_NOISE = 0.25  # standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded pair
+_MEMORY = 16  # comparisons in a running mean; older ones fade, because texts and the load on the machine change
+_SHARE = 0.01  # trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it
+_SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
+_PATIENCE = (96, 4096)  # tokens: at least between trials of any two ways, at most between trials of one way
+_READING = 256  # for a draft that must prefill the text first: further tokens that must be left for a trial
+_SLOWED = 3  # successive stretches of the best way below `_CLEARLY` of its usual rate: all others become due
+_SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How fast a way is: logarithm of its rate relative to the other ways, the mean of `count` comparisons."""
+    """How fast a way is: the log of its rate relative to the other ways; the mean of `count` comparisons."""
 
     score: float = 0.0
     count: int = 0
 
 
 class Auto:
-    """What is known of each way, and the stretch that is being timed.
+    """Estimates of all ways, and the stretch being timed.
 
     Attributes:
-        best: the way that writes what is no trial.
+        best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
-        rates: tokens per second of each way's stretches, running means.
+        rates: running mean of the tokens per second of each way's stretches.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
         self.best = self.way = best
         self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
         self.rates: dict[str, float] = {}
-        self._since_trial = _PATIENCE[0]  # tokens since any way was tried
-        self._waited = dict.fromkeys(WAYS, 0)  # tokens since each way was tried
-        self._has_drafted = False  # in this text: the draft has most of it in its cache
-        self._usual = 0.0  # rate of the best way, for what is compared with it while this text has no stretch of it
-        self._slow = 0  # stretches of the best way in a row that were much slower than that
+        self._since_trial = _PATIENCE[0]  # tokens since the last trial of any way
+        self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
+        self._has_drafted = False  # in this text: the draft's KV cache holds most of it
+        self._usual = 0.0  # the best way's rate, for comparisons in a text where it has no stretch yet
+        self._slow = 0  # successive stretches of the best way that were much slower than that
         self._reference: float | None = None  # rate of the best way's last stretch in this text
-        self._trial: tuple[str, float] | None = None  # a way and its rate, not compared yet
-        # The stretch that is being timed: when it began and when its last step ended, its tokens and steps.
+        self._trial: tuple[str, float] | None = None  # (way, rate) of a trial that is not compared yet
+        # The stretch being timed: its start, the end of its last step, its tokens and steps; tokens before its start.
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast the best way with a draft is as the target with guesses alone; None: not compared."""
+        """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
         alone, drafting = self.estimates[WAYS[0]], [self.estimates[way] for way in WAYS[1:]]
         scores = [each.score for each in drafting if each.count]
         return exp(max(scores) - alone.score) if scores else None
 
     def begin(self, left: int, alone: float = 0.0) -> str:
-        """A text of at most `left` tokens begins; return its way.
+        """A text of at most `left` new tokens begins; return its way.
 
-        `alone`: tokens per second of the target alone, as far as is known, until a stretch has been timed.
+        `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
         """
         self._reference = self._trial = None
         self._usual = self._usual or alone
@@ -86,11 +85,11 @@ class Auto:
         return self.way
 
     def step(self, at: float, tokens: int, left: int, has_drafted: bool) -> str | None:
-        """A forward has ended; return the way to change to, None: none.
+        """A target forward has ended; return the way to change to, or None to go on.
 
         Args:
             at: seconds of a monotonic clock.
-            tokens: committed since the forward before.
+            tokens: committed since the previous forward.
             left: tokens until the text's limit.
             has_drafted: whether the draft has sent tokens since this way began.
         """
@@ -98,7 +97,7 @@ class Auto:
         for way in WAYS:
             self._waited[way] += tokens
         if self._began is None:
-            self._skipped += tokens  # while the draft reads, and the change itself, are not the way's pace
+            self._skipped += tokens  # the draft's prefill and the change of ways are not timed
             if has_drafted or not METHODS[self.way].drafts or self._skipped >= _SILENT:
                 self._began = at
             return None
@@ -115,7 +114,7 @@ class Auto:
         return self.way
 
     def end(self) -> None:
-        """The text ends. Half a stretch counts, and a trial without a neighbour is compared with the usual rate."""
+        """The text ends. Half a stretch counts; a trial without a neighbour is compared with the usual rate."""
         if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
             self._end_stretch()
         if self._trial is not None and self._usual:
@@ -124,7 +123,7 @@ class Auto:
         self._restart()
 
     def _start(self) -> None:
-        """Begin to use `way`."""
+        """Begin a stretch with `self.way`, a trial if it is not the best."""
         if self.way != self.best:
             self._since_trial = self._waited[self.way] = 0
         self._has_drafted |= METHODS[self.way].drafts
@@ -158,7 +157,7 @@ class Auto:
             return
         around = [known for known in (self._reference, rate) if known is not None]
         self._slow = self._slow + 1 if rate < _CLEARLY * self._usual and self._reference else 0
-        if self._slow >= _SLOWED:  # the machine has changed, it seems
+        if self._slow >= _SLOWED:  # the load on the machine has probably changed
             self._slow, self._waited = 0, dict.fromkeys(WAYS, _PATIENCE[1])
             self.estimates = {way: replace(each, count=min(each.count, 1)) for way, each in self.estimates.items()}
         if not self._slow:
@@ -169,7 +168,7 @@ class Auto:
             self._compare(*trial, sum(around) / len(around))
 
     def _compare(self, way: str, rate: float, reference: float) -> None:
-        """`way` made `rate` tokens per second where the best way made `reference`."""
+        """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
         best, known = self.estimates[self.best], self.estimates[way]
         count = min(known.count + 1, _MEMORY)
         gain = max(-1.5, min(1.5, log(rate / reference)))
@@ -180,7 +179,7 @@ class Auto:
             self.best, self._reference, self._usual = way, None, rate
 
     def _due(self, left: int, left_for_reading: int) -> str | None:
-        """The way that is to be tried now, if any."""
+        """The way whose trial is due now, if any."""
         if self._since_trial < _PATIENCE[0] or left < 2 * _TOKENS:
             return None
         for way in WAYS:
@@ -190,7 +189,7 @@ class Auto:
         return None
 
     def _patience(self, way: str) -> float:
-        """Tokens between two trials of a way that lost."""
+        """Tokens between two trials of a way; more, the more it lost by."""
         known = self.estimates[way]
         if not known.count:
             return 0

@@ -1,4 +1,4 @@
-"""Method auto for one request: which way of decoding it uses, and whether the target has the draft's cores."""
+"""Method auto for one request: which way it decodes with, and whether the target may use the draft's cores."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ class Running(Protocol):
 
 
 class AutoText:
-    """The ways of one text. Does nothing but `place` where no choice is open: another method, or a rule whose text
-    depends on what was proposed.
+    """Chooses the way of one text, and times it for `Auto`.
+
+    Makes no choice for a method other than auto, or under a rule whose text depends on what was proposed; then it only
+    gives the draft its cores back.
 
     Args:
-        running: all running requests, this one among them.
+        running: all running requests, this one included.
 
     Attributes:
-        is_timed: whether ways are timed on this text. One text at a time is; others use the best way so far.
+        is_timed: whether ways are timed on this text: one text at a time. The others use the best way so far.
     """
 
     def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Mapping[int, Running]) -> None:
         self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
         self._is_open = request.method.adapts and request.commits_draws
         self.is_timed: bool = self._is_open and not any(other.auto.is_timed for other in running.values())
-        self._committed = 0  # tokens, at the last timed forward
+        self._committed = 0  # committed tokens, prompt included, at the last timed forward
 
     def begin(self, do: Do) -> None:
-        """The text begins: choose its way."""
+        """Choose the way to begin with."""
         auto, submit = self._speeds.auto, self._request.submit
         self._committed = len(submit.prompt)
         self.is_timed = self.is_timed and self._draft.context > 0
@@ -48,7 +50,7 @@ class AutoText:
             self._use(auto.begin(left, 1 / t_target if t_target else 0.0) if self.is_timed else auto.best, do)
 
     def step(self, at: float, do: Do) -> None:
-        """A forward ended at `at` seconds (0: unknown): go on with this way, or change to another."""
+        """A forward ended at `at` seconds (0: unknown); time it, and perhaps change to another way."""
         committed = self._request.sequence.committed
         if not self.is_timed or not self._draft.context or self._draft.is_lost or not at:
             return
@@ -71,7 +73,7 @@ class AutoText:
             self._request.use("ngram")
 
     def end(self) -> None:
-        """The text ends."""
+        """Close the timing, and put the measured rates into the request's counts."""
         auto, counts = self._speeds.auto, self._request.counts
         if self.is_timed:
             auto.end()
@@ -85,7 +87,7 @@ class AutoText:
         self._place(do)
 
     def _place(self, do: Do) -> None:
-        """Let the target have the draft's cores where no running text uses the draft."""
+        """Let the target use the draft's cores while no running request drafts; else give them back."""
         everywhere = self._is_open and not any(other.draft.is_drafting for other in self._running.values())
         if self._speeds.is_spread != everywhere:
             self._speeds.spread(everywhere)

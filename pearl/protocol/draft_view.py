@@ -1,6 +1,6 @@
-"""The draft of one request as the target sees it: how much of the text it has, how far it may draft, what it sent.
+"""The target's view of the draft in one request: the prefix that it has, how far it may draft, what it has sent.
 
-Decides nothing about the text.  When something is sent to the draft is the state machine's business.
+Decides nothing about the text; `RequestMachine` decides when to send the draft something.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import Window, whole_blocks
 from pearl.spec.methods import MAX_BRANCHES
 
-_GRANTS_PER_CHOICE = 8  # speeds change slowly, and choosing c takes as long as all else that follows a judgement
-_RESYNCS, _TOKENS_PER_RESYNC = 16, 4  # whole prefixes that a draft may have again: at first, and one per four tokens
+_GRANTS_PER_CHOICE = 8  # choosing c takes as long as all other work after a judgement, and speeds change slowly
+_RESYNCS, _TOKENS_PER_RESYNC = 16, 4  # allowed resyncs: 16, and one more per four generated tokens
 
 
 class Received(Enum):
     """What became of a message with draft tokens."""
 
-    NOTHING = "nothing"  # dropped, or kept for another outcome: no further tokens are pending
-    PENDING = "pending"  # the main line goes on with it
-    COMPARED = "compared"  # compared with tokens that the target has committed since; none of it is pending
-    GAP = "gap"  # tokens before it never came
+    NOTHING = "nothing"  # dropped, or kept as a branch: pending tokens are as before
+    PENDING = "pending"  # its tokens are pending now
+    COMPARED = "compared"  # compared with tokens already committed; no token left to be pending
+    GAP = "gap"  # earlier tokens are missing
 
 
 class DraftView:
     """What the target knows of the draft's part in one request.
 
     Args:
-        context: tokens that the draft's model holds; 0: there is no draft.
-        window: c as last used.
+        context: the draft model's context length; 0: there is no draft.
+        window: initial c: the last one used.
     """
 
     def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
         self._request, self._speeds = request, speeds
         self.context, self.window = context, window
-        #: Length of the prefix that the draft has; 0: it takes no part.
+        #: Length of the prefix that was sent to the draft; 0: it is not drafting for this request.
         self.known = 0
-        #: Whether the draft cannot go on with this request.
+        #: Whether the draft has failed on this request and is not used for it again.
         self.is_lost = False
         #: Whether the draft has sent anything since it last began.
         self.has_sent = False
-        #: Tokens that other requests had in the last target forward.
+        #: Other requests' tokens in the last target forward.
         self.beside = 0
         self._grants = 0
-        self._furthest = 0  # the most tokens ahead of the prefix that the draft was allowed; no branch is longer
-        # What holds for one epoch:
+        self._furthest = 0  # the most tokens that any grant allowed beyond the prefix: the bound for a branch
+        # Reset at each new epoch:
         self._epoch = 0
-        self._until = 0  # the position up to which the draft may draft
-        self._is_paused = False  # the draft's stop policy has ended its drafting until all pending tokens are judged
-        self._received = 0  # the position up to which its tokens have come, used or not
-        self._diverged = -1  # first position where the draft diverged and no verdict has reported it; -1: none
+        self._until = 0  # the draft may draft positions before this one
+        self._is_paused = False  # by its stop policy, the draft sends no more until all pending tokens are judged
+        self._received = 0  # end of the tokens received, used or not
+        self._diverged = -1  # first position where the draft is wrong and has not been told so; -1: none
 
     # ---- what the draft may do ----
 
     @property
     def is_drafting(self) -> bool:
-        """Whether a draft token will come for the position after the prefix.
+        """Whether the draft will send a token for the position after the committed prefix.
 
-        Depends on whether the draft is there and on the position, never on what it drafted (invariant 9).
+        Must not depend on what was drafted (invariant 9): only on the method, the draft's presence and the position.
         """
         return self._request.method.drafts and not self.is_lost and self._request.sequence.committed < self.context
 
@@ -75,13 +75,13 @@ class DraftView:
 
     @property
     def resyncs_too_often(self) -> bool:
-        """Whether the draft was given the whole prefix again so often that it is not to have it once more."""
+        """Whether the draft was resynced more often than is allowed, so that this request drops it."""
         written = self._request.sequence.committed - len(self._request.submit.prompt)
         return self._request.counts.resyncs > _RESYNCS + max(0, written) // _TOKENS_PER_RESYNC
 
     @property
     def needed(self) -> int:
-        """Unfed tokens that the target waits for. Near the limit, or the draft's context, fewer can ever come."""
+        """How many unfed tokens the target waits for before a forward; fewer near `limit` and the draft's context."""
         request, most = self._request, self._can_come
         if not self.is_drafting:
             return 1
@@ -92,9 +92,9 @@ class DraftView:
 
     @property
     def next_block(self) -> int:
-        """Pending tokens that are judged together next. A text's last token is in no block if it is a bonus token.
+        """Length of the next block: pending tokens that are judged as a whole.
 
-        A paused draft sends no more: then it is what has come.
+        Shorter at the end of the text (a bonus token there is in no block), and if the draft has paused: no more come.
         """
         request, length = self._request, self._request.sequence.committed
         most = min(self._can_come, max(1, request.submit.limit - length - request.method.bonus))
@@ -102,7 +102,7 @@ class DraftView:
 
     @property
     def _can_come(self) -> int:
-        """How many tokens may be drafted behind the prefix."""
+        """Positions after the prefix that can be drafted at all: up to `limit` and the draft's context."""
         return min(self._request.submit.limit, self.context) - self._request.sequence.committed
 
     @property
@@ -114,10 +114,10 @@ class DraftView:
         return window if request.block == 1 else window.in_blocks(request.block, length)
 
     def _grant(self) -> int:
-        """Return how far the draft may draft, never less than before in one epoch; re-choose c every 8 grants.
+        """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
 
-        c changes only here: were it to grow in between, the target would wait for tokens that the draft was never
-        allowed to draft. A text that depends on c keeps its first one, so that it can be made again.
+        c changes only here, where the draft learns of it: otherwise, the target could wait for tokens beyond the
+        draft's limit. If the text depends on c, c stays as first chosen, so that the text is reproducible.
         """
         request = self._request
         keeps = request.method.bonus and not request.commits_draws
@@ -137,7 +137,7 @@ class DraftView:
     # ---- what the draft is sent ----
 
     def begin(self, do: Do) -> None:
-        """Give the draft the whole prefix, if there is a draft to give it to."""
+        """Send the draft the whole prefix, if it is to draft for this request."""
         if not self.is_drafting:
             return
         request, seq = self._request, self._request.sequence
@@ -147,7 +147,7 @@ class DraftView:
         do(Send(Begin(request.number, request.epoch, prefix, self._grant(), seq.digest, request.options)))
 
     def announce(self, do: Do) -> None:
-        """Send the draft what was committed since the last message."""
+        """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
         request, seq, start = self._request, self._request.sequence, self.known
         if not (start and self.is_drafting and start < seq.committed):
             return
@@ -158,7 +158,7 @@ class DraftView:
         self._is_paused = self._is_paused and seq.first_pending is not None
 
     def finish(self, do: Do) -> None:
-        """The draft drafts no more for this request, for now or for ever."""
+        """Tell the draft to stop drafting for this request; `begin` can start it again."""
         if self.known:
             do(Send(Finish(self._request.number)))
         self.known = 0
@@ -166,9 +166,9 @@ class DraftView:
     # ---- what the draft sends ----
 
     def receive(self, message: DraftTokens) -> Received:
-        """Take the draft's tokens: pending, compared with what is committed, kept for another outcome, or dropped.
+        """Handle a message of draft tokens; see `Received` for what may become of it.
 
-        Raises `RemoteProtocolError` for what the draft had no right to send; nothing has changed then.
+        Raises `RemoteProtocolError` for tokens of a future epoch or beyond the draft's limit, before any change.
         """
         request = self._request
         is_old = message.epoch < request.epoch and not self._is_foreseen(message)
@@ -183,9 +183,9 @@ class DraftView:
             )
         if message.start >= limit:
             return self._drop()
-        if end > limit:  # of a branch: the draft does not know the limit
+        if end > limit:  # only a branch: the main line ends at `_until`, the draft does not know `limit`
             message = _part(message, 0, limit - message.start)
-        # `_until` is no bound for a branch, which counts from its outcome on.
+        # A branch may exceed `_until`: its length counts from its outcome.
         if message.after is not None and end > message.after[0] + 1 + self._furthest:
             return self._drop()
         self._speeds.observe_draft(message.seconds)
@@ -209,7 +209,7 @@ class DraftView:
         return Received.PENDING
 
     def _compare(self, message: DraftTokens) -> Received:
-        """Tokens drafted before the draft had what the target has committed since."""
+        """Compare tokens that came too late to be judged with what the target has committed; append those beyond it."""
         request, counts, seq = self._request, self._request.counts, self._request.sequence
         if self._is_astray(message):
             return self._drop()
@@ -232,7 +232,7 @@ class DraftView:
         return Received.COMPARED
 
     def _keep_branch(self, message: DraftTokens, after: tuple[int, int]) -> Received:
-        """Keep a continuation for another outcome at an undecided position; compare it if this outcome has come."""
+        """Keep a branch if its position is not committed yet; if exactly its outcome was committed, `_compare` it."""
         request, (position, token) = self._request, after
         tokens, committed = request.sequence.tokens, request.sequence.committed
         if position == self._diverged and tokens[position] == token:
@@ -249,12 +249,12 @@ class DraftView:
         return Received.NOTHING
 
     def _is_astray(self, message: DraftTokens) -> bool:
-        """Whether these were drafted past an error that no verdict had reported, and not for its correction."""
+        """Whether these tokens continue a wrong draft token that the draft did not know of, so cannot be right."""
         is_correction = message.after is not None and message.after[0] == self._diverged
         return message.known <= self._diverged and not is_correction
 
     def _is_foreseen(self, message: DraftTokens) -> bool:
-        """Whether it is the branch for the outcome that opened this epoch, which the verdict has overtaken."""
+        """Whether these tokens are of the branch that this epoch began with, sent before the draft had our verdict."""
         is_before = message.epoch == self._request.epoch - 1
         return message.after is not None and is_before and message.after == self._request.opened_by
 
@@ -264,7 +264,7 @@ class DraftView:
 
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
-    """Its tokens from index `start` to before `end`."""
+    """The message with only its tokens [`start`:`end`]."""
     tokens, rows = message.tokens[start:end], message.rows[start:end]
     source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
     return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source)

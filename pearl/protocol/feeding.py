@@ -1,6 +1,6 @@
-"""What the target's cache holds of one request, what is fed to it next, and which rows of the last forward judge what.
+"""Target forwards of one request: which tokens to feed, which logits (rows) judge which tokens, KV cache upkeep.
 
-Writes the request's sequence (fed and cached tokens), and commits draws from rows.  Sends nothing to the draft.
+Updates the sequence's fed and cached counts, and commits the target's draws.  Sends nothing to the draft.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pearl.protocol.window import worthwhile
 
 
 class Feeding:
-    """Forwards of one request and their rows.
+    """The target forwards of one request.
 
     Args:
-        running: the running requests; alone, a prompt is fed in larger chunks.
+        running: all running requests; if this is the only one, its prompt is fed in larger chunks.
     """
 
     def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Sized) -> None:
@@ -32,28 +32,28 @@ class Feeding:
 
     @property
     def num_fed(self) -> int:
-        """Tokens of the last forward, guesses included."""
+        """Number of tokens in the last forward, guesses included."""
         return len(self._fed.tokens)
 
     def follow(self) -> None:
-        """Count guesses of the last forward that the text has come to follow as fed."""
+        """Mark unfed tokens as fed if the last forward already computed them as guesses."""
         if self._request.looks_ahead:
             self._fed.follow(self._sequence)
 
     def judge(self, do: Do) -> None:
-        """Have the pending tokens judged whose rows are there."""
+        """Start judging the pending tokens for which the last forward gave rows."""
         seq, run = self._sequence, self.num_judged
         tokens, nodes = tuple(seq.pending[:run]), self._fed.nodes(seq.committed, run)
         do(Judge(seq.committed, tokens, self._request.proposals.rows(run), nodes, request=self._request.number))
 
     def sample(self, do: Do) -> None:
-        """Have the next position drawn from the target alone, and those after it that the last forward allows."""
+        """Start drawing the next token from the target's row, and those after it while the draw was fed as a guess."""
         (node,) = self._fed.nodes(self._sequence.committed, 1)
         do(Sample(self._sequence.committed, node, self._request.looks_ahead, request=self._request.number))
 
     @property
     def num_judged(self) -> int:
-        """How many pending tokens are to be judged with the rows at hand."""
+        """How many pending tokens the rows of the last forward can judge: for a block rule, a block or none."""
         run = 0 if self._request.runs_ahead else min(len(self._sequence.pending), self._num_judgeable)
         if self._request.block == 1 or not run:
             return run
@@ -61,29 +61,30 @@ class Feeding:
 
     @property
     def _num_judgeable(self) -> int:
-        """Positions after the prefix whose row is to be judged: all rows but a bonus row.
+        """Number of rows after the prefix that judge draft tokens: all but the bonus row.
 
-        A bonus token is drawn even where a draft token has come for it: which it is must not depend on timing.
+        The bonus token is drawn from the target even if a draft token for it has come: the text must not depend on
+        timing.
         """
         rows = self._sequence.fed + 1 - self._sequence.committed
         return rows - 1 if self._request.method.bonus and (rows > 1 or not self._request.is_fresh) else rows
 
     @property
     def row_is_direct(self) -> bool:
-        """Whether no draft token is to come for the row at hand: the target draws from it alone."""
+        """Whether the next row judges no draft token but is drawn from: without a drafting draft, or for a bonus."""
         return not self._draft.is_drafting or (self._request.method.bonus and not self._request.is_fresh)
 
     def guess(self, do: Do) -> None:
-        """Have guesses made for what may follow the text."""
+        """Start looking up model-free guesses for what may follow the text."""
         request, seq, known = self._request, self._sequence, self._request.indexed
         acceptance = self._speeds.acceptance if self._draft.is_drafting else 1.0
-        # The token before the limit is not fed.
+        # No row follows the last position before `limit`, so a guess for it would not be fed.
         limit, most = request.submit.limit - 1, request.options.look_ahead
         do(Guess(known, tuple(seq.tokens[known:]), seq.committed, limit, acceptance, most, request=request.number))
         request.indexed = len(seq.tokens)
 
     def settle(self, do: Do) -> None:
-        """Make the KV cache hold the fed tokens, and nothing else."""
+        """Make the KV cache hold exactly the fed tokens: roll back, or keep one path of the last tree."""
         seq = self._sequence
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self._request.number))
@@ -92,9 +93,9 @@ class Feeding:
         seq.cached = seq.fed
 
     def forward(self, phase: Phase, do: Do, guessed: Guessed | None = None) -> Phase:
-        """Start a forward of unfed tokens; return what it is for.
+        """Start a forward of unfed tokens and worthwhile guesses; return its phase.
 
-        The last position before the limit needs no feeding: no row follows.
+        The token at the last position before `limit` is not fed: no token follows it.
         """
         seq = self._sequence
         if phase is Phase.PREFILL:
@@ -107,7 +108,7 @@ class Feeding:
         guessed = guessed or Guessed()
         guesses = self._num_worthwhile(guessed, len(tokens))
         self._fed = fed = FedTokens.of(start, tokens, guessed, guesses, len(seq.tokens))
-        seq.cached = start + len(fed.tokens) if fed.parents is None else start  # a tree's tokens are kept by path
+        seq.cached = start + len(fed.tokens) if fed.parents is None else start  # of a tree, `settle` keeps one path
         self._request.counts.guesses += guesses
         self._request.counts.steps[phase] += 1
         rows = max(0, start + len(fed.tokens) + 1 - seq.committed)
@@ -115,18 +116,18 @@ class Feeding:
         return phase
 
     def _num_worthwhile(self, guessed: Guessed, fed: int) -> int:
-        """How many of the guesses to feed beside `fed` tokens of the text."""
+        """How many guesses to feed together with `fed` tokens of the text."""
         if not guessed.tokens:
             return 0
         chances, acceptance = guessed.chances, self._speeds.acceptance
-        if not self._request.runs_ahead:  # a guess is of use only where the draft comes to guess the same
+        if not self._request.runs_ahead:  # a guess helps only if the draft's own token turns out the same
             chances = tuple(chance * acceptance for chance in chances)
         pending = self._sequence.fed - self._sequence.committed
         expected = sum(acceptance**i for i in range(pending + 1))
         return worthwhile(chances, fed + self._draft.beside, expected, self._speeds.target.hoped)
 
     def commit_draws(self, tokens: tuple[int, ...], stops: list[bool]) -> None:
-        """Commit the target's draws, whether or not the draft's tokens for these positions are there yet."""
+        """Commit the target's draws, comparing them with the draft's tokens as far as these have come."""
         request, counts = self._request, self._request.counts
         agreed = undrafted = 0
         is_wrong = False
@@ -149,5 +150,5 @@ class Feeding:
             if guesser is not None and pending != token:
                 counts.guessed[guesser] = counts.guessed.get(guesser, 0) + 1
         self._speeds.observe_judgement(agreed, agreed + is_wrong)
-        # A target one token past its draft is still in step with it, if the draft has been right so far.
+        # One token ahead of a draft that was right so far is still the same window.
         request.is_fresh = is_wrong or not agreed or undrafted > 1

@@ -1,6 +1,6 @@
-"""One request in the target: its text, what is proposed for it, and what its front has received.
+"""One request in the target: its text, the proposals for it, and what its client (front) has received.
 
-Only `RequestMachine` and what belongs to it (`DraftView`) change a `Request`, through its methods.
+Only the request's `RequestMachine` and its parts (`AutoText`, `DraftView`, `Feeding`) change a `Request`.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from pearl.spec.methods import METHODS, Method
 
 @dataclass
 class Counts:
-    """What happened to one request, in tokens and steps; folded into statistics by `pearl.metrics`."""
+    """Counters of one request; `pearl.metrics` turns them into statistics."""
 
-    cached: int = 0  # prompt tokens that the cache still held from the request before
-    drafted: int = 0  # draft tokens that arrived in time to count
+    cached: int = 0  # prompt tokens found in the slot's KV cache (prefix caching)
+    drafted: int = 0  # draft tokens received and used: not stale, not duplicate
     judged: int = 0
     accepted: int = 0
-    stale: int = 0  # dropped: older epoch or another request
-    duplicate: int = 0  # dropped: start already known
+    stale: int = 0  # messages dropped: from an older epoch, or not usable any more
+    duplicate: int = 0  # messages dropped: their tokens had come before
     resyncs: int = 0
-    foreseen: int = 0  # rejections for whose outcome a branch was there
-    foreseen_bonuses: int = 0  # bonus tokens likewise
-    sources: dict[Source, int] = field(default_factory=dict)  # accepted tokens by who drafted them
-    guesses: int = 0  # made without a model and fed to the target
-    guessed: dict[Source, int] = field(default_factory=dict)  # committed guesses by who made them
+    foreseen: int = 0  # rejections for which the draft had a branch ready
+    foreseen_bonuses: int = 0  # bonus tokens for which the draft had a branch ready
+    sources: dict[Source, int] = field(default_factory=dict)  # accepted draft tokens, by proposer
+    guesses: int = 0  # model-free guesses fed to the target
+    guessed: dict[Source, int] = field(default_factory=dict)  # committed guesses, by proposer
     ways: dict[str, int] = field(default_factory=dict)  # method auto: committed tokens by the way in use
     rates: dict[str, float] = field(default_factory=dict)  # method auto: tokens per second of each way, so far
-    speedup: float | None = None  # method auto: the best way with a draft over the target with guesses alone
-    rejected: int = 0  # runs that ended in a rejection, of judgements whose odds are known
-    odds: Odds | None = None  # of these judgements
-    pauses: int = 0  # windows that the draft's stop policy has ended
-    late: int = 0  # draft tokens equal to what the target had committed before they came
-    draft_lost: str = ""  # why the draft was lost on the way
+    speedup: float | None = None  # method auto: speed of the best way with a draft over ngram
+    rejected: int = 0  # rejections, among the judgements summed in `odds`
+    odds: Odds | None = None  # summed over judgements that report them
+    pauses: int = 0  # windows that the draft's stop policy ended early
+    late: int = 0  # draft tokens that agree, but came after the target had committed its own draw
+    draft_lost: str = ""  # why the draft was lost mid-request; empty: it was not
     steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
     provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
-    runs: dict[int, int] = field(default_factory=dict)  # accepted tokens of a run -> number of such runs
-    run: int = 0  # accepted tokens of the current run
+    runs: dict[int, int] = field(default_factory=dict)  # accepted length -> how often
+    run: int = 0  # accepted tokens since the last correction or bonus
 
 
 class Request:
@@ -51,30 +51,30 @@ class Request:
 
     Args:
         submit: what the front submitted.
-        sequence: the text; it stays with the slot whose cache holds it.
+        sequence: the text. It belongs to the slot, because it says what the KV cache holds.
     """
 
     def __init__(self, submit: Submit, sequence: TokenSequence) -> None:
         self.submit, self.sequence = submit, sequence
         self.options: RequestOptions = submit.options
-        #: What decodes now: the method of the request, or the way that method auto uses.
+        #: The method in use: the one requested, or the way that method auto has chosen.
         self.method: Method = submit.options.method_spec
         #: Proposals for the pending tokens of the sequence, and branches.
         self.proposals = ProposalStore()
         self.counts = Counts()
-        #: Raised whenever pending tokens are discarded.
+        #: Incremented whenever pending tokens are discarded; draft tokens of older epochs are stale.
         self.epoch = 0
-        #: Whether the last commit was no accepted draft token (or there was none yet).
+        #: Whether a new window begins here: the last committed token was not a draft token (or none was committed yet).
         self.is_fresh = True
-        #: The outcome (position, token) that began this epoch; None where no rejection did.
+        #: (position, token) whose commit began this epoch; None if something else did.
         self.opened_by: tuple[int, int] | None = None
-        #: Where the branch ends that became the text when this epoch began; 0: none did.
+        #: End position of the branch that this epoch began with; 0: there was none.
         self.foreseen_end = 0
-        #: Length of the text that whoever guesses without a model has.
+        #: Length of the text that the guessing index has.
         self.indexed = 0
-        #: Why the request ends with what is committed, once that is decided.
+        #: The finish reason once the request is to end; nothing is committed after that.
         self.ending: FinishReason | None = None
-        #: Tokens that the rule judges together: 1 but for block rules, which greedy decoding does not need.
+        #: Block length: tokens that the rule judges as a whole. 1 except for block rules, and under greedy decoding.
         self.block = (
             1 if submit.options.sampling.temperature == 0 else self.options.rule_spec.block(self.options.parameters)
         )
@@ -87,28 +87,28 @@ class Request:
 
     @property
     def commits_draws(self) -> bool:
-        """Whether the rule commits the target's own draw whatever was proposed: no proposal changes the text."""
+        """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
         return self.options.rule_spec.is_proposal_invariant or self.options.sampling.temperature == 0
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the target is fed guesses made without a model. They cannot fill a draft's blocks."""
+        """Whether model-free guesses are fed to the target. Not with a draft under a block rule: they fill no block."""
         is_of_use = self.block == 1 or not self.method.drafts
         return self.options.look_ahead > 0 and self.method.look_ahead > 0 and is_of_use
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the target commits its own draws at once, without waiting for the draft's tokens."""
+        """Whether the target commits its own draws right away instead of waiting for the draft's tokens."""
         return self.looks_ahead and (self.commits_draws or not self.method.drafts)
 
     def use(self, way: str) -> None:
-        """Decode with another method from here on."""
+        """Method auto: decode with `way` from here on."""
         self.method = METHODS[way]
         branches = self.submit.options.branches if self.method.branches else 0
         self.options = self.submit.options.changed(method=way, branches=branches)
 
     def begin(self) -> None:
-        """The sequence begins with the prompt, of which its cache may have a part."""
+        """Begin with the prompt; a prefix of it may be in the KV cache already."""
         self.sequence.restart(self.submit.prompt)
         self.counts.cached = self.sequence.fed
         self._delivered = self.indexed = self.sequence.committed
@@ -117,13 +117,13 @@ class Request:
         self.ending = reason
 
     def propose(self, proposal: Proposal) -> None:
-        """Append the next tokens of the main line."""
+        """Append draft tokens to the text, as pending."""
         self.sequence.extend(proposal.tokens)
         self.proposals.add(proposal)
         self.counts.drafted += len(proposal.tokens)
 
     def commit(self, token: int | None, provenance: Provenance, is_stop: bool) -> None:
-        """Commit the first pending token, or `token` in its place. After the end nothing is committed any more."""
+        """Commit `token`; None: accept the first pending token. Does nothing once the request is ending."""
         if self.ending:
             return
         self.is_fresh = token is not None
@@ -131,7 +131,7 @@ class Request:
             self.sequence.accept()
             self._count_accepted(self.proposals.accept(self.sequence.committed))
         elif self.looks_ahead and self.sequence.first_pending is None:
-            self.sequence.correct(token)  # contradicts nothing that was drafted
+            self.sequence.correct(token)  # nothing is pending, so nothing is rejected
             self.counts.run += provenance is Provenance.GUESSED
         else:
             self._correct(token, provenance)
@@ -148,7 +148,7 @@ class Request:
             self.end(FinishReason.LENGTH)
 
     def _correct(self, token: int, provenance: Provenance) -> None:
-        """Commit `token` in place of what was drafted, and go on with the branch for this outcome if there is one."""
+        """Commit `token`, discard what is pending, and go on with the branch for this outcome if there is one."""
         outcome = self.sequence.committed, token
         foreseen = self.proposals.branch(*outcome)
         self.discard_pending()
@@ -160,10 +160,10 @@ class Request:
             self.counts.foreseen_bonuses += is_bonus
             self.propose(foreseen)
             self.foreseen_end = foreseen.end
-        if provenance is Provenance.ACCEPTED:  # another of the draft's candidates than the one it went on from
+        if provenance is Provenance.ACCEPTED:  # one of several candidates, but not the one that the draft continued
             self._count_accepted(Source.MODEL)
             return
-        if provenance is not Provenance.DIRECT:  # a correction or a bonus token ends a run that counts
+        if provenance is not Provenance.DIRECT:  # a correction or bonus token: count the accepted length
             self.counts.runs[self.counts.run] = self.counts.runs.get(self.counts.run, 0) + 1
         self.counts.run = 0
 
@@ -173,7 +173,7 @@ class Request:
         self.counts.run += 1
 
     def discard_pending(self) -> None:
-        """Drop what was drafted, in a new epoch."""
+        """Discard pending tokens and branches, and begin a new epoch."""
         self.epoch += 1
         self.opened_by, self.foreseen_end = None, 0
         self.indexed = min(self.indexed, self.sequence.committed)
@@ -181,7 +181,7 @@ class Request:
         self.sequence.drop_pending()
 
     def deliver(self, do: Do) -> None:
-        """Send the front what it has not received of the committed tokens."""
+        """Send the client the committed tokens that it has not received yet."""
         seq, start = self.sequence, self._delivered
         if start < seq.committed:
             new = tuple(seq.tokens[start : seq.committed])
@@ -190,6 +190,6 @@ class Request:
             self._undelivered.clear()
 
     def preview(self, do: Do) -> None:
-        """Show the front the pending tokens, if it asked for that."""
+        """Send the client the pending tokens, if it asked for previews."""
         if self.submit.preview:
             do(Deliver(Preview(self.number, self.sequence.committed, tuple(self.sequence.pending))))

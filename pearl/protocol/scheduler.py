@@ -1,6 +1,6 @@
-"""Which requests run in which slots, which of those that wait comes next, and what goes into one forward.
+"""Scheduling: the queue of waiting requests, their assignment to slots, prefill chunks and batching delay.
 
-The only queue of requests and the only batching policy, for product and simulator.
+The only queue and the only batching policy; the engine and the simulator share it.
 """
 
 from __future__ import annotations
@@ -11,49 +11,50 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 
-# Tokens of a long prompt in one forward, up to a multiple of it: messages are looked at between two. Beside other
-# requests it is fed in smaller chunks, as each of their tokens then waits for one.
+# Chunked prefill: tokens of a prompt in one forward, which ends at a multiple of this; messages are read in between.
+# With other requests running, chunks are smaller, because each of the others' tokens waits for a whole chunk.
 PREFILL_CHUNK, SHARED_CHUNK = 512, 64
-_GATHERING = 1.2  # draft forwards that a target forward is delayed for requests whose draft tokens are due
+_GATHERING = 1.2  # maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due
 
 
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
-    """How many unfed tokens of a prompt to feed in one forward."""
+    """The number of unfed prompt tokens to feed in the next forward."""
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
     count = min(len(sequence.unfed), chunk - sequence.fed % chunk)
-    if sequence.piece > 1 and sequence.fed < sequence.prompt:  # later tokens are computed in forwards of another size
+    if sequence.piece > 1 and sequence.fed < sequence.prompt:  # tokens after it need forwards of another size
         count = min(count, sequence.prompt - sequence.fed)
     return count
 
 
 def seconds_to_gather(asked: int, waiting: int, speeds: Speeds) -> float:
-    """How long to delay a target forward that `asked` requests are ready for, so that `waiting` others can join.
+    """How long to delay a target forward for which `asked` requests are ready, so that `waiting` others can join it.
 
-    The draft's tokens for several requests come of one draft forward, in a message for each. A request that misses the
-    target's forward waits for a whole one; the delay is never longer than what it can save all of them, shared.
+    One draft forward serves several requests, so their draft tokens arrive together, but in a message each. A request
+    that misses the target forward waits for a whole one: t_target is saved for each of the `waiting`. The delay, paid
+    by each of the `asked`, never costs more in total.
     """
     return min(_GATHERING * speeds.t_draft, speeds.t_target(1) * waiting / asked)
 
 
 class Scheduler:
-    """Hands out slots. A slot keeps the sequence of its last request, whose cache the next one may begin with.
+    """Assigns requests to slots, clients (`Submit.client`) round-robin.
 
-    Clients (`Submit.client`) take turns, so that none waits for all that another has submitted.
+    A slot keeps its last request's sequence and KV cache, so that the next request can reuse a common prefix.
 
     Args:
-        slots: sequences that the target's runner holds.
+        slots: number of sequences that the target's runner holds.
         piece: see `Capabilities.prompt_piece`.
     """
 
     def __init__(self, slots: int = 1, piece: int = 1) -> None:
         self.sequences = [TokenSequence(piece=piece) for _ in range(slots)]
-        self.is_held = False  # nothing is admitted: a recording begins or ends first
-        self._free = list(range(slots))  # the one released first comes first
-        self._queues: dict[str, deque[Submit]] = {}  # by client; the one whose turn it is comes first
+        self.is_held = False  # admit nothing until a trace recording has begun or ended
+        self._free = list(range(slots))  # least recently released first
+        self._queues: dict[str, deque[Submit]] = {}  # by client, the next to be served first
 
     @property
     def waiting(self) -> list[Submit]:
-        """What would be admitted in which order, if clients submitted nothing more."""
+        """The waiting requests, in the order in which they will be admitted unless more are submitted."""
         queues, found = [list(queue) for queue in self._queues.values()], []
         while queues:
             found += [queue.pop(0) for queue in queues]
@@ -64,7 +65,7 @@ class Scheduler:
         self._queues.setdefault(submit.client, deque()).append(submit)
 
     def cancel(self, request: int) -> bool:
-        """Forget a request that waits; whether there was one."""
+        """Remove a waiting request; return whether it was waiting."""
         for client, queue in self._queues.items():
             for submit in queue:
                 if submit.request == request:
@@ -75,9 +76,10 @@ class Scheduler:
         return False
 
     def admit(self) -> tuple[Submit, int] | None:
-        """The next request and its slot; None where none waits, no slot is free or nothing is admitted.
+        """Take the next request off the queue: (request, slot); None if none waits, no slot is free, or `is_held`.
 
-        Its slot is the one whose cache has most of its prompt, of several that with the oldest text.
+        Chooses the free slot whose KV cache holds the longest prefix of the prompt; among equals, the least recently
+        released.
         """
         if not self._queues or not self._free or self.is_held:
             return None
@@ -85,7 +87,7 @@ class Scheduler:
         del self._queues[client]
         submit = queue.popleft()
         if queue:
-            self._queues[client] = queue  # behind the others
+            self._queues[client] = queue  # to the end of the round
         slot = max(self._free, key=lambda free: self.sequences[free].held(submit.prompt))
         self._free.remove(slot)
         return submit, slot

@@ -1,4 +1,4 @@
-"""States of the target's machine for one request, and the events that lead from one to the next."""
+"""States and transitions of `RequestMachine`, the target's state machine for one request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pearl.protocol.messages import Cancel, DraftTokens, Resync, Submit
 
 
 class State(Enum):
-    IDLE = "idle"
-    PREFILL = "prefill"
-    PRE_VERIFY = "pre-verify"
-    POST_VERIFY = "post-verify"
-    JUDGING = "judging"
-    SAMPLING = "sampling"
-    HELD = "held"
-    GATHERING = "gathering"
-    GUESSING = "guessing"
+    IDLE = "idle"  # not begun, or ended
+    PREFILL = "prefill"  # a forward of the prompt is running
+    PRE_VERIFY = "pre-verify"  # a forward of one token (and guesses) is running
+    POST_VERIFY = "post-verify"  # a forward of several tokens (and guesses) is running
+    JUDGING = "judging"  # the acceptance rule is being applied to draft tokens
+    SAMPLING = "sampling"  # the target is drawing a token of its own
+    HELD = "held"  # logits are there, the draft token to judge with them is not
+    GATHERING = "gathering"  # waits for enough draft tokens to start a forward
+    GUESSING = "guessing"  # model-free guesses are being looked up
 
 
 RUNNING = {
@@ -36,11 +36,11 @@ RUNNING = {
     Phase.POST_VERIFY: State.POST_VERIFY,
 }
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
-_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})  # blocks: no row is held for a single token
+_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})  # block rules: tokens are gathered, not held
 _ENDED = frozenset({State.IDLE})
 _DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
 
-# state -> event -> the states that may follow; what is not listed is illegal. The README's diagram is made from this.
+# state -> event -> the states that may follow; anything else is illegal. The README's diagram is generated from this.
 TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.IDLE: {Submit: frozenset({State.PREFILL})},
     State.PREFILL: {Forwarded: _FED | _OF_BLOCKS | {State.PREFILL}, Failed: _ENDED},
@@ -65,8 +65,8 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     },
     State.GUESSING: {Guessed: _ENDED | {State.PRE_VERIFY, State.POST_VERIFY}, Failed: _ENDED},
 }
-# Legal in every state, and by themselves they change none: peers do not wait for our forwards.
+# Legal in every state: peers do not wait for our forwards. Where a state does not list one, the state stays the same.
 ANYTIME = (Submit, Cancel, DraftTokens, DraftGone, DraftJoined, Resync)
-# Events that would discard tokens are deferred while these are being judged, or guesses sought behind them.
+# These events discard pending tokens, so they are deferred while such tokens are judged or guesses made after them.
 AFTER_COMPUTING = (DraftGone, DraftJoined)
 COMPUTING = {State.JUDGING: (Judged, Failed), State.GUESSING: (Guessed, Failed)}

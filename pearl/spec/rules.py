@@ -1,7 +1,7 @@
 """Every acceptance rule, declared once. Configuration, flags, codec, workers and the README's table read it from here.
 
-To add a rule: a file in `pearl/decoding/rules/` with its halves, and a `RuleSpec` below.  Imports nothing but the
-standard library, because the command line starts without torch; halves are named here and imported when used.
+To add a rule: a file in `pearl/decoding/rules/` with its target half and draft half, and a `RuleSpec` below.  Imports
+only the standard library, because the command line starts without torch: halves are named here, and imported on use.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from math import isfinite
 from typing import Protocol
 
 MAX_PARAMETERS = 8  # of one rule
-BLOCK_LENGTH = "depth"  # the parameter that has the number of tokens of a block
-Parameters = tuple[tuple[str, float], ...]  # (name, value); a parameter left out has its default
+BLOCK_LENGTH = "depth"  # name of the parameter that sets the block length, in tokens
+Parameters = tuple[tuple[str, float], ...]  # (name, value); omitted parameters take their defaults
 
 
 class Needs(Enum):
-    """What the target must get with each draft token to judge it."""
+    """What the draft must send with each token, so that the target can judge it."""
 
     NOTHING = "nothing"
-    SCALARS = "a number"  # one a token: travels as a row that is 0 but at the token
+    SCALARS = "a number"  # one per token, sent as a row that is 0 except at the token
     DISTRIBUTIONS = "its distribution"  # sparse or dense, whichever is smaller
 
 
 class Unit(Enum):
-    """What is accepted or rejected as a whole."""
+    """The unit that is accepted or rejected."""
 
     TOKEN = "token"
     BLOCK = "block"
@@ -34,7 +34,7 @@ class Unit(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number that a rule takes, low <= value <= high. `kind` int: whole numbers only (floats on the wire)."""
+    """A number that a rule takes, low <= value <= high. `kind` int: it must be whole (on the wire all are floats)."""
 
     name: str
     kind: type[int] | type[float]
@@ -52,17 +52,17 @@ class Parameter:
         return f"{self.name} ({self.kind.__name__} in [{self.low:g}, {self.high:g}], default {self.default:g})"
 
     def check(self, value: float) -> float:
-        """The value as `kind`. Raises ValueError where it is not finite, out of range or not whole."""
+        """Return the value as `kind`. Raises ValueError if it is not finite, out of range, or not whole for an int."""
         if not isfinite(value) or not self.low <= value <= self.high or value != self.kind(value):
             raise ValueError(f"{self.name} {value:g} is not allowed; it takes {self}")
         return self.kind(value)
 
 
 def checked_values(what: str, declared: Sequence[Parameter], given: Parameters) -> dict[str, float]:
-    """All declared parameters by name, those not given with their defaults.
+    """Return the values of all declared parameters by name: as given, else the default.
 
-    `what`: who takes them, for messages. Raises ValueError, in one line that names what is allowed, for one that is
-    unknown, repeated or out of range.
+    `what`: the owner of the parameters, for messages: "rule opt". Raises ValueError for a parameter that is unknown,
+    repeated or out of range; the message, one line, says what is allowed.
     """
     known = {parameter.name: parameter for parameter in declared}
     values: dict[str, float] = {}
@@ -81,11 +81,12 @@ class RuleSpec:
 
     Attributes:
         description: what it does under sampling, in one line.
-        target, draft: its halves, each the `module:name` of a factory that is called with the sampling and those of
-            the parameters that it names; see `TargetHalf`, `DraftHalf` and `BlockHalf` in `pearl.decoding.rules`.
-        is_exact: whether what is committed has the target's distribution.
-        is_proposal_invariant: whether the text does not depend on what was drafted.
-        parameters: a rule that judges blocks has `BLOCK_LENGTH`.
+        target, draft: the two halves, each the `module:name` of a factory. It is called with the sampling parameters,
+            and with those of the rule's parameters that its signature names. See `TargetHalf`, `DraftHalf` and
+            `BlockHalf` in `pearl.decoding.rules`.
+        is_exact: whether committed tokens have the target's distribution.
+        is_proposal_invariant: whether the text is the same whatever was drafted.
+        parameters: must include `BLOCK_LENGTH` if `unit` is BLOCK.
     """
 
     name: str
@@ -100,7 +101,7 @@ class RuleSpec:
 
     @property
     def label(self) -> str:
-        """The name as it is shown: a rule that is not exact says so."""
+        """The name for display; marks rules that are not exact."""
         return self.name if self.is_exact else f"{self.name} (not exact)"
 
     def values(self, parameters: Parameters) -> dict[str, float]:
@@ -108,11 +109,11 @@ class RuleSpec:
         return checked_values(f"rule {self.name}", self.parameters, parameters)
 
     def block(self, parameters: Parameters) -> int:
-        """How many tokens are judged as a whole."""
+        """Tokens per unit: the block length, or 1 for a rule that judges single tokens."""
         return int(self.values(parameters)[BLOCK_LENGTH]) if self.unit is Unit.BLOCK else 1
 
     def problem(self, method: str, draft_stop: str) -> str | None:
-        """Why this rule does not fit a method or stop policy; None: it does."""
+        """Why the rule cannot be combined with this method and stop policy; None if it can."""
         if self.unit is Unit.TOKEN or (method != "ssd" and draft_stop == "fixed"):
             return None
         given = f"method {method}" if method == "ssd" else f"draft_stop {draft_stop}"
@@ -132,7 +133,7 @@ RULES: dict[str, RuleSpec] = {}  # by name, the default first
 
 
 def register(spec: RuleSpec) -> RuleSpec:
-    """Add a rule. Raises ValueError for a name that is taken or a declaration that the wire or flags cannot carry."""
+    """Add a rule. Raises ValueError if its name is taken, or its parameters do not fit the wire or the command line."""
     if spec.name in RULES:
         raise ValueError(f"rule {spec.name!r} is registered already")
     names = [parameter.name for parameter in spec.parameters]
@@ -149,14 +150,14 @@ def register(spec: RuleSpec) -> RuleSpec:
 
 
 def find(name: str) -> RuleSpec:
-    """Raises ValueError, naming all rules, for one that is unknown."""
+    """The rule of this name. Raises ValueError if there is none; the message lists all."""
     if name not in RULES:
         raise ValueError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
     return RULES[name]
 
 
 class Declared(Protocol):
-    """What declares parameters: a rule, a stop policy."""
+    """A rule or a stop policy: something with parameters."""
 
     @property
     def name(self) -> str: ...
@@ -166,7 +167,7 @@ class Declared(Protocol):
 
 
 def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter]]:
-    """Parameter name -> rule name -> declaration: several rules may have a parameter of one name and kind."""
+    """Parameter name -> name of its rule or policy -> declaration. Several may share a name, if `kind` is the same."""
     found: dict[str, dict[str, Parameter]] = {}
     for spec in specs:
         for parameter in spec.parameters:
@@ -175,7 +176,7 @@ def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter
 
 
 def markdown_table() -> str:
-    """The rules as the README's table."""
+    """The README's table of rules."""
     lines = [
         "| `--rule` | under sampling | exact | text depends on drafts | judged by | sent per token | parameters |",
         "|---|---|---|---|---|---|---|",

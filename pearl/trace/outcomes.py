@@ -1,4 +1,8 @@
-"""The outcome of each drafted token: accepted, rejected or discarded."""
+"""Whether each drafted token of a trace was accepted, rejected, or discarded (never judged).
+
+An "outcome" (position, token) is what the target may commit where the draft expects another token; a "branch" is what
+the draft prepares for it.  If the target commits that token, the branch becomes the main line of a new epoch.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,22 @@ from pearl.trace.recorder import Record
 ACCEPTED, REJECTED, DISCARDED = "accepted", "rejected", "discarded"
 
 _Outcome = tuple[int, int]  # position, token
-_Line = tuple[int, _Outcome | None]  # of a drafted token: its epoch, and the outcome that its branch prepares for
+_Line = tuple[int, _Outcome | None]  # a drafted token's epoch, and its branch's outcome (None: main line)
 
 
 class Outcomes:
-    """First call `learn` for each of the target's records; then `read` and `of` in the order of the draft's."""
+    """First pass all records of the target to `learn`; then the draft's in order, events to `read`, tokens to `of`."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[int, int], _Line] = {}  # request, position -> the line of the token to judge there
-        self._branches: dict[tuple[int, _Line], list[int]] = {}  # request, line -> positions of a branch
+        self._lines: dict[tuple[int, int], _Line] = {}  # (request, position) -> line of the pending token there
+        self._branches: dict[tuple[int, _Line], list[int]] = {}  # (request, line) -> positions of a branch
         self._opened: dict[int, _Outcome] = {}  # request -> the outcome that opened its epoch
-        self._epochs: dict[Any, int] = {}  # request -> the target's, at the last decision
-        self._judged: dict[tuple[int, _Line, int], tuple[str, int]] = {}  # request, line, position -> outcome, time
-        # The draws of a target that runs ahead of its draft: request -> position -> token, time.
+        self._epochs: dict[Any, int] = {}  # request -> the target's epoch at its last decision
+        self._judged: dict[tuple[int, _Line, int], tuple[str, int]] = {}  # (request, line, position) -> (verdict, time)
+        # Tokens that a target drew without waiting for the draft's: request -> position -> (token, time).
         self._drawn: dict[int, dict[int, tuple[int, int]]] = {}
-        self._text: dict[int, dict[int, int]] = {}  # request -> position -> the token in the draft's text
-        self._prepared: dict[tuple[int, _Outcome], list[int]] = {}  # request, outcome -> tokens drafted for it
+        self._text: dict[int, dict[int, int]] = {}  # request -> position -> token, as the draft has the text
+        self._prepared: dict[tuple[int, _Outcome], list[int]] = {}  # (request, outcome) -> tokens drafted for it
 
     def learn(self, record: Record) -> None:
         args = record.args
@@ -35,7 +39,7 @@ class Outcomes:
             case "sample" if args["request"] in self._drawn:
                 for position, token in enumerate(args["tokens"], args["start"]):
                     self._drawn[args["request"]][position] = token, record.middle
-            case "sample" if args["tokens"]:  # after a full window, say; a branch may have prepared for it
+            case "sample" if args["tokens"]:  # e.g. a bonus token, for which there may be a branch
                 self._open_epoch(args["request"], args["start"], args["tokens"][0])
             case "judge":
                 self._learn_judgement(args, record.middle)
@@ -64,16 +68,16 @@ class Outcomes:
             self._open_epoch(request, start + accepted, args["correction"])
 
     def _open_epoch(self, request: int, position: int, token: int) -> None:
-        """The branch prepared for this outcome, later tokens included, becomes the main line."""
+        """`token` was committed in a new epoch: its branch, including tokens still to come, becomes the main line."""
         self._opened[request] = outcome = position, token
         line = self._epochs.get(request, 0), outcome
         self._lines.update({(request, at): line for at in self._branches.get((request, line), ())})
 
     def read(self, event: dict[str, Any]) -> None:
-        """Update the draft's text as `DraftMachine` does."""
+        """Apply an event of the draft to its text, as `DraftMachine` does."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
-            self._prepared.clear()
+            self._prepared = {key: each for key, each in self._prepared.items() if key[0] != event["request"]}
         if event["type"] != "Verdict":
             return
         request = event["request"]
@@ -85,7 +89,7 @@ class Outcomes:
                 self._prepared = {key: each for key, each in self._prepared.items() if key[0] != request}
 
     def of(self, message: dict[str, Any]) -> list[tuple[str, int]]:
-        """The outcome of each token of a DraftTokens, and when; 0: never, or before it was drafted."""
+        """(verdict, time) of each token of a DraftTokens message; time 0 for a discarded token."""
         request, line, start, tokens = message["request"], _line(message), message["start"], message["tokens"]
         drawn, prefix = self._drawn.get(request, {}), self._drafted(request, line[1], start, tokens)
         matches = all(drawn.get(at, (None,))[0] == prefix.get(at) for at in range(message["known"], start))
@@ -100,7 +104,7 @@ class Outcomes:
         return found
 
     def _drafted(self, request: int, branch: _Outcome | None, start: int, tokens: list[int]) -> dict[int, int]:
-        """Note drafted tokens; the text before them, by position."""
+        """Add drafted tokens to the draft's text, or to their branch; return the text up to them, by position."""
         text = self._text.setdefault(request, {})
         if branch is None:
             text |= dict(enumerate(tokens, start))
@@ -112,5 +116,5 @@ class Outcomes:
 
 
 def _line(message: dict[str, Any]) -> _Line:
-    """Of a DraftTokens."""
+    """The line that a DraftTokens message belongs to."""
     return message["epoch"], None if message["after"] is None else tuple(message["after"])

@@ -1,7 +1,7 @@
-"""A trace in numbers: who worked, who waited for what, what set the pace, and what overlap has saved.
+"""Statistics of a trace: busy and waiting time of both workers, the critical path, and what overlap has saved.
 
-All are sums over the recorded slices of the two loops, from the start of the first request to the end of the last. Time
-without a slice is reported as such.
+Sums over the recorded slices of both workers' loops, from the start of the first request to the end of the last. Time
+that no slice covers is reported as `uncovered`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pearl.trace.latency import Latency, latencies, latency
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
 
-_OF_DRAFT = (DRAFT, HELD_ROW)  # causes for which the target waits for the draft's work
+_OF_DRAFT = (DRAFT, HELD_ROW)  # causes of waits of the target that count as waiting for the draft
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Shares of the wall time of one loop. `waits`: cause -> share; `work`: name of a slice -> share."""
+    """How one worker's loop spent the wall time, as shares. `waits`: by cause; `work`: by name of the slice."""
 
     busy: float
     wait: float
@@ -35,7 +35,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Forwards:
-    """Durations of forwards of one kind, seconds."""
+    """Durations of one kind of forward, in seconds."""
 
     count: int
     p50: float
@@ -47,22 +47,25 @@ class Report:
     """One run. Times are seconds, shares are of `wall`.
 
     Attributes:
-        wall: from the start of the first request to the end of the last, pauses included.
-        overlap: share of the time in which both models were in a forward.
-        pace: shares of the time in which the target worked, waited for the draft's work, for a message on its way, and
-            for a consumer; with the target's communication and `uncovered` they add up to 1.
-        steps: verification forwards by kind; `owners`: by critical path: "draft" or "transport" where the target had to
-            wait in that step (since the end of the previous forward), "target" where it did not.
-        drafted, judged, accepted: draft tokens. `rejected` of the judged; the other drafted ones were `discarded`.
+        wall: from the start of the first request to the end of the last, idle time in between included.
+        overlap: share of the time in which both models were running a forward.
+        pace: shares of the time that the target worked, waited for the draft's work, for a message in transit, or for
+            a consumer. Together with its communication and `uncovered` time they add up to 1.
+        steps: number of verification forwards, by kind.
+        owners: number of verification forwards, by critical path: "draft" or "transport" if the target waited for it
+            since the previous forward (the longer of the two), else "target".
+        drafted: draft tokens, of which `judged` were `accepted` or `rejected`, and the rest `discarded`.
         stops: windows that the draft's stop policy ended.
-        prepared: tokens drafted for other outcomes. Those judged, as their outcome came, are in `drafted` too.
-        histogram: accepted length -> how many.
-        forwards: of the draft, and of the target by number of fed tokens.
-        ratio: median verification forward over median draft forward. `window`: median of c; 0 without a draft.
-        alternation: seconds that the target's work and the drafting of the judged tokens take one after the other,
-            without waits and messages: the least time of the same steps without overlap.
-        recorder: the recorder's share of the wall time, of the busier worker.
-        latency: of all requests together; `per_request`: of each, in order.
+        prepared: tokens drafted in branches. If the branch's outcome came and they were judged, `drafted` counts them
+            too.
+        histogram: accepted length -> count.
+        forwards: durations, of the draft's forwards, and of the target's by number of tokens fed.
+        ratio: median duration of a verification forward over that of a draft forward.
+        window: median of c; 0 without a draft.
+        alternation: seconds that the same steps would take at least without overlap: the target's work plus the
+            drafting of the judged tokens, without waits and messages.
+        recorder: share of the wall time that recording itself took, in the worker where it took more.
+        latency: of all requests together; `per_request`: of each, in order of their start.
     """
 
     method: str
@@ -135,11 +138,11 @@ def report(trace: Trace) -> Report:
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
-    """The slices between `start` and `end`, cut to that time."""
+    """The slices that touch [`start`, `end`], clipped to it."""
     return [
         Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
         for s in slices
-        if s.end >= start and s.start <= end  # decisions at the very end, in virtual time, take none
+        if s.end >= start and s.start <= end  # >=, <=: in virtual time a decision at the very end has no duration
     ]
 
 
@@ -169,7 +172,7 @@ def _pace(target: Worker) -> dict[str, float]:
 
 
 def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
-    """The counts of draft tokens, by field of `Report`."""
+    """Counts of draft tokens, by the name of their field in `Report`."""
     counts = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
     prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
     counts += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
@@ -183,7 +186,7 @@ def _spans(slices: Iterable[Slice]) -> list[tuple[float, float]]:
 
 
 def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
-    """Seconds in both lists of disjoint spans, each in order."""
+    """Seconds for which spans of `a` and `b` overlap. The spans of each list are disjoint and in order."""
     both, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         both += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
@@ -195,7 +198,7 @@ def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]])
 
 
 def _owners(target: Iterable[Slice]) -> dict[str, int]:
-    """Verification steps by what the target waited for longest since the step before."""
+    """Count verification forwards by what the target waited for longest since the previous one; see `Report.owners`."""
     owners: Counter[str] = Counter()
     waited = {"draft": 0.0, TRANSPORT: 0.0}
     for one in target:
@@ -223,12 +226,12 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
 
 
 def _p99(values: list[float]) -> float:
-    """With linear interpolation, numpy's default."""
+    """The 99th percentile, linearly interpolated, as numpy does by default."""
     return quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
-    """The number of committed tokens, and how often each accepted length occurred."""
+    """Return the number of committed tokens, and the histogram of accepted lengths."""
     tokens, accepted = 0, Counter[int]()  # request -> accepted tokens since its last correction or bonus
     lengths: Counter[int] = Counter()
     for one in target:
@@ -243,7 +246,7 @@ def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
-    """Seconds of drafting the judged tokens: their forwards and draws, and forwards without a token."""
+    """Seconds spent drafting judged tokens: their forwards and draws, prefills, and forwards that gave no token."""
     seconds = 0.0
     for one, following in pairwise([*draft, None]):
         assert one is not None
@@ -257,12 +260,12 @@ def _drafting(draft: Sequence[Slice]) -> float:
 def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
     workers = trace.metadata["workers"]
     notes = [
-        f"the {w['role']} did not end by itself: its last quarter of a second may be missing"
+        f"the {w['role']} did not end by itself (killed?): up to 0.25 s of its trace may be missing"
         for w in workers
         if not w["ended"]
     ]
     notes += [
-        f"the {w['role']}'s clock was aligned by pings, give or take {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
+        f"the {w['role']}'s clock was aligned by pings, to within {w['clock_uncertainty_ns'] / 1e6:.3f} ms"
         for w in workers
         if w["clock_uncertainty_ns"]
     ]
@@ -271,5 +274,5 @@ def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
             notes.append(f"at {one.end - trace.start:.3f} s: {note}")
     for name, share in zip(("target", "draft"), shares, strict=True):
         if share is not None and share.uncovered > 0.02:
-            notes.append(f"{share.uncovered:.1%} of the {name}'s time has no slice")
+            notes.append(f"{share.uncovered:.1%} of the {name}'s time is not covered by the trace")
     return notes

@@ -1,8 +1,9 @@
-"""Where an engine may listen: socket files in a private directory, the loopback, or a network address with keys.
+"""Where an engine may listen: on a socket file in a private directory, on loopback, or on a network address with keys.
 
-Knows paths and the form of addresses, no sockets.
+Knows paths and the syntax of addresses; opens no sockets.
 
-Without keys the address protects an engine: only this user can reach what is in a private directory.
+Without keys nobody is authenticated, so access control is up to the address: in a private directory, only this user can
+connect; on loopback, anyone on this machine.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import os
 import re
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
 from pearl.spec.transports import TRANSPORTS, is_control, of_address
 
-_MAX_IPC_PATH = 107  # bytes: sun_path of a Unix socket less its final zero
+_MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
 _LOOPBACK = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):(\*|\d{1,5})")
 _TCP = re.compile(r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})")
@@ -29,25 +31,29 @@ def private_directory() -> Path:
 
 
 def private_directories() -> list[Path]:
-    """The directories that `private_directory` made for this user, newest first."""
-    found = [path for path in _runtime_directory().glob(f"{_PREFIX}*") if is_private(path)]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    """Directories of this user that `private_directory` has made, most recently modified first."""
+    modified: dict[Path, float] = {}
+    for path in _runtime_directory().glob(f"{_PREFIX}*"):
+        with suppress(FileNotFoundError):  # another engine may remove its own at any time
+            if is_private(path):
+                modified[path] = path.stat().st_mtime
+    return sorted(modified, key=modified.__getitem__, reverse=True)
 
 
 def is_engine_directory(directory: Path) -> bool:
-    """Whether `private_directory` may have made `directory`: its name may come from another process."""
+    """Whether `directory` looks like one of `private_directory`; check this if another process supplied it."""
     return directory.is_absolute() and directory.name.startswith(_PREFIX) and is_private(directory)
 
 
 def bind_address(control: str, directory: Path) -> str:
-    """Where to listen for this setting of `control`: the local address of a bare scheme, or the address itself."""
+    """The address for this value of `control`: for a bare scheme (ipc, tcp) a local one, else the value itself."""
     if not is_control(control):
         raise ConfigError(f"control channel {control!r} is unknown: choose ipc, tcp, or tcp://HOST:PORT")
     return TRANSPORTS[control].local.format(directory=directory) if control in TRANSPORTS else control
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` leads to this machine only: a file in a private directory, or the loopback."""
+    """Whether only this machine can reach `address`: a socket file in a private directory, or loopback."""
     transport = of_address(address)
     if transport is not None and transport.remote is None:
         return is_private(Path(address.partition("://")[2]).parent)
@@ -55,14 +61,14 @@ def is_local(address: str) -> bool:
 
 
 def check_bind(address: str, keys: bool = False) -> None:
-    """Raises `ConfigError` if strangers could reach `address` and there are no `keys`, or it cannot be bound."""
+    """Raises `ConfigError` if `address` is not one to bind, or others could reach it and there are no `keys`."""
     if address.startswith("ipc://"):
         _check_socket_file(Path(address.removeprefix("ipc://")))
     elif not _TCP.fullmatch(address):
         raise ConfigError(
-            f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT are allowed until "
-            "others can be secured. HOST is an address of this machine that the other host can reach, or the name "
-            "of a network interface; a wildcard would not show others where to connect"
+            f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT are allowed, until "
+            "other transports can be secured. HOST is an address of this machine that the other host can reach, or the "
+            "name of a network interface; no wildcard, because it does not tell the other host where to connect"
         )
     elif not (keys or _LOOPBACK.fullmatch(address)):
         raise ConfigError(
@@ -83,12 +89,12 @@ def _check_socket_file(path: Path) -> None:
             f"refusing to bind {path} until its directory is absolute, owned by this user and of mode 0700: "
             "others could connect"
         )
-    if os.path.lexists(path):  # ZeroMQ would silently take the address from the engine that listens there
-        raise ConfigError(f"{path} exists: an engine listens there, or one was killed; then remove the file")
+    if os.path.lexists(path):  # ZeroMQ would silently unlink it and take over the address of a running engine
+        raise ConfigError(f"{path} exists: an engine is listening there; or one was killed, then remove the file")
 
 
 def is_private(directory: Path) -> bool:
-    """Whether only this user can reach what is in `directory`."""
+    """Whether `directory` belongs to this user and nobody else may enter it; false for a symbolic link."""
     try:
         status = os.lstat(directory)
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Messages to frames of bytes and back; WIRE.md describes the format.
+"""Encodes messages as byte frames and decodes them; WIRE.md describes the format.
 
-`decode` returns a message whose fields are all within the ranges that `protocol.messages` declares, or raises
+`decode` returns a message with every field in the range that `protocol.messages` declares, or raises
 `RemoteProtocolError`. Knows no sockets and no state: the state machines check whether a message is allowed now.
 """
 
@@ -46,7 +46,7 @@ Frame = bytes | bytearray | memoryview
 MAX_FRAMES = 1 + MAX_RUN
 TYPE_CODES: dict[type, int] = {kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()}
 _KINDS = {code: kind for kind, code in TYPE_CODES.items()}
-_SHORT_ARRAYS = range(0x91, 0xA0)  # the first byte of an array of up to 15 values, as every message is
+_SHORT_ARRAYS = range(0x91, 0xA0)  # first byte of a msgpack array of 1 to 15 values: every message is one
 _PLACE = re.compile(r"at `\$\[(\d+)\]")
 _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, Finish)
 _ERRORS = frozenset(
@@ -55,7 +55,7 @@ _ERRORS = frozenset(
 
 
 def _wire_row(row: object) -> WireRow:
-    """A distribution as the header has it."""
+    """What the header holds for a distribution: the row if sparse, else a marker for where the dense row is sent."""
     if isinstance(row, PackedRow):
         return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
     if isinstance(row, AnnouncedRow):
@@ -64,14 +64,14 @@ def _wire_row(row: object) -> WireRow:
 
 
 class _Version(msgspec.Struct, array_like=True, tag=1):
-    """The start of a Hello of any version, whose further fields may differ."""
+    """The first field of a Hello, the same in all versions of the protocol; later fields may differ."""
 
     version: int
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, TYPE_CODES))
-# A target does not decode what only targets send: texts may be long.
+# The target rejects messages that only targets send before decoding them: they may be very long.
 _to_target: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     reduce(or_, [kind for kind in TYPE_CODES if kind not in _OF_TARGET])
 )
@@ -79,14 +79,14 @@ _version = msgspec.msgpack.Decoder(_Version)
 
 
 def encode(message: Message) -> list[bytes]:
-    """The frames of `message`: a packed header and, for each packed dense row, one raw frame.
+    """Return the frames of `message`: a msgpack header, then one raw frame per packed dense row.
 
-    Raises `LocalProtocolError` if it cannot be written or exceeds the limits of the wire. The peer checks ranges.
+    Raises `LocalProtocolError` if it cannot be encoded or exceeds the wire's limits. Value ranges are left to `decode`.
     """
     name = type(message).__name__
     if type(message) not in TYPE_CODES:
         raise LocalProtocolError(f"{name} is no message of the wire")
-    if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:  # send part of it rather than nothing
+    if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:  # truncate rather than fail
         message = message.changed(message=message.message[: MAX_TEXT // 4])
     raw: list[bytes] = []
     try:
@@ -102,10 +102,10 @@ def encode(message: Message) -> list[bytes]:
 
 
 def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
-    """The message in `frames`. Raises `RemoteProtocolError`, and nothing else, whatever they hold.
+    """Decode untrusted frames. Raises `RemoteProtocolError` for anything invalid, and no other exception.
 
     Args:
-        to_target: they arrived at the target.
+        to_target: whether the target is the receiver; messages that only targets send are then refused.
     """
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise RemoteProtocolError(f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}")
@@ -127,7 +127,7 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
-    """As `decode`, but returns the error: one bad message must not hide the good ones behind it."""
+    """As `decode`, but returns the error instead of raising it, so that one bad message of a batch loses no others."""
     try:
         return decode(frames, to_target)
     except RemoteProtocolError as error:
@@ -135,12 +135,12 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
 
 
 def _kind(header: Frame) -> Any:
-    """The message type of a header; None if it is unknown."""
+    """The message type that a header names; None if there is no such type."""
     return _KINDS.get(header[1]) if len(header) > 1 and header[0] in _SHORT_ARRAYS else None
 
 
 def _where(kind: Any, error: str) -> str:
-    """The field that an error of msgspec is about; msgspec names its place in the array."""
+    """The message and field that a msgspec error is about; msgspec itself gives only an array index."""
     if kind is None:
         return "a header that is no message of this wire"
     place = _PLACE.search(error)
@@ -159,7 +159,7 @@ def _version_hint(header: Frame) -> str:
 
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
-    """What is wrong although each field is valid by itself."""
+    """What is wrong with the fields in combination; each is valid by itself."""
     match message:
         case DraftTokens():
             yield from _row_problems(message, raw)
@@ -173,27 +173,27 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
     if any(0 < each < LEAST_SECONDS for each in seconds):
         yield f"has a time below {LEAST_SECONDS} s"
     if raw and not isinstance(message, DraftTokens):
-        yield f"came with {len(raw)} raw frames and has none"
+        yield f"came with {len(raw)} raw frames; this type takes none"
     if isinstance(message, (Submit, Begin)) and (problem := message.options.problem()):
         yield f"cannot be served: {problem}"
     if isinstance(message, Error) and message.kind not in _ERRORS:
         yield f"names no error of this version: {message.kind!r}"
     if isinstance(message, Committed) and len(message.tokens) != len(message.provenance):
-        yield "has not one provenance a token"
+        yield "needs one provenance per token"
     if isinstance(message, Committed) and len(message.logprobs) not in (0, len(message.tokens)):
-        yield "has not one log probability a token"
+        yield "needs one log probability per token, or none"
 
 
 def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     rows, tokens = message.rows, message.tokens
-    if not tokens:  # after a pause without tokens the target would have nothing to verify
+    if not tokens:  # even with `paused` set: the target would have nothing to verify
         yield "has no tokens"
     if rows and len(rows) != len(tokens):
         yield f"has {len(tokens)} tokens and {len(rows)} rows"
     if message.after is not None and message.after[0] >= message.start:
         yield f"starts at {message.start} after an outcome at {message.after[0]}"
     if message.known > message.start:
-        yield f"drafts from {message.start} on, with a known prefix of {message.known}"
+        yield f"starts at {message.start}, before the end of its known prefix of {message.known} tokens"
     if rows.count(FRAME) != len(raw):
         yield f"announced {rows.count(FRAME)} raw frames and came with {len(raw)}"
     sizes = set(map(len, raw))
@@ -201,7 +201,7 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
         yield "has raw frames that are not float32 rows of one length"
     for row in rows:
         if row is None or (isinstance(row, SparseRow) and (len(row.ids) != len(row.probs) or len(row.ids) % 4)):
-            yield "has rows whose ids and probabilities are not of one length divisible by 4"
+            yield "has sparse rows whose ids and probabilities are not of one length (in bytes, divisible by 4)"
 
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
