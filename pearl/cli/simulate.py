@@ -15,10 +15,9 @@ from pearl.cli.recorded import t_draft_option, t_target_option
 from pearl.cli.tables import Bars, print_table
 from pearl.errors import ConfigError
 from pearl.lab.experiments.estimate import speedup
-from pearl.lab.experiments.workload import Totals, compare
 
 if TYPE_CHECKING:
-    from pearl.lab.experiments.workload import Workload
+    from pearl.lab.experiments.workload import Totals, Workload
 
 _BLOCK = 20  # texts whose luck is drawn together
 _COUNT = click.IntRange(min=1)
@@ -70,7 +69,10 @@ def simulate(
         return
     if datastore is not None and file is None:
         raise ConfigError("--datastore is for recorded texts: name them with --texts")
-    began, workload, guessed = time.monotonic(), _workload(file, given, delay, jitter, seed), list[Totals]()
+    from pearl.lab.experiments.workload import compare
+
+    began, workload = time.monotonic(), _workload(file, given, delay, jitter, seed)
+    guessed: list[Totals] = []
     with Bars() as bars:
         done = compare(workload, bars.step)
         if file is not None:
