@@ -109,7 +109,7 @@ def wanted(text: str, length: int) -> str:
 def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
     """Several turns, the status line, and leaving; a reply continues all that went before."""
     # A target that does not wait for its draft may be done before it has judged anything.
-    waits = ["--look-ahead", "0"]
+    waits = ["--method", "pearl", "--look-ahead", "0"]
     with chatting(home, *attached, *waits, "--temperature", "0", "--max-tokens", "12") as person:
         person.sees("/? for help")
         person.sees(">>>")
