@@ -61,7 +61,7 @@ def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] 
 
 
 def converted(name: str, build: Build, progress: Progress, checksums: bool = False) -> Path:
-    """Like `built_once`, in the bounded part of the cache; a damaged directory is built anew.
+    """Like `built_once`, in the bounded part of the cache; a damaged directory is rebuilt.
 
     Removes the least recently used directories where all would take more than $PEARL_CACHE_GB (`DEFAULT_GIGABYTES`).
     With `checksums`, `find` can check the contents of the files too.

@@ -46,7 +46,7 @@ _Plain.yaml_implicit_resolvers = {
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document without tags, anchors and aliases, a few of which could fill all memory. Raises ValueError."""
+    """One YAML document without tags, anchors and aliases: a few aliases could fill all memory. Raises ValueError."""
     if len(text) > _MOST_YAML:
         raise ValueError(f"it has {len(text):,} characters, at most {_MOST_YAML:,} are read")
     try:

@@ -268,4 +268,4 @@ class ModelConfig:
 
 
 def _on_one_host(known: ValidationInfo) -> bool:
-    return is_on_one_host(known.data.get("control", "ipc"))  # where it was bad, that is what is told
+    return is_on_one_host(known.data.get("control", "ipc"))  # a bad `control` has an error of its own

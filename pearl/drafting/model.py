@@ -81,7 +81,7 @@ class ModelProposer:
         is_block = rule_in_force(options.rule, sampling).unit is Unit.BLOCK
         rule, block = (None, make_block_half(*given)) if is_block else (make_draft_half(*given), None)
         before = self._texts.get(command.request)
-        window = before.window if before is not None else None  # a request that gets its prefix anew keeps its windows
+        window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows
         if window is None and (policy := self._policies(command)) is not None:
             window = StopWindow(policy, len(command.prompt))
         slot = self._slots.get(command.slot, command.slot)
@@ -96,7 +96,7 @@ class ModelProposer:
         options, capabilities = command.options, self.runner.capabilities
         if options.draft_lookup:
             text.index = text_index(command.prompt, self._datastore)
-        # A recorded forward has a fixed number of rows, of which the last token's is one.
+        # A recorded forward has a fixed number of rows, one of them for the last token.
         text.max_guesses = (
             min(options.draft_lookup, capabilities.tree_nodes - 1) if self.chains else options.draft_lookup
         )

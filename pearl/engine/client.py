@@ -124,7 +124,7 @@ class Client:
             )
 
     def check_open(self) -> None:
-        """Raises `EngineClosed` if this engine is closed, or is another process's of which this one is a fork."""
+        """Raises `EngineClosed` if this engine is closed, or belongs to the process that this one was forked from."""
         self._check_ours()
         if self.is_closed:
             raise EngineClosed("this engine has been closed; make another")

@@ -124,7 +124,7 @@ def total_variation(one: Distribution, other: Distribution) -> float:
 
 
 def expected_rejections(target: Sequence[Table], draft: Sequence[Table], first: int) -> float:
-    """Expected rejections in a text of which the ratio rule judges every token.
+    """Expected rejections in a text if the ratio rule judges every token.
 
     The sum over positions of the expected total variation distance between the models' distributions, over texts of
     the target.  Exact for models that depend on the last token and the position only (Markov chains).

@@ -27,7 +27,7 @@ _EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], of which the first `filled` rows count.
+    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
 
     Growing copies only the new rows (`DynamicLayer` copies all), and shrinking sets a number.
     """
