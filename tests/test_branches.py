@@ -12,17 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import DecodingConfig
-from pearl.drafting.branches import Branch, Branches, Foresight
 from pearl.drafting.model import ModelProposer
-from pearl.errors import ConfigError, NumericalError
+from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Drafted, Open, Seen
+from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.proposals import Proposal
 from pearl.protocol.speeds import ForwardTimes
 from pearl.spec.methods import BRANCHES
 from tests.pairwise import combined
@@ -260,31 +258,6 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
                 proposer.rollback(len(known), 1)
 
 
-def test_rates_are_learned_from_what_is_decided() -> None:
-    foresight, right, wrong = Foresight(), Seen(1, 7, (2, 3)), Seen(1, 0, (2, 3))
-    for _ in range(200):
-        foresight.learn(right, 1)
-        foresight.learn(wrong, 3)
-    assert foresight.agrees(right) > 0.99
-    assert foresight.agrees(wrong) < 0.01
-    first, second = foresight.others(wrong)
-    assert first[0] < 0.01
-    assert second == (pytest.approx(1, abs=0.02), 3)
-
-
-def test_no_row_is_used_where_each_costs_a_forward() -> None:
-    runner = Counting(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.9, order=1)[1]))
-    proposer = opened(runner, PROMPT, "coupled", 1.0, 5)
-    for fed in (*range(1, 8), *range(1, 8)):
-        proposer.model.times.observe(fed, float(fed))
-    start, tokens = 0, PROMPT
-    for pending in range(3):
-        found = drafted(proposer, start, tokens, 8, pending)
-        start, tokens = start + len(tokens), found.tokens
-        assert found.branches == ()
-    assert all(len(feeds) == 1 for feeds in runner.fed)
-
-
 def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
     class Partly(WrappedRunner):
         """NaN in every slot but the first."""
@@ -304,26 +277,6 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
     assert branches is not None
     assert not branches._live
     assert len(branches._free) == 7
-
-
-def test_the_text_itself_must_be_drawn() -> None:
-    nan = ToyRunner(VOCAB, lambda _: torch.full((VOCAB,), torch.nan))
-    proposer = opened(nan, PROMPT, "coupled", 1.0, 5)
-    with pytest.raises(NumericalError):
-        drafted(proposer, 0, PROMPT, 8, 0)
-
-
-def test_branches_of_one_slot_are_none() -> None:
-    class One(WrappedRunner):
-        """As the general path: no room beside the text."""
-
-        @property
-        def capabilities(self) -> Any:
-            return type(super().capabilities)()
-
-    proposer = opened(One(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5)
-    assert proposer._texts[1].branches is None
-    assert len(drafted(proposer, 0, PROMPT, 8, 0).tokens) == 1
 
 
 def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
@@ -348,27 +301,7 @@ def drafted_for(proposer: ModelProposer, request: int) -> Drafted:
     return proposer.collect(proposer.launch(Draft(0, PROMPT, 8, 0, request=request)))
 
 
-def test_a_slot_that_shares_most_is_taken_first() -> None:
-    runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])
-    runner.forward([Feed([1, 2, 3, 4, 5], 0)])
-    branches = Branches(runner, [1, 2, 3], Foresight())
-    first = branches.branch((2, 9), 0)
-    assert first is not None
-    branches.end(first)
-    second = branches.branch((4, 9), 0)
-    assert second is not None
-    assert second.slot == first.slot
-    assert runner.length(second.slot) == 4
-    assert branches.branch((4, 9), 0) is second
-
-
 # ---- settings ----
-
-
-def test_a_branch_is_whole_from_its_outcome_on() -> None:
-    first = Proposal(7, (1, 2), after=(6, 9))
-    assert first.end == 9
-    assert first.followed_by(Proposal(7, (3,), after=(6, 9))).tokens == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -381,16 +314,3 @@ def test_a_branch_is_whole_from_its_outcome_on() -> None:
 def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         DecodingConfig(**given_)
-
-
-def test_of_a_continuation_that_was_taken_back_nothing_is_told() -> None:
-    """Its rows were of another text: what a trace is told of a position must be of the text that stands before it."""
-    runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1], slots=2)
-    runner.forward([Feed((0, 1, 2, 3, 5, 1, 2), 0, 1)])
-    seen = [Seen(token, 3, ()) for token in (1, 2, 3)]
-    branches = Branches(runner, [1], Foresight())
-    branches._live[4, 5] = Branch((4, 5), 1, [1, 2, 3], [], seen)
-    assert branches.adopt(4, (5, 1, 2, 3), 0) == (1, 3)
-    branches.rollback(6)
-    assert branches.take_adopted() == [(5, seen[0]), (6, seen[1])]
-    assert branches.take_adopted() == []

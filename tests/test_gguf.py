@@ -21,7 +21,7 @@ from pearl.errors import ModelError
 from pearl.models import gguf as reading
 from pearl.models.direct import llama3_frequencies
 from pearl.models.families import GGUF
-from pearl.models.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert, unfit_weights
+from pearl.models.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
@@ -74,17 +74,6 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path, monkeypat
     messages: list[str] = []
     load_runner(str(file), device=CPU, dtype="float32", max_context=64, progress=messages.append)
     assert messages == [f"loading {file}"]
-
-
-def test_a_llama_by_the_name_of_mistral_is_a_llama(tmp_path: Path, cache: Path) -> None:
-    """transformers made a Mistral of it, then found none of its tensors, and asked for another gguf package."""
-    _write_gguf(file := tmp_path / "tiny.gguf", general={"name": "mistral"})
-    _check_same(file, tiny_model())
-    (made,) = cache.glob("*-float32")
-    assert "sliding_window" not in json.loads((made / "config.json").read_text())
-    _write_gguf(file, general={"name": "mistral"}, **{"attention.sliding_window": 64})
-    with pytest.raises(ModelError, match="a window of 64"):
-        load_runner(str(file), device=CPU)
 
 
 def test_who_converts_ends_with_who_waits_for_it(tmp_path: Path) -> None:
@@ -317,18 +306,6 @@ def test_the_sizes_of_a_gguf_file_are_taken(architecture: str, key: str, attribu
     assert getattr(config, attribute) == 24
 
 
-def test_a_buffer_that_is_computed_may_be_missing() -> None:
-    """Frequencies, masks: they follow from the configuration."""
-    model = torch.nn.Module()
-    model.register_buffer("frequencies", torch.tensor([1.0, 0.5]))
-    model.register_buffer("mask", torch.ones(3, 3).tril())
-    model.register_buffer("bias", torch.zeros(3))
-    found: dict[str, Any] = {"missing_keys": {"frequencies", "mask"}, "mismatched_keys": set()}
-    assert unfit_weights(model, found) == ""
-    found["missing_keys"].add("bias")
-    assert unfit_weights(model, found) == "1 of its weights are in no file, bias for one"
-
-
 @pytest.mark.parametrize("shape", [None, (5,)])
 def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[int, ...] | None) -> None:
     """Nor cut to size, of an ordinary checkpoint either: it ran with zeros."""
@@ -362,13 +339,12 @@ def _write_gguf(
     model: Path | None = None,
     without: str = " ",
     freqs: Any = None,
-    general: dict[str, str] | None = None,
     **said: Any,
 ) -> None:
     """A tiny model in llama.cpp's naming, float32; a Llama's q and k rows interleaved as its rotation wants.
 
     `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
-    tensor, that of Llama 3.2 or one with these numbers. `general`: what is said of any file, such as its name.
+    tensor, that of Llama 3.2 or one with these numbers.
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
@@ -387,8 +363,6 @@ def _write_gguf(
         "vocab_size": config["vocab_size"],
     }
     writer = gguf.GGUFWriter(file, family)
-    for name, text in (general or {}).items():
-        writer.add_string(f"general.{name}", text)
     for name, value in (usual | said).items():
         if value is not None:
             add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]

@@ -12,7 +12,6 @@ from scipy import stats
 
 from pearl.config import DecodingConfig
 from pearl.decoding.rules import make_block_half, make_target_half
-from pearl.decoding.rules.joint import JointTarget
 from pearl.drafting.beams import Search
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, NumericalError
@@ -23,9 +22,7 @@ from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, 
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
-from pearl.protocol.window import Window, whole_blocks
-from pearl.spec.methods import METHODS
-from pearl.spec.rules import RULES, Parameters, Unit, register
+from pearl.spec.rules import Parameters
 from tests.replace import replace
 
 WARM = Sampling(1.0, seed=3)
@@ -137,20 +134,6 @@ def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> 
     assert (judged.accepted, judged.token) == (7, 2)
 
 
-def test_the_token_behind_it_is_the_targets_own() -> None:
-    """Not of a residual; chi-square over positions."""
-    rule, counts = make_target_half("joint", WARM, parameters(1.0, 1)), torch.zeros(4)
-    assert isinstance(rule, JointTarget)
-    row = torch.zeros(4)
-    row[1] = 0.9
-    for position in range(4000):
-        verdict = rule.judge(TARGET[:1].log(), [1], [row], position)
-        assert verdict.accepted == 0
-        assert verdict.token is not None
-        counts[verdict.token] += 1
-    assert stats.chisquare(counts, 4000 * TARGET[0]).pvalue > NEVER
-
-
 def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -> list[tuple[int, int]]:
     """Reads a text as the rule writes it, by a search of its own; returns what was drawn freely: (before it, token)."""
     at, last, drawn = 0, 0, []
@@ -252,27 +235,6 @@ def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> 
     assert found.counts.accepted == other.counts.accepted
 
 
-@pytest.mark.parametrize("method", ["pearl", "sd"])
-def test_blocks_are_counted_as_tokens(method: str) -> None:
-    run = decode(RequestOptions(method, "stream", 3, "joint", parameters(0.3)))
-    counts = run.counts
-    assert counts.accepted == counts.provenance[Provenance.ACCEPTED] > 0
-    assert counts.drafted >= counts.accepted
-    assert (counts.provenance[Provenance.BONUS] > 0) == METHODS[method].bonus
-    assert counts.odds is not None
-    assert counts.odds.rejections == counts.rejected
-    assert 120 / run.target_steps > 1.2
-
-
-def test_windows_have_whole_blocks() -> None:
-    assert [whole_blocks(c, 4) for c in (1, 4, 5, 6, 9, 13)] == [4, 4, 4, 8, 8, 12]
-    for method, policy, fresh in product(("pearl", "sd", "pearl-no-pre-verify"), ("stream", "fixed"), (True, False)):
-        window = Window.after(METHODS[method], policy, 8, 20, fresh).in_blocks(4, 20)
-        assert (window.needed - 1) % 4 == 0
-        assert window.draft_until % 4 == 0
-        assert 20 + window.needed - 1 <= window.draft_until, (method, policy, fresh)
-
-
 # ---- what it cannot be had with ----
 
 
@@ -281,10 +243,3 @@ def test_what_drafts_token_by_token_is_refused(given: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="whole blocks; it takes draft_stop fixed, not ssd"):
         DecodingConfig(rule="joint", **given)  # type: ignore[arg-type]
     assert DecodingConfig(rule="joint", method="sd").rule == "joint"
-
-
-def test_a_rule_of_blocks_says_how_long_they_are() -> None:
-    with pytest.raises(ValueError, match="depth says how long blocks are"):
-        register(replace(RULES["ratio"], name="other", unit=Unit.BLOCK))
-    assert RULES["joint"].block(()) == 4
-    assert RULES["ratio"].block(()) == 1

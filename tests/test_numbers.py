@@ -35,9 +35,9 @@ from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
+from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, loops, submission
+from tests.loops import simulated as simulated_text
 from tests.replace import replace
-from tests.test_worker import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, loops, submission
-from tests.test_worker import simulated as simulated_text
 
 __all__ = ["loops"]  # a fixture
 

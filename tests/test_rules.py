@@ -20,7 +20,6 @@ from pearl.config.decoding import with_registered_rules
 from pearl.decoding.rules import make_block_half, make_draft_half, make_target_half, ratio
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.engine import processes
-from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
@@ -38,15 +37,14 @@ from pearl.spec.rules import (
     RuleSpec,
     Unit,
     find,
-    markdown_table,
     register,
 )
-from pearl.text.tokenizer import GenerationDefaults
-from tests import lenient_rule, test_worker
+from tests import lenient_rule
+from tests import loops as worker_loops
+from tests.loops import MakeLoops, loops, submission
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
 from tests.test_verification import NEVER, TARGET, p_value
-from tests.test_worker import MakeLoops, loops, submission
 
 __all__ = ["loops"]  # a fixture
 
@@ -85,20 +83,19 @@ def text(
 # ---- a third rule, end to end ----
 
 
-@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
 def test_a_third_rule_and_its_parameter_go_through_the_runtime(
-    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both workers' loops over the codec, nothing of which has heard of it: one file and one registration."""
-    monkeypatch.setattr(test_worker, "alpha_pair", overlapping)
+    monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()
     front, texts, rates = pair.front(), [], []
     for request, (rule, *values) in enumerate([("ratio",), ("lenient",), ("lenient", 0.5), ("lenient", 1.0)]):
         parameters = tuple(("epsilon", value) for value in values)
-        submit = submission(100, method, request=request, rule=rule, parameters=parameters)  # type: ignore[arg-type]
+        submit = submission(100, request=request, rule=rule, parameters=parameters)  # type: ignore[arg-type]
         told = front.ask(submit)
-        assert told.tokens == test_worker.simulated(submit, alpha=0.3)
+        assert told.tokens == worker_loops.simulated(submit, alpha=0.3)
         texts.append(told.tokens)
         rates.append(told.statistics.acceptance_rate)
     assert texts[0] == texts[1], "at epsilon 0, its default, it is ratio"
@@ -108,14 +105,14 @@ def test_a_third_rule_and_its_parameter_go_through_the_runtime(
 @pytest.mark.parametrize("method", ["pearl", "sd"])
 def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Both workers' loops and the codec: the texts are those that the machines alone give."""
-    monkeypatch.setattr(test_worker, "alpha_pair", overlapping)
+    monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()
     front = pair.front()
     for request, rule in enumerate(RULES):
         submit = submission(60, method, request=request, rule=rule, gamma=3)
         told = front.ask(submit)
-        assert told.tokens == test_worker.simulated(submit, alpha=0.3), rule
+        assert told.tokens == worker_loops.simulated(submit, alpha=0.3), rule
         assert told.statistics.num_accepted_draft_tokens > 0, rule
 
 
@@ -203,7 +200,7 @@ def test_a_text_that_loses_its_draft_comes_to_its_end_under_every_rule(monkeypat
     )
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     with Engine(config=config) as engine:
-        for rule in NAMES[:-1]:
+        for rule in ("ratio", "joint", "bild"):  # of tokens, of blocks, and biased
             decoding = DecodingConfig(method="pearl", rule=rule)
             for is_killed in (True, False):
                 while not is_killed and engine.generate([[1]], params, decoding=decoding)[0].statistics.draft_lost:
@@ -305,15 +302,6 @@ def test_what_a_rule_does_not_take_is_refused_in_one_line(given: dict[str, objec
     assert "\n" not in str(caught.value)
 
 
-def test_parameters_travel_with_a_request() -> None:
-    section = with_registered_rules(DecodingConfig)
-    chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
-    defaults = GenerationDefaults()
-    submit = submit_from(1, [1, 2], 100, SamplingParams(seed=1), defaults, chosen)
-    own = RequestOptions("auto", "stream", None, "lenient", (("epsilon", 0.25),), *chosen.guesses)
-    assert submit.options == own.changed(sampling=submit.options.sampling)
-
-
 # ---- the registry itself ----
 
 
@@ -354,17 +342,3 @@ def test_halves_are_not_made_of_what_is_unknown(make: object) -> None:
         for sampling in (WARM, Sampling()):
             with pytest.raises(RequestError, match=r"choose one of|takes no parameters|it takes epsilon"):
                 make(name, sampling, parameters)  # type: ignore[operator]
-
-
-def test_the_table_says_what_is_declared() -> None:
-    lines = markdown_table().splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [f"`{name}`" for name in NAMES]
-    assert lines[2].split("|")[2].strip().endswith("(default)")
-    assert [cell.strip() for cell in lines[-1].split("|")[3:-1]] == [
-        "no",
-        "yes",
-        "token",
-        "its distribution",
-        "epsilon (float in [0, 1], default 0)",
-    ]
-    assert len({line.count("|") for line in lines}) == 1

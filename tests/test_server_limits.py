@@ -60,7 +60,7 @@ def test_a_full_queue_leaves_each_client_its_share(slow: Served) -> None:
     other = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=BOUND)
     with ThreadPoolExecutor() as pool, other:
         with slow.held():
-            first = pool.submit(slow.post, max_tokens=40, ignore_eos=True)
+            first = pool.submit(slow.post, max_tokens=10, ignore_eos=True)
             slow.until_running()
             with slow.connection() as waiting:
                 waiting.sendall(raw_post(body()))
@@ -74,7 +74,7 @@ def test_a_full_queue_leaves_each_client_its_share(slow: Served) -> None:
             third = pool.submit(other.post, f"{slow.url}/v1/completions", json=body())
             slow.until_running(waiting=2)
             assert slow.post().status_code == 429
-        assert first.result(BOUND).json()["usage"]["completion_tokens"] == 40
+        assert first.result(BOUND).json()["usage"]["completion_tokens"] == 10
         assert [each.result(BOUND).status_code for each in (second, third)] == [200, 200]
     assert slow.figure("pearl:http_refused_total") >= 2
 
@@ -112,7 +112,7 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("connections", [1, 3, 40])
+@pytest.mark.parametrize("connections", [1, 40])
 def test_refusals_are_immediate_until_there_are_many(connections: int) -> None:
     """Each connection asks again at once; after a pause the first refusals are immediate again."""
     time, counted = Time(), 0
@@ -159,8 +159,8 @@ def test_all_bodies_together_are_bounded(served: Served, monkeypatch: pytest.Mon
         assert served.is_well()
 
 
-def test_long_bodies_are_parsed_with_pauses_between_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing blocks the event loop: with nothing between bodies every text stood still. Short ones do not wait."""
+def test_long_bodies_are_parsed_with_pauses_between_them(served: Served) -> None:
+    """Parsing blocks the event loop: with nothing between bodies every text stood still."""
     nested = b"[" + (b"[" * 200 + b"]" * 200 + b",") * 1300 + b"1]"
     took: list[float] = []
     times: list[float] = []
@@ -181,17 +181,6 @@ def test_long_bodies_are_parsed_with_pauses_between_them(served: Served, monkeyp
     rests = [after - end for end, after in zip(times[1::2], times[2::2], strict=False)]
     assert len(rests) == 7
     assert sum(rests) > 2 * sum(took)
-
-    until(lambda: not served.app.bodies.parsing.locked())
-    monkeypatch.setattr(limits, "_RESTS", 1e9)
-    monkeypatch.setattr(limits, "_LONGEST_REST", 1.0)
-    padded = json.dumps(body()).encode() + b" " * limits.SHORT_BODY
-    began = time.monotonic()
-    assert served.send(padded).status_code == 200
-    assert served.post(max_tokens=1).status_code == 200
-    assert served.app.bodies.parsing.locked() or time.monotonic() - began >= 1
-    assert served.send(padded).status_code == 200
-    assert time.monotonic() - began >= 1
 
 
 def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

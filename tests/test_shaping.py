@@ -9,17 +9,15 @@ from itertools import product
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
 from pearl import Engine, SamplingParams
-from pearl.cli import cli
 from pearl.config import DecodingConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
-from pearl.decoding.shaping import Shaper, make_shaper
+from pearl.decoding.shaping import Shaper
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.ahead import Ahead
@@ -29,7 +27,6 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
-from tests.conftest import TOY
 from tests.replace import replace
 from tests.test_look_ahead import TIMINGS
 from tests.tiny import tiny_model
@@ -113,10 +110,6 @@ def test_a_repetition_penalty_is_that_of_transformers_bit_for_bit() -> None:
     assert torch.equal(shaper.shape(logits), theirs)
 
 
-def test_where_nothing_is_to_be_changed_nothing_is_done() -> None:
-    assert make_shaper(None, PROMPT) is None
-
-
 # ---- texts ----
 
 
@@ -146,17 +139,10 @@ def test_a_direct_text_is_that_of_the_shaped_target(method: str, shaping: Shapin
         assert decoded(method, "coupled", sampling, timing) == reference(sampling, 24)
 
 
-def test_a_shaped_text_is_another_one() -> None:
-    plain = decoded("ar", "coupled", Sampling(1.0, seed=7), TIMINGS[0])
-    for shaping in SHAPINGS:
-        assert decoded("ar", "coupled", Sampling(1.0, seed=7, shaping=shaping), TIMINGS[0]) != plain
-
-
-@pytest.mark.parametrize(("method", "rule"), [("sd", "ratio"), ("pearl", "ratio"), ("pearl", "coupled")])
-def test_sampled_texts_have_the_shaped_targets_distribution(method: str, rule: str) -> None:
+def test_sampled_texts_have_the_shaped_targets_distribution() -> None:
     count, texts = 2, 1500
     found = Counter(
-        tuple(decoded(method, rule, Sampling(1.0, seed=seed, shaping=ALL), TIMINGS[seed % 4], count))
+        tuple(decoded("pearl", "ratio", Sampling(1.0, seed=seed, shaping=ALL), TIMINGS[seed % 4], count))
         for seed in range(texts)
     )
     target, _ = alpha_pair(VOCAB, 0.6)
@@ -253,13 +239,3 @@ def test_a_bias_for_a_token_that_the_model_has_not_is_refused(toy: Engine) -> No
     asked = SamplingParams(max_tokens=4, logit_bias=((32, 1.0),))
     with pytest.raises(RequestError, match="logit_bias names token id 32, the model has ids up to 31"):
         toy.generate([1], asked)
-
-
-def test_flags() -> None:
-    command = ["generate", "abc", "--target", TOY, "--draft", "none", "--method", "ar", "--max-tokens", "6"]
-    flags = ["--logit-bias", "4", "100", "--logit-bias", "5", "-100", "--presence-penalty", "0.5", "--ignore-eos"]
-    done = CliRunner().invoke(cli, [*command, *flags, "--json"])
-    assert done.exit_code == 0, done.output
-    assert '"logit_bias": [[4, 100.0], [5, -100.0]]' in done.output
-    unlikely = CliRunner().invoke(cli, [*command, "--logit-bias", "4", "200"])
-    assert "logit_bias: takes token ids, and numbers from -100 to 100" in str(unlikely.exception)

@@ -19,6 +19,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import METHODS
 from tests.pairwise import combined
 from tests.replace import replace
+from tests.test_look_ahead import TIMINGS
 from tests.tiny import tiny_model
 
 VOCAB = 12
@@ -26,12 +27,6 @@ TOKENS = 60
 PROMPT = (1, 2, 3)
 DRAFTING = [name for name, method in METHODS.items() if method.drafts]
 WINDOWS = [("stream", None), ("fixed", 1), ("fixed", 2), ("fixed", 7)]
-TIMINGS = [
-    Timing(1.0, lambda _: 4.0),
-    Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1),
-    Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
-    Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
-]
 
 
 def decode(
@@ -72,17 +67,6 @@ def test_coupled_and_greedy_texts_are_plain_decoding(method: str, combined: Any)
         assert outcome.tokens == plain(5, temperature), (window, gamma, rule, timing.seed)
         accepted += outcome.counts.accepted
     assert accepted > 0
-
-
-@pytest.mark.parametrize("method", DRAFTING)
-def test_a_shorter_draft_context_changes_no_greedy_text(method: str) -> None:
-    """Crossed amid a window; and one that the prompt has filled already."""
-    for window, gamma in WINDOWS:
-        for context in range(1, len(PROMPT) + 12, 2):
-            decoding = RequestOptions(method, window, gamma)
-            outcome = decode(decoding, TIMINGS[1], temperature=0.0, draft_context=context)
-            assert outcome.tokens == plain(5, 0.0), (window, gamma, context)
-            assert outcome.counts.drafted == 0 or context > len(PROMPT)
 
 
 def test_the_simulation_overlaps_what_pearl_overlaps() -> None:
@@ -153,16 +137,3 @@ def test_all_that_guesses_writes_one_text(kind: str, rule: str, temperature: flo
         assert (outcome.tokens, outcome.counts.resyncs) == (expected, 0), guessing
         seen += outcome.counts.odds or Odds()
     assert (seen.rejections > 0) == (rule == "ratio")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_as_many_are_rejected_as_the_models_distributions_say(kind: str) -> None:
-    """Theorem 1 of Yin et al. at every position that was judged."""
-    found, odds = 0, Odds()
-    for seed in range(20):
-        decoding = RequestOptions("pearl", "stream", 3, "ratio", sampling=Sampling(1.5, top_k=5, seed=seed))
-        counts = decode_model(kind, decoding, TIMINGS[0]).counts
-        assert counts.odds is not None
-        found, odds = found + counts.rejected, odds + counts.odds
-    assert odds.variance > 4, "too little was in doubt to say anything"
-    assert abs(found - odds.rejections) < 4 * odds.variance**0.5

@@ -21,9 +21,10 @@ from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, Resync, 
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import METHODS
-from tests.protocol_pair import TEXT, Pair, ScriptDraft, ScriptTarget, at_random, draft_in, make_pair, submission, until
+from tests.exploration import freeze
+from tests.protocol_pair import Pair, at_random, draft_in, make_pair, until
 from tests.replace import replace
-from tests.test_model_check import freeze
+from tests.scripted import TEXT, ScriptDraft, ScriptTarget, submission
 
 TARGET_EVENTS = {
     Submit: submission(TEXT, request=9),

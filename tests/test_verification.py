@@ -15,10 +15,9 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio, tokenwise
 from pearl.decoding.rules.biased import OptTarget, UnoTarget
-from pearl.decoding.rules.direct import DirectDraft, DirectDraw
+from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.decoding.sampling import pick, pick_on_device, race_rows, read_draw
@@ -210,24 +209,6 @@ def test_a_device_draws_as_the_host(name: str, sampling: Sampling, monkeypatch: 
         assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("order", [1, -1])
-def test_rows_that_came_by_two_ways_are_judged_together(order: int) -> None:
-    """Dense ones lie on the GPU, where they were received, and sparse ones on the host."""
-    target = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)).cuda()
-    logits = target if order > 0 else target.flip(0)
-    rows = [row if i else row.cpu() for i, row in enumerate(torch.softmax(target, -1))][::order]
-    assert RatioTarget(Sampling(1.0)).judge(logits, [3, 4], rows, 0).accepted == 2
-
-
-def test_a_run_is_judged_up_to_its_first_rejection() -> None:
-    rule = make_target_half("coupled", Sampling())
-    logits = torch.eye(4)
-    assert rule.judge(logits, [0, 1, 2, 3], [None] * 4, 0) == Judgement(4, None)
-    assert rule.judge(logits, [0, 1, 0, 3], [None] * 4, 0) == Judgement(2, 2)
-
-
 def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
     """(how often the draft's token is accepted, total variation distance) on one pair of distributions."""
     sampling = Sampling(1.0, seed=1)
@@ -250,24 +231,11 @@ def test_acceptance_rates_are_the_papers() -> None:
     assert (1 - distance) / (1 + distance) - error < coupled < 1 - distance + error
 
 
-def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: the draft draws with a key of its own. The text stays right, so only acceptance can tell."""
-
-    def own(self: DirectDraft, logits: Any, positions: Any, tops: Any = ()) -> list[tuple[torch.Tensor, None]]:
-        return [(self._draw(row, at + 1_000_000), None) for row, at in zip(logits, positions, strict=True)]
-
-    monkeypatch.setattr(DirectDraft, "draft", own)
-    rate, distance = acceptance("coupled")
-    assert rate < (1 - distance) / (1 + distance) - 3 / 4000**0.5
-
-
 # ---- whole runs ----
 
 Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
 TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
 DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
-COIN_TARGET = torch.tensor([[0.5, 0.5]] * 2)
-COIN_DRAFT = torch.tensor([[0.9, 0.1]] * 2)
 FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)
 
 
@@ -372,25 +340,17 @@ def rejections(decoding: RequestOptions, target: Table = TARGET, draft: Table = 
     return (found - odds.rejections) / odds.variance**0.5
 
 
-@pytest.mark.parametrize("rule", ["ratio", "opt", "uno"])
 @pytest.mark.parametrize(
-    ("method", "window"),
-    [*((m, w) for m in ("pearl", "pearl-no-pre-verify") for w in ("stream", "fixed")), ("sd", "fixed")],
+    ("method", "rule", "window"),
+    [
+        *(("pearl", "ratio", "stream"), ("pearl", "opt", "fixed"), ("pearl", "uno", "stream")),
+        *(("pearl-no-pre-verify", "opt", "stream"), ("pearl-no-pre-verify", "ratio", "fixed"), ("sd", "uno", "fixed")),
+    ],
 )
 def test_as_many_are_rejected_as_the_distributions_say(method: str, rule: str, window: str) -> None:
     """Theorem 1 of Yin et al. at each position judged; a bonus token or a direct draw counts on neither side."""
     parameters = () if rule == "ratio" else (("epsilon", 0.1),)
     assert abs(rejections(RequestOptions(method, window, 3, rule, parameters))) < 4
-
-
-def test_the_count_of_rejections_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance that is lenient by 0.2; and one random number for two positions."""
-    with monkeypatch.context() as planted:
-        planted.setattr(ratio, "accepts", generous)
-        assert rejections(PEARL) < -4
-    assert abs(rejections(PEARL, COIN_TARGET, COIN_DRAFT)) < 4
-    monkeypatch.setitem(RULES, "ratio", replace(RULES["ratio"], target=f"{__name__}:ReusedDraw"))
-    assert rejections(PEARL, COIN_TARGET, COIN_DRAFT) < -4
 
 
 def generous(u: float, target_prob: float, draft_prob: float) -> bool:
@@ -403,48 +363,3 @@ def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPat
     planted = PLANTED_IN_RULE | {"accepts": generous}
     monkeypatch.setattr(ratio, bug, planted[bug])
     assert one_long(PEARL, 3000) < NEVER
-
-
-@pytest.mark.parametrize("twin", [Purpose.DRAFT, Purpose.ACCEPT])
-def test_chi_square_notices_a_correction_that_shares_its_draw(twin: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: CORRECTION has the key of the draw that led to the rejection."""
-
-    def key(self: RatioTarget, position: int, purpose: Purpose) -> int:
-        return draw_key(self.sampling, position, twin if purpose is Purpose.CORRECTION else purpose)
-
-    monkeypatch.setattr(RatioTarget, "_key", key)
-    target = torch.tensor([[16, 24, 24]] * 3) / 64
-    draft = torch.tensor([[32, 16, 16]] * 3) / 64
-    texts = [generate(PEARL, seed, 600, target, draft) for seed in range(3)]
-    assert p_value(texts, target) < NEVER
-
-
-def test_chi_square_notices_a_first_token_that_nobody_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: the draft's own first token, sampled at its prefill, is committed as it is."""
-    judge = RatioTarget.judge
-
-    def trusting(self: RatioTarget, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
-        return Judgement(len(tokens), None) if start == 1 else judge(self, logits, tokens, rows, start)
-
-    assert many_short(PEARL) > NEVER
-    monkeypatch.setattr(RatioTarget, "judge", trusting)
-    assert many_short(PEARL) < NEVER
-
-
-class ReusedDraw(RatioTarget):
-    """Official PEARL's bug: after a token accepted in pre-verify, the next position is judged by the same u."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        super().__init__(sampling)
-        self._accepted_alone = -1
-
-    def judge(self, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
-        self._shared = start if self._accepted_alone == start - 1 else -1
-        judgement = super().judge(logits, tokens, rows, start)
-        self._accepted_alone = start if len(tokens) == judgement.accepted == 1 else -1
-        return judgement
-
-    def _key(self, position: int, purpose: Purpose) -> int:
-        if purpose is Purpose.ACCEPT and position == self._shared:
-            position -= 1
-        return super()._key(position, purpose)
