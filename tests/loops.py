@@ -317,10 +317,3 @@ class FakeDraft:
 def sparse(ids: Sequence[int], probs: Sequence[float]) -> PackedRow:
     """A row of these tokens only."""
     return PackedRow(torch.tensor(probs).numpy().tobytes(), torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
-        time.sleep(0.01)

@@ -31,15 +31,7 @@ from pearl.protocol.events import (
     Stalled,
     Wait,
 )
-from pearl.protocol.messages import (
-    Begin,
-    Committed,
-    Error,
-    Preview,
-    Provenance,
-    Submit,
-    Verdict,
-)
+from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Submit, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest

@@ -21,10 +21,7 @@ from pearl.protocol.events import (
     Sampled,
     Spread,
 )
-from pearl.protocol.messages import (
-    Source,
-    Submit,
-)
+from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 

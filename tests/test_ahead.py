@@ -21,7 +21,7 @@ from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
-from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.protocol.speeds import ForwardTimes
 from tests.tiny import tiny_model
 
@@ -279,8 +279,11 @@ SAMPLINGS = [
 ]
 
 
+SHAPED = Sampling(1.0, seed=3, shaping=Shaping(3, 1.5, 0.7, 0.4, ((2, -1.5), (5, 0.9))))  # its forwards are no chain
+
+
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, SHAPED], ids=str)
 def test_a_trace_is_told_the_same_of_each_row_however_forwards_are_launched(rule: str, sampling: Sampling) -> None:
     """Chained, one by one, with guesses and beside branches; and nothing where there is neither trace nor branch."""
 

@@ -17,17 +17,7 @@ from pearl.execution.target import TargetExecutor
 from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Open
-from pearl.protocol.messages import (
-    Begin,
-    Committed,
-    DraftTokens,
-    Finished,
-    Heartbeat,
-    Message,
-    Pong,
-    Resync,
-    Submit,
-)
+from pearl.protocol.messages import Begin, Committed, DraftTokens, Finished, Heartbeat, Message, Pong, Resync, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
 from pearl.transport.base import Endpoint

@@ -31,7 +31,7 @@ from pearl.metrics import Statistics
 from pearl.protocol.auto import WAYS
 from pearl.protocol.speeds import Profile
 from pearl.text.tokenizer import GenerationDefaults
-from tests.conftest import TOY
+from tests.conftest import TOY, Quiet
 from tests.replace import replace
 from tests.tiny import EOS_ID, tiny_model
 
@@ -39,23 +39,6 @@ PACED = EngineConfig(target=TOY, draft=TOY, target_pace=0.004, draft_pace=0.001)
 ONE, TWO = Devices(cores=(0,)), Devices(cores=(0, 1))
 METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl, fixed", "pearl", "ngram"]
 METHODS += ["pearl, ahead", "auto"]
-
-
-class Quiet:
-    """A watcher that only records."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.total = self.done = 0
-
-    def begin(self, what: str, total: int) -> None:
-        self.total, self.done = total, 0
-
-    def advance(self, count: int, note: str = "") -> None:
-        self.done += count
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
 
 
 def pearl(*arguments: object) -> Result:

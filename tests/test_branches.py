@@ -14,102 +14,39 @@ from hypothesis import strategies as st
 from pearl.config import DecodingConfig
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.lab.simulate import Outcome, Timing
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
-from pearl.protocol.messages import Source, Submit
+from pearl.protocol.messages import Source
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from pearl.spec.methods import BRANCHES
-from tests.pairwise import combined
-from tests.replace import replace
-from tests.test_look_ahead import PROMPT, SAMPLINGS, TIMINGS, TOKENS, VOCAB
+from tests.test_look_ahead import PROMPT, SAMPLINGS, VOCAB
 from tests.tiny import tiny_model
-
-Setting = tuple[str, str, int | None]  # method, window, gamma
-SETTINGS: list[Setting] = [
-    ("pearl", "stream", None),
-    ("pearl", "fixed", 1),
-    ("pearl", "fixed", 3),
-    ("pearl", "stream", 7),
-]
+from tests.virtual import decoded as simulated
 
 
-# ---- texts ----
-
-
-def decode(
-    setting: Setting,
-    rule: str,
-    temperature: float,
-    timing: Timing,
-    extras: Sequence[int],
-    seed: int = 5,
-) -> Outcome:
-    """`extras`: look-ahead, draft lookup, branches. The models' text repeats: the next token depends on the last."""
-    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.6, order=1))
-    method, window, gamma = setting
-    decoding = RequestOptions(method, window, gamma, rule, (), *extras)
-    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, replace(decoding, sampling=Sampling(temperature, seed=seed)))
-    return simulate(submit, *paired_executors(target, draft), timing)
-
-
-@combined
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_no_acceleration_changes_a_text(rule: str, temperature: float, setting: Setting, combined: Any) -> None:
-    """Look-ahead, lookup and branches, alone and together, whatever the forwards and messages take."""
-    plain = decode(setting, rule, temperature, TIMINGS[0], (0, 0, 0))
-    foreseen = 0
-    for *extras, timing in combined((0, 8), (0, 8), (0, 7), TIMINGS):
-        outcome = decode(setting, rule, temperature, timing, extras)
-        assert outcome.tokens == plain.tokens, (extras, timing.seed)
-        assert outcome.counts.resyncs == 0, "both sides always agreed on which continuation holds"
-        assert extras[2] or not outcome.counts.foreseen
-        foreseen += outcome.counts.foreseen
-    # A greedy text is a short loop, of which the draft is right or wrong for ever; a window of 1 has no room.
-    assert foreseen > 0 or temperature == 0 or setting[2] == 1
-    assert plain.counts.sources.keys() <= {Source.MODEL}
+def decode(method: str, window: str, gamma: int, branches: int, seconds: float) -> Outcome:
+    """By the models of a text that repeats: the next token depends on the last."""
+    asked = RequestOptions(method, window, gamma, "coupled", branches=branches)
+    timing = Timing(1.0, lambda _: seconds)
+    return simulated(alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, Sampling(1.0, seed=5), 60, timing, PROMPT)
 
 
 def test_a_foreseen_rejection_costs_no_window() -> None:
     """With a draft that is as fast as can be, a branch makes fewer steps of the same text."""
-    timing = Timing(1.0, lambda _: 6.0)
-    setting = ("pearl", "stream", 6)
-    plain, ahead = (decode(setting, "coupled", 1.0, timing, (0, 0, branches)) for branches in (0, 7))
+    plain, ahead = (decode("pearl", "stream", 6, branches, 6.0) for branches in (0, 7))
     assert ahead.tokens == plain.tokens
     assert ahead.target_steps < plain.target_steps
     assert ahead.counts.sources[Source.BRANCH] > 0
     assert ahead.counts.foreseen >= ahead.counts.sources[Source.BRANCH] / 6
 
 
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_sd_whose_draft_prepares_writes_the_text_of_sd(rule: str, temperature: float, gamma: int) -> None:
-    """Under ratio too, for its windows end where those of sd do."""
-    plain = decode(("sd", "fixed", gamma), rule, temperature, TIMINGS[0], (0, 0, 0))
-    foreseen = bonuses = 0
-    for timing in TIMINGS:
-        outcome = decode(("ssd", "fixed", gamma), rule, temperature, timing, (0, 0, 7))
-        assert outcome.tokens == plain.tokens, timing.seed
-        assert outcome.provenance == plain.provenance
-        assert outcome.target_steps == plain.target_steps, "the same windows, only sooner"
-        assert outcome.counts.resyncs == 0
-        foreseen += outcome.counts.foreseen
-        bonuses += outcome.counts.foreseen_bonuses
-    assert bonuses > 0 or gamma == 5, "all five are seldom right"
-    assert foreseen > 0 or temperature == 0
-
-
 def test_sd_whose_draft_prepares_waits_less() -> None:
     """While the target verifies, the window for what it may decide is drafted: where it was foreseen, at once."""
-    timing = Timing(1.0, lambda _: 12.0)
-    plain, ahead = (
-        decode((method, "fixed", 3), "coupled", 1.0, timing, (0, 0, branches))
-        for method, branches in (("sd", 0), ("ssd", 7))
-    )
+    plain, ahead = (decode(method, "fixed", 3, branches, 12.0) for method, branches in (("sd", 0), ("ssd", 7)))
     known = ahead.counts.foreseen + ahead.counts.foreseen_bonuses
     assert known > 0.5 * ahead.target_steps, "of the few tokens that there are it foresees most"
     assert ahead.seconds < 0.9 * plain.seconds

@@ -32,7 +32,7 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.conftest import AS_PUBLISHED, TOY, eventually, greedy_text, started_in
 from tests.screen import BOUND, CTRL_C, CTRL_D, Person
 
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
@@ -50,31 +50,13 @@ def home(tmp_path: Path) -> Iterator[dict[str, str]]:
     environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | variables
     yield environment
     eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
-    eventually(lambda: not started_with(environment), "no process is left")
-
-
-def started_with(environment: dict[str, str]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == environment["TMPDIR"]:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    eventually(lambda: not started_in(environment["TMPDIR"]), "no process is left")
 
 
 def target(environment: dict[str, str]) -> psutil.Process:
     """The draft is the younger one."""
-    workers = [p for p in started_with(environment) if p.cmdline()[-1:] == ["pearl.worker"]]
+    workers = [p for p in started_in(environment["TMPDIR"]) if p.cmdline()[-1:] == ["pearl.worker"]]
     return min(workers, key=lambda p: p.create_time())
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -88,10 +88,7 @@ def test_json_is_one_document_that_adds_up(pearl_here: Run) -> None:
 
 @pytest.mark.parametrize("method", ["auto", "ar", "sd", "ssd", "pearl"])
 def test_the_record_of_a_sampled_text_gives_that_text_again(
-    toy: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    pearl_here: Run,
-    method: str,
+    toy: Engine, monkeypatch: pytest.MonkeyPatch, pearl_here: Run, method: str
 ) -> None:
     """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
     monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
@@ -193,10 +190,7 @@ def test_what_an_encoding_lacks_is_escaped(
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "PEARL_CACHE", None])
 def test_a_path_that_is_no_utf8_is_refused_by_name(
-    pearl_here: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str | None,
+    pearl_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None
 ) -> None:
     place = tmp_path / "bad\udcff"
     place.mkdir()

@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 
-from pearl.config import (
-    SECTIONS,
-    UNSUPPORTED,
-    DecodingConfig,
-    EngineConfig,
-    SamplingParams,
-    load_settings,
-    read_file,
-)
+from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
 from pearl.device import Device
 from pearl.engine import Engine
 from pearl.errors import ConfigError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -17,17 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.cli import main
 from pearl.config import SamplingParams
 from pearl.drafting import corpus, datastore
-from pearl.drafting.datastore import (
-    HEADER,
-    Datastore,
-    Header,
-    check_tokenizer,
-    read_header,
-    width_of,
-)
+from pearl.drafting.datastore import HEADER, Datastore, Header, check_tokenizer, read_header, width_of
 from pearl.drafting.guesser import Guesser
 from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
 from pearl.engine import Engine
@@ -40,20 +31,14 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.text.tokenizer import vocabulary_digest
-from tests.conftest import TOY, greedy_text
+from tests.conftest import TOY, Quiet, greedy_text
 from tests.replace import replace
-from tests.test_look_ahead import Chains
 from tests.tiny import tiny_model
+from tests.virtual import Chains
 
 VOCAB = 6
 WIDE = 70_000  # ids that take three bytes
 Texts = Sequence[Sequence[int]]
-
-
-class Silent:
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
 
 
 def make(directory: Path, texts: Texts, vocab: int = VOCAB, **options: Any) -> Datastore:
@@ -74,15 +59,13 @@ def store(tmp_path: Path) -> Datastore:
 
 
 @pytest.fixture
-def run_pearl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run_pearl(pearl_here: Callable[..., Any]) -> Callable[..., str]:
     """Runs a command; returns its output, and checks its exit code and the form of its errors."""
 
     def run(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, err
+        done = pearl_here(*arguments)
+        out, err = done.stdout, done.stderr
+        assert done.returncode == code, err
         assert code == 0 or (out == "" and err.splitlines()[-1].startswith("error: ") and "Traceback" not in err)
         return " ".join((out + err).split())
 
@@ -169,7 +152,7 @@ def test_a_build_that_dies_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 
 
 def texts_of(path: Path, *fields: str) -> list[str]:
-    return list(corpus.documents(corpus.listed([str(path)]), fields, Silent()))
+    return list(corpus.documents(corpus.listed([str(path)]), fields, Quiet()))
 
 
 def test_of_a_folder_the_texts_are_read_and_nothing_hidden(tmp_path: Path) -> None:

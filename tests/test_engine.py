@@ -247,21 +247,6 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
     assert not toy.client._streams, "a stream that is over must not be kept"
 
 
-def test_engine_is_used_from_several_threads(toy: Engine) -> None:
-    results: dict[int, list[int]] = {}
-
-    def run(first: int) -> None:
-        results[first] = one(toy, prompt=[first, 9]).tokens
-
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BOUND)
-        assert not thread.is_alive()
-    assert results == {first: greedy_text([first, 9], 60) for first in range(6)}
-
-
 # ---- engines without a draft, closed engines ----
 
 

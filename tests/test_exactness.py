@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -220,13 +219,6 @@ def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> 
 # ---- whole pairs ----
 
 
-@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
-def test_exact_refuses_the_general_path(kind: str, forwards: str) -> None:
-    with pytest.raises(ModelError, match=r"runs through transformers.*--exact"):
-        load(kind, "float32", forwards=forwards, exact=True)
-    assert load("llama", "float32", exact=True).capabilities.row_invariant
-
-
 def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pearl.models.layers.least_rows", lambda product, rows: 0)
     with pytest.raises(ModelError, match="on this machine"):
@@ -289,16 +281,3 @@ def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest
                 break
     assert finding.passed == (bug == LAW), finding
     assert longest >= 6 or bug != LAW, "paths of trees are long"
-
-
-def test_many_threads_at_once_do_not_disturb_each_other() -> None:
-    """Two runners of one process, as in a benchmark, compute the same bits side by side."""
-    runners = [load("llama", "float32") for _ in range(2)]
-    barrier = threading.Barrier(2)
-
-    def run(runner: ModelRunner) -> torch.Tensor:
-        barrier.wait()
-        return feed_chain(runner, [3 * i % runner.vocab_size for i in range(100)], 100)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert torch.equal(*pool.map(run, runners))

@@ -38,11 +38,7 @@ PNG = b"\x89PNG"
 
 @pytest.mark.parametrize(
     ("held", "at", "count"),
-    [
-        (checks.pearl_yield, (0.8, 5), 4),
-        (checks.sd_yield, (0.8, 4, 5), 2),
-        (checks.window_yield, (0.8, 3, 5), 3),
-    ],
+    [(checks.pearl_yield, (0.8, 5), 4), (checks.sd_yield, (0.8, 4, 5), 2), (checks.window_yield, (0.8, 3, 5), 3)],
 )
 def test_closed_forms_hold_within_one_per_cent(
     held: Callable[..., Iterable[checks.Check]], at: tuple[float, ...], count: int

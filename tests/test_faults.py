@@ -26,8 +26,8 @@ import pytest
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import NumericalError, PearlError, TargetLost
-from tests.conftest import AS_PUBLISHED, TOY, greedy_text
-from tests.test_processes import BOUND, children, eventually, gone, temporary
+from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text
+from tests.test_processes import children, gone, temporary
 
 __all__ = ["temporary"]  # a fixture
 

@@ -27,8 +27,9 @@ from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizers import load_tokenizer
+from tests.conftest import eventually
 from tests.runner_contract import close, some_tokens
-from tests.test_processes import eventually, gone
+from tests.test_processes import gone
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -122,12 +123,7 @@ def test_the_rope_of_a_gguf_file_is_scaled_as_it_says(tmp_path: Path, cache: Pat
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
-EXPERTS = {
-    "expert_count": 6,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 64,
-    "expert_gating_func": 2,
-}
+EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_gating_func": 2}
 FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say that transformers does not read
     "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "attention.key_length": 8},
     "gemma3-linear": {
@@ -334,13 +330,7 @@ def _check_same(file: Path, directory: Path) -> None:
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
-def _write_gguf(
-    file: Path,
-    model: Path | None = None,
-    without: str = " ",
-    freqs: Any = None,
-    **said: Any,
-) -> None:
+def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, **said: Any) -> None:
     """A tiny model in llama.cpp's naming, float32; a Llama's q and k rows interleaved as its rotation wants.
 
     `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a

@@ -26,18 +26,10 @@ from pearl.models.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from tests.conftest import TOY, greedy_text
+from tests.conftest import TOY, Quiet, greedy_text
 from tests.replace import replace
 from tests.test_datastore import VOCAB, make
 from tests.tiny import tiny_model
-
-
-class Quiet:
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
-
-    def say(self, message: str) -> None: ...
 
 
 def toy_text(seed: int, length: int = 60) -> Generated:

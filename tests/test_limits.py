@@ -17,16 +17,7 @@ from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import ConfigError, ProtocolError, RemoteProtocolError, RequestError
-from pearl.protocol.messages import (
-    PROTOCOL_VERSION,
-    DraftTokens,
-    Error,
-    Hello,
-    Role,
-    Submit,
-    Trace,
-    Welcome,
-)
+from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Trace, Welcome
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import Scheduler
 from pearl.quota import Bucket, FairSemaphore, Shares

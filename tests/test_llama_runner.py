@@ -337,7 +337,17 @@ def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
     assert torch.equal(torch.cat([feed_chain(runner, [token], 1) for token in tokens]), found)
 
 
-@pytest.mark.parametrize(("kind", "forwards", "dtype"), [("gpt2", "auto", "int8"), ("llama", "transformers", "int4")])
-def test_rounding_is_refused_where_the_forward_is_not_ours(kind: str, forwards: str, dtype: str) -> None:
-    with pytest.raises(ModelError, match=dtype):
-        load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, forwards=forwards)
+@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        *(({"dtype": dtype}, dtype) for dtype in ("int8", "int4")),
+        ({"exact": True}, r"runs through transformers.*--exact"),
+        ({"slots": 2}, "cache holds one sequence: leave slots at 1"),
+    ],
+)
+def test_what_only_our_forward_has_is_refused_elsewhere(
+    kind: str, forwards: str, asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, **asked)

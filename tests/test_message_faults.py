@@ -32,11 +32,11 @@ from pearl.transport.address import bind_address, private_directory
 from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
-from tests.conftest import TOY
+from tests.conftest import BOUND, TOY, eventually
 from tests.loops import Loops
 from tests.replace import replace
 from tests.test_faults import MESSAGE_FAULTS, Cell, nothing_left, text, those
-from tests.test_processes import BOUND, eventually, temporary
+from tests.test_processes import temporary
 
 __all__ = ["temporary"]  # a fixture
 

@@ -22,10 +22,7 @@ from pearl.errors import ProtocolError
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import DraftMachine
 from pearl.protocol.events import Drafted, Stalled
-from pearl.protocol.messages import (
-    FinishReason,
-    Provenance,
-)
+from pearl.protocol.messages import FinishReason, Provenance
 from pearl.protocol.request import Request
 from pearl.protocol.request_machine import RequestMachine
 from pearl.spec.methods import METHODS

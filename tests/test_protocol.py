@@ -13,21 +13,8 @@ from pearl.errors import RemoteProtocolError
 from pearl.protocol import coordinator as target_side
 from pearl.protocol import drafter as draft_side
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import (
-    Draft,
-    Drafted,
-    Forward,
-    Open,
-    Rollback,
-    Send,
-)
-from pearl.protocol.messages import (
-    Begin,
-    DraftTokens,
-    Provenance,
-    Resync,
-    Verdict,
-)
+from pearl.protocol.events import Draft, Drafted, Forward, Open, Rollback, Send
+from pearl.protocol.messages import Begin, DraftTokens, Provenance, Resync, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.sequence import extend_digest
 from tests.exploration import freeze

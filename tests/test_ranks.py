@@ -36,9 +36,9 @@ from pearl.protocol.options import Sampling
 from pearl.transport.torch_dist import RankGroup
 from pearl.worker.placement import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
-from tests.conftest import AS_PUBLISHED
+from tests.conftest import AS_PUBLISHED, eventually
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, logits
-from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
+from tests.test_processes import ENDLESS, check_nothing_left, children, gone, temporary
 from tests.tiny import tiny_model
 
 __all__ = ["temporary"]  # a fixture
@@ -152,16 +152,16 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
         assert weight.untyped_storage().nbytes() <= weight.nbytes + 64 or "proj" not in name, "a view keeps the whole"
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_ranks_that_cannot_be_equal_are_refused(size: int) -> None:
-    with pytest.raises(ModelError, match=rf"{size} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 "):
-        load_runner(str(tiny_model()), device=CPU, group=ThreadGroup(0, Threads(size)))
-
-
-@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
-def test_a_model_that_runs_through_transformers_is_not_shared(kind: str, forwards: str) -> None:
-    with pytest.raises(ModelError, match="target_tp and draft_tp at 1"):
-        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(2)))
+@pytest.mark.parametrize(
+    ("kind", "forwards", "size", "said"),
+    [
+        *(("llama", "auto", n, f"{n} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 ") for n in (3, 8)),
+        *((kind, how, 2, "target_tp and draft_tp at 1") for kind, how in (("gpt2", "auto"), ("llama", "transformers"))),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(kind: str, forwards: str, size: int, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(size)))
 
 
 @pytest.mark.parametrize(

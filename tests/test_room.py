@@ -24,15 +24,7 @@ from pearl.protocol.events import (
     Sampled,
     Send,
 )
-from pearl.protocol.messages import (
-    Begin,
-    Cancel,
-    DraftTokens,
-    FinishReason,
-    Source,
-    Submit,
-    Verdict,
-)
+from pearl.protocol.messages import Begin, Cancel, DraftTokens, FinishReason, Source, Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import extend_digest

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 
 import click
 import pytest
@@ -21,38 +21,27 @@ from pearl.decoding.rules import make_block_half, make_draft_half, make_target_h
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.engine import processes
 from pearl.errors import ConfigError, RequestError
-from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.simulate import paired_executors
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.spec.rules import (
-    MAX_PARAMETERS,
-    RULES,
-    Needs,
-    Parameter,
-    Parameters,
-    RuleSpec,
-    Unit,
-    find,
-    register,
-)
+from pearl.spec.rules import MAX_PARAMETERS, RULES, Needs, Parameter, Parameters, RuleSpec, Unit, find, register
 from tests import lenient_rule
 from tests import loops as worker_loops
 from tests.loops import MakeLoops, loops, submission
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
-from tests.test_verification import NEVER, TARGET, p_value
+from tests.test_verification import NEVER, TARGET, WAYS, p_value
+from tests.virtual import WARM, decoded, first_order
 
 __all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
 DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
-WARM = Sampling(1.0, seed=3)
 FAR = torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64  # a draft that is refused half of what it says
-TABLES = [(each, lambda seen, each=each: each[seen[-1]]) for each in (TARGET, FAR)]
+PAIR = first_order(TARGET, FAR)
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +64,8 @@ def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, Nex
 def text(
     rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0, alpha: float = 0.3
 ) -> list[int]:
-    executors = paired_executors(*(ToyRunner(32, pair) for pair in overlapping(32, alpha, draft)))
-    submit = Submit(1, (0,), 101, RequestOptions("pearl", rule=rule, parameters=parameters, sampling=sampling))
-    return simulate(submit, *executors, Timing(1.0, lambda _: 4.0)).tokens
+    asked = RequestOptions("pearl", rule=rule, parameters=parameters)
+    return decoded(overlapping(32, alpha, draft), 32, asked, sampling).tokens
 
 
 # ---- a third rule, end to end ----
@@ -152,12 +140,9 @@ def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, windo
     """Drafts come and go while it is written; and how many went."""
     sampling = Sampling(1.0, seed=seed)
     decoding = RequestOptions(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
-    target, _ = paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))
-
-    def draft() -> DraftExecutor:
-        return paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))[1]
-
-    pair = Pair([Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))], target, draft)
+    make = lambda: paired_executors(*(ToyRunner(3, each) for each in PAIR))  # noqa: E731
+    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))
+    pair = Pair([submit], make()[0], lambda: make()[1])
     chance, pick, lost = random.Random(seed), at_random(seed), 0
     while not pair.done:
         if pair.drafter is not None:
@@ -170,18 +155,20 @@ def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, windo
     return pair.results[1].tokens, lost
 
 
-WAYS = pytest.mark.parametrize(("method", "window"), [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")])
+KEEPING = [rule for rule in DRAFTED if rule != "ratio" and (find(rule).is_exact or rule in EXACT_AT)]
 
 
-@WAYS
-@pytest.mark.parametrize("rule", [name for name in DRAFTED if find(name).is_exact or name in EXACT_AT])
+@pytest.mark.parametrize(
+    ("rule", "method", "window"),
+    [*(("ratio", *way) for way in WAYS), *((rule, *way) for rule, way in zip(KEEPING, cycle(WAYS), strict=False))],
+)
 def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(rule: str, method: str, window: str) -> None:
     texts, lost = zip(*(text_that_loses_drafts(rule, seed, 300, method, window) for seed in range(3)), strict=True)
     assert sum(lost) > 10
     assert p_value(list(texts)) > NEVER
 
 
-@WAYS
+@pytest.mark.parametrize(("method", "window"), WAYS)
 def test_that_would_notice_a_correction_from_the_target(
     method: str, window: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

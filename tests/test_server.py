@@ -28,7 +28,8 @@ from pearl.server.answers import Answer
 from pearl.server.figures import Figures
 from pearl.server.timeline import MOST_VIEWERS, Timeline
 from tests.browser import CHROMIUM, Browser
-from tests.served import BOUND, MODEL, Served, body, message, serving, text_of, until
+from tests.conftest import eventually
+from tests.served import BOUND, MODEL, Served, body, message, serving, text_of
 
 PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=40)
 
@@ -252,7 +253,7 @@ def test_others_do_not_wait_for_long_work(served: Served, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
             patch.setattr(*((place, work) if isinstance(place, str) else (place, "whole", work)))
             asked = pool.submit(served.post)
-            until(lambda: served.figure("vllm:num_requests_running") == 0)
+            eventually(lambda: served.figure("vllm:num_requests_running") == 0)
             assert httpx.get(f"{served.url}/health", timeout=BOUND / 2).status_code == 200
             assert not asked.done()
             ended.set()
@@ -343,10 +344,7 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
     """A text streams, the timeline moves, and no script fails; `PEARL_SCREENSHOT` keeps a picture of it."""
-    with (
-        serving(target_pace=0.03, draft_pace=0.008) as served,
-        Browser(served.url, tmp_path / "profile") as browser,
-    ):
+    with serving(target_pace=0.03, draft_pace=0.008) as served, Browser(served.url, tmp_path / "profile") as browser:
         assert browser.sees("$('model').textContent") == MODEL
         browser.run("$('look').click()")
         browser.sees("looking && $('looking').textContent === ''")
@@ -367,7 +365,7 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
         assert browser.run("$('waiting').textContent") in ("0", "-")
         browser.run("$('look').click()")
         browser.sees("!looking && $('live').hidden")
-        until(lambda: not list(served.service.engine.directory.glob("trace-*")))
+        eventually(lambda: not list(served.service.engine.directory.glob("trace-*")))
         assert browser.said == []
 
 
@@ -401,7 +399,7 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
 
     with Served(engine, method="pearl") as served:  # under auto the draft may rest
         seen = watch(served, lambda: served.post(**asked), all_seen)
-        until(lambda: not list(engine.directory.glob("trace-*")))
+        eventually(lambda: not list(engine.directory.glob("trace-*")))
         assert served.is_well()
         assert watch(served, lambda: served.post(**asked), lambda seen: bool(tokens(seen)))
     assert len(tokens(seen)) == 40
@@ -416,10 +414,7 @@ def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.Mo
     """New texts wait for it. It waited for a pause, and then failed because the workers did not answer."""
     slots = 2
     monkeypatch.setattr("pearl.engine.recording._RECORD_SECONDS", 0.5)
-    with (
-        serving(target_pace=0.05, draft_pace=0.01, slots=slots) as served,
-        ThreadPoolExecutor(2 * slots) as pool,
-    ):
+    with serving(target_pace=0.05, draft_pace=0.01, slots=slots) as served, ThreadPoolExecutor(2 * slots) as pool:
         is_over = threading.Event()
 
         def load() -> set[int]:
@@ -430,13 +425,13 @@ def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.Mo
 
         loads = [pool.submit(load) for _ in range(2 * slots)]
         try:
-            until(lambda: served.figure("vllm:num_requests_waiting") == slots)
+            eventually(lambda: served.figure("vllm:num_requests_waiting") == slots)
             seen = watch(served, lambda: None, lambda seen: any("tokens" in event for event in seen))
         finally:
             is_over.set()
         assert not any("problem" in event for event in seen)
         assert [each.result(BOUND) for each in loads] == [{200}] * 2 * slots
-        until(lambda: not list(served.service.engine.directory.glob("trace-*")))
+        eventually(lambda: not list(served.service.engine.directory.glob("trace-*")))
 
 
 def test_the_number_of_viewers_is_bounded_and_shared(

@@ -22,8 +22,8 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.extras import installing
 from pearl.server import listen
 from pearl.server.listen import bind
-from tests.conftest import TOY
-from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, target_of, until
+from tests.conftest import TOY, eventually
+from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, target_of
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 
@@ -35,7 +35,7 @@ def test_a_lost_engine_is_reported() -> None:
         served.until_running()
         os.kill(target_of(served.service.engine), signal.SIGKILL)
         assert unfinished.result(BOUND).status_code == 503
-        until(lambda: served.get("/health").status_code == 503)
+        eventually(lambda: served.get("/health").status_code == 503)
         response = served.post()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
 
@@ -44,7 +44,7 @@ def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
     """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
     with serving(target_timeout=3.5, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
         unfinished = pool.submit(lambda: served.post(**LONG))
-        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        eventually(lambda: served.figure("vllm:generation_tokens_total") > 0)
         os.kill(target_of(served.service.engine), signal.SIGSTOP)
         assert unfinished.result(BOUND).status_code == 503
 
@@ -55,7 +55,7 @@ def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch)
     with chatting_engine(**SLOWLY) as engine, ThreadPoolExecutor(2) as pool:
         with Served(engine) as served:
             first = pool.submit(lambda: served.post(stream=True, **LONG))
-            until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+            eventually(lambda: served.figure("vllm:generation_tokens_total") > 0)
             second = pool.submit(served.post)
             served.until_running(waiting=1)
         assert "shutting down" in first.result(BOUND).text.strip().split("\n\n")[-1]
@@ -98,7 +98,7 @@ def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> No
     with chatting_engine() as engine, ThreadPoolExecutor(1) as pool:
         door = bind("127.0.0.1:0", None, 8, None)
         ended = pool.submit(door.serve, engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
-        until(answers)
+        eventually(answers)
         os.kill(target_of(engine), signal.SIGKILL)
         assert isinstance(ended.exception(BOUND), TargetLost)
 

@@ -262,11 +262,6 @@ def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int)
     assert (bad.tokens, bool(bad.failure), bad.request) == ((), True, 1)
 
 
-def test_models_with_a_cache_of_one_sequence_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"cache holds one sequence: leave slots at 1"):
-        load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", forwards="transformers", slots=2)
-
-
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pearl.models.memory.available_memory", lambda: 1 << 18)
     load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +14,24 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
-from pearl.drafting.proposer import Features, StopPolicy
+from pearl.drafting.proposer import Features
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.preflight import check_classifier
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
-from pearl.execution.draft import DraftExecutor
-from pearl.execution.target import TargetExecutor
 from pearl.lab.experiments import stops
-from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate, timing_of
+from pearl.lab.simulate import timing_of
 from pearl.models.recorded import Header, RecordedText, RecordedTexts, write_texts
-from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Open
-from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.spec.methods import METHODS
 from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
 from tests.loops import MakeLoops, loops, simulated, submission
 from tests.replace import replace
-from tests.test_rules import overlapping
-from tests.test_verification import DRAFT, NEVER, TARGET, Table, p_value
 
-STOPPING = [name for name, method in METHODS.items() if method.takes_stops]
 __all__ = ["loops"]  # a fixture
 
 WARM = Sampling(1.0, seed=3)
-SURE = (("confidence", 0.3),)
-RUNNING = [("threshold", SURE), ("heuristic", ()), ("disco", ())]
 
 
 def features(chosen: float = 0.5, index: int = 0, top: tuple[float, ...] = (0.5, 0.5), position: int = 0) -> Features:
@@ -206,108 +194,6 @@ def test_what_was_drafted_and_forgotten_counts_once() -> None:
     assert policy.asked == [(0, 0), (1, 1), (1, 1)]
 
 
-# ---- no text changes that may not ----
-
-
-def decoded(
-    decoding: RequestOptions,
-    sampling: Sampling = WARM,
-    tokens: int = 100,
-    timing: Timing | None = None,
-    policies: Callable[[Open], StopPolicy | None] | None = None,
-    target: Table | None = None,
-    draft: Table | None = None,
-) -> Outcome:
-    if target is not None and draft is not None:
-        pair: tuple[Any, Any] = (lambda seen: target[seen[-1]], lambda seen: draft[seen[-1]])
-    else:
-        pair = overlapping(32, 0.5)
-    vocab = 32 if target is None else len(target)
-    theirs, ours = (ToyRunner(vocab, each, slots=9) for each in pair)
-    made = policies or partial(make_policy, classifier=classifier())
-    proposer = VirtualProposer(ours, vocab, lambda fed: 1.0, policies=made)
-    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))
-    return simulate(submit, TargetExecutor(theirs), DraftExecutor(proposer), timing or Timing(1.0, lambda _: 4.0))
-
-
-@cache
-def alone(rule: str, sampling: Sampling) -> list[int]:
-    return decoded(RequestOptions("ar", rule=rule), sampling).tokens
-
-
-@pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-@pytest.mark.parametrize("method", STOPPING)
-def test_greedy_and_coupled_text_is_that_of_the_target_alone(
-    method: str, stop: str, parameters: tuple[tuple[str, float], ...]
-) -> None:
-    for sampling, rule in ((Sampling(), "ratio"), (WARM, "coupled")):
-        asked = RequestOptions(method, "stream", 6, rule, draft_stop=stop, stop_parameters=parameters)
-        found = decoded(asked, sampling)
-        assert found.tokens == alone(rule, sampling)
-        assert found.counts.pauses > 0
-        assert found.counts.judged > 0
-
-
-@cache
-def unstopped(asked: RequestOptions) -> list[int]:
-    return decoded(asked).tokens
-
-
-@pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-def test_pearls_text_is_the_seeds(stop: str, parameters: tuple[tuple[str, float], ...]) -> None:
-    """Also where branches become the text, and the draft takes several tokens of one forward."""
-    plain = [RequestOptions(*way, 6) for way in product(("pearl", "pearl-no-pre-verify"), ("fixed", "stream"))]
-    every = [
-        RequestOptions("pearl", "stream", 4, rule, look_ahead=16, draft_lookup=8, branches=8)
-        for rule in ("ratio", "coupled")
-    ]
-    for asked in plain + every:
-        found = decoded(replace(asked, draft_stop=stop, stop_parameters=parameters))
-        assert found.tokens == unstopped(replace(asked, look_ahead=0, draft_lookup=0, branches=0))
-        assert found.counts.pauses > 0
-
-
-TIMINGS = [
-    Timing(1.0, lambda fed, c=c: c, delay, jitter, seed=7)
-    for c in (0.2, 1.5, 8.0)
-    for delay, jitter in ((0.0, 0.0), (0.6, 0.4))
-]
-
-
-@pytest.mark.parametrize(("stop", "parameters"), RUNNING)
-def test_under_ratio_one_seed_gives_sd_one_text_whatever_the_timing(
-    stop: str, parameters: tuple[tuple[str, float], ...]
-) -> None:
-    """Its text depends on where windows end, so that must depend on rows and text alone."""
-    asked = RequestOptions("sd", "fixed", CAP, draft_stop=stop, stop_parameters=parameters)
-    found = [decoded(asked, timing=timing) for timing in TIMINGS]
-    assert len({tuple(each.tokens) for each in found}) == 1
-    assert len({tuple(each.provenance) for each in found}) == 1
-    assert found[0].tokens != decoded(replace(asked, draft_stop="fixed", stop_parameters=())).tokens
-    assert Provenance.BONUS in found[0].provenance
-
-
-# ---- exactness under ratio ----
-
-
-def texts(decoding: RequestOptions, policies: Any = None, runs: int = 3, tokens: int = 400) -> list[list[int]]:
-    return [
-        decoded(decoding, Sampling(1.0, seed=seed), tokens, policies=policies, target=TARGET, draft=DRAFT).tokens
-        for seed in range(runs)
-    ]
-
-
-ASKED = RequestOptions("sd", "fixed", 4)
-
-
-@pytest.mark.parametrize("least", [0.3, 0.6])
-def test_a_policy_that_looks_at_the_token_drawn_leaves_the_distribution_as_it_is(least: float) -> None:
-    """By chi-square on whole runs: the token is sent and judged, whatever the policy makes of it."""
-    asked = replace(ASKED, draft_stop="threshold", stop_parameters=(("confidence", least),))
-    assert p_value(texts(asked), TARGET) > NEVER
-    assert p_value(texts(asked, runs=300, tokens=3), TARGET) > NEVER
-
-
 # ---- through the runtime ----
 
 
@@ -404,29 +290,23 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> Recorded
     return RecordedTexts(header, tuple(made))
 
 
-def test_a_classifier_learns_what_can_be_learned() -> None:
-    found = stops.train(learnable(), timing_of(None, None))
-    assert found.accuracy > 0.85 > 0.6 > found.base
-    assert found.best.totals.tokens_per_second > 1.02 * found.static.totals.tokens_per_second
-    again = stops.train(learnable(), timing_of(None, None))
-    assert again.classifier == found.classifier
-    with pytest.raises(ConfigError, match="3 texts are too few"):
-        stops.train(learnable(3), timing_of(None, None))
-
-
-def test_the_commands_train_and_compare(tmp_path: Path) -> None:
+def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path) -> None:
     known, file, out, to = learnable(), tmp_path / "it.npz", tmp_path / "it.disco", tmp_path / "it.json"
     write_texts(file, known.header, known.texts)
     ran = CliRunner().invoke(cli, ["disco", "train", str(file), "--out", str(out)], catch_exceptions=False)
     assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
-    made = read_classifier(out, "embedded", "embedded-draft")
+    found = stops.train(known, timing_of(None, None))
+    assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), "each time the same"
+    assert found.accuracy > 0.85 > 0.6 > found.base
+    assert found.best.totals.tokens_per_second > 1.02 * found.static.totals.tokens_per_second
+    with pytest.raises(ConfigError, match="3 texts are too few"):
+        stops.train(learnable(3), timing_of(None, None))
     arguments = ["simulate", "stops", str(file), "--disco", str(out), "--json", str(to)]
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
     assert "sd, disco" in shown
     entries = {one["name"]: one for one in json.loads(to.read_text())["policies"]}
     assert entries["sd, disco"]["draft_stop"] == "disco"
     assert entries["sd, disco"]["speedup"] > entries["sd, 5 tokens"]["speedup"]
-    assert made.cap >= 1
     other = learnable()
     write_texts(file, other.header.model_copy(update={"draft": "another"}), other.texts)
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):

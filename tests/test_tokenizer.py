@@ -240,10 +240,7 @@ class TestCachedTokenizer:
 
     @pytest.mark.parametrize(
         ("raises", "quoted"),
-        [
-            ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
-            ("{{ messages[9].content }}", "has no element 9"),
-        ],
+        [("{{ 1 + 'a' }}", "TypeError: unsupported operand"), ("{{ messages[9].content }}", "has no element 9")],
     )
     def test_whatever_a_template_raises_is_told(self, cache: Path, checkpoint: Path, raises: str, quoted: str) -> None:
         (checkpoint / "chat_template.jinja").write_text(raises)

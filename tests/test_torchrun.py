@@ -28,8 +28,8 @@ from pearl.models.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
-from tests.conftest import greedy_text
-from tests.test_processes import eventually, gone
+from tests.conftest import eventually, greedy_text, started_in
+from tests.test_processes import gone
 from tests.tiny import tiny_model
 
 BOUND = 120.0  # seconds; far more than anything here takes
@@ -47,19 +47,7 @@ def temporary(tmp_path: Path) -> Iterator[dict[str, str]]:
     environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
     yield environment | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     eventually(lambda: not list(tmp_path.glob("pearl-*")), "no directory is left")
-    eventually(lambda: not _with_temporary(tmp_path), "no process is left")
-
-
-def _with_temporary(directory: Path) -> list[int]:
-    """Processes that were started with this temporary directory: ours, and theirs."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == str(directory):
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
+    eventually(lambda: not started_in(tmp_path), "no process is left")
 
 
 def plain(length: int) -> list[int]:
@@ -79,14 +67,13 @@ def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, in
     found: dict[str, int] = {}
 
     def look() -> bool:
-        for pid in _with_temporary(Path(directory)):
+        for process in started_in(Path(directory)):
             try:
-                process = psutil.Process(pid)
                 if process.cmdline()[-1:] == ["pearl.worker"]:
                     rank = psutil.Process(process.ppid()).environ().get("RANK")
                     assert rank is not None
                     name = last if int(rank) == count - 1 else f"target rank {rank}"
-                    found["target" if rank == "0" else name] = pid
+                    found["target" if rank == "0" else name] = process.pid
             except psutil.Error:
                 continue
         return len(found) == count
@@ -230,7 +217,7 @@ def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, st
     for rank in range(2):
         home = Path(temporary["TMPDIR"], f"host{rank}")
         eventually(lambda home=home: not list(home.glob("pearl-*")), "no directory is left")  # type: ignore[misc]
-        eventually(lambda home=home: not _with_temporary(home), "no process is left")  # type: ignore[misc]
+        eventually(lambda home=home: not started_in(home), "no process is left")  # type: ignore[misc]
     return [(run.returncode, *texts) for run, texts in zip(runs, said, strict=True)]
 
 

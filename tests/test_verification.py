@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 from itertools import product
+from math import log
 from typing import Any
 
 import pytest
@@ -23,15 +24,13 @@ from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.decoding.sampling import pick, pick_on_device, race_rows, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
-from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES
-from tests.replace import replace
+from tests.virtual import NEVER, decoded, first_order
 
-NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 GRID = 64
 
 # ---- enumeration ----
@@ -51,10 +50,7 @@ CASES = [
 
 
 def committed(
-    target: tuple[int, ...],
-    draft: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    rule: TokenTarget | None = None,
+    target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rule: TokenTarget | None = None
 ) -> list[Fraction]:
     """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction."""
     rule = rule or RatioTarget(Sampling(1.0))
@@ -87,17 +83,13 @@ def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
     return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
 
 
-BIASED: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
+RULES_OF_64THS: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
 
 
-@pytest.mark.parametrize(("rule", "epsilon"), BIASED)
+@pytest.mark.parametrize(("rule", "epsilon"), RULES_OF_64THS)
 @pytest.mark.parametrize(("target", "draft"), CASES)
 def test_bias_and_rejections_are_as_told(
-    rule: Any,
-    target: tuple[int, ...],
-    draft: tuple[int, ...],
-    epsilon: int,
-    monkeypatch: pytest.MonkeyPatch,
+    rule: Any, target: tuple[int, ...], draft: tuple[int, ...], epsilon: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
     judge = rule(Sampling(1.0)) if rule is RatioTarget else rule(Sampling(1.0), epsilon / 64)
@@ -128,10 +120,7 @@ def lenient(u: float, target_prob: float, draft_prob: float) -> bool:
     return u * draft_prob <= target_prob
 
 
-PLANTED_IN_RULE: dict[str, Any] = {
-    "accepts": lenient,
-    "residual": lambda target_probs, draft_probs: target_probs,
-}
+PLANTED_IN_RULE: dict[str, Any] = {"accepts": lenient, "residual": lambda target_probs, draft_probs: target_probs}
 
 
 @pytest.mark.parametrize("name", PLANTED_IN_RULE)
@@ -236,17 +225,14 @@ def test_acceptance_rates_are_the_papers() -> None:
 Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
 TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
 DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
-FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)
 
 
-def generate(
-    decoding: RequestOptions, seed: int, tokens: int, target: Table = TARGET, draft: Table = DRAFT
-) -> list[int]:
-    executors = paired_executors(
-        ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
-    )
-    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=Sampling(1.0, seed=seed)))
-    return simulate(submit, *executors, FOUR_TO_ONE).tokens
+def run(decoding: RequestOptions, seed: int, tokens: int) -> Outcome:
+    return decoded(first_order(TARGET, DRAFT), 3, decoding, Sampling(1.0, seed=seed), tokens)
+
+
+def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
+    return [run(decoding, seed, tokens).tokens for seed in range(count)]
 
 
 def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> float:
@@ -272,69 +258,63 @@ def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> 
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def one_long(decoding: RequestOptions, tokens: int = 1200) -> float:
-    return p_value([generate(decoding, seed, tokens // 3) for seed in range(3)])
+def biased_law(rule: str, value: float) -> Table:
+    """What each token is committed by under a rule that is not exact."""
+    accepted = torch.where(TARGET.ge(value), DRAFT, 0.0) if rule == "bild" else torch.minimum(DRAFT, TARGET + value)
+    rest = (TARGET - DRAFT).relu() if rule == "opt" else TARGET
+    return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
 
 
-def many_short(decoding: RequestOptions, texts: int = 500) -> float:
-    return p_value([generate(decoding, seed, 3) for seed in range(texts)])
-
-
-DECODINGS = [
+WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
+EXACT = [
     *(RequestOptions(m, "fixed", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 2, 4)),
     *(RequestOptions(m, "stream", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 4)),
     *(RequestOptions(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
     RequestOptions("ar"),
     *(RequestOptions(m, "stream", 2, "coupled") for m in ("pearl", "sd")),
+    *(RequestOptions(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS),
+    *(
+        RequestOptions("sd", "fixed", 4, draft_stop="threshold", stop_parameters=(("confidence", least),))
+        for least in (0.3, 0.6)
+    ),
+]
+BIASED = [
+    (RequestOptions("pearl", window, 4, rule, ((name, given),)), biased_law(rule, value))
+    for rule, name, given, value in (
+        *(("opt", "epsilon", 0.125, 0.125), ("uno", "epsilon", 0.125, 0.125), ("bild", "rollback", -log(0.3), 0.3)),
+    )
+    for window in ("stream", "fixed")
 ]
 
 
-def name(decoding: RequestOptions) -> str:
-    return f"{decoding.method}-{decoding.window}-{decoding.gamma}-{decoding.rule}"
+def name(value: object) -> str:
+    return f"{value.method}-{value.window}-{value.gamma}-{value.rule}" if isinstance(value, RequestOptions) else ""
 
 
-@pytest.mark.parametrize("decoding", DECODINGS, ids=name)
+@pytest.mark.parametrize("decoding", EXACT, ids=name)
 def test_long_texts_have_the_targets_distribution(decoding: RequestOptions) -> None:
-    assert one_long(decoding) > NEVER
+    assert p_value(texts(decoding, 3, 400)) > NEVER
 
 
-@pytest.mark.parametrize("decoding", DECODINGS[6::3], ids=name)
+@pytest.mark.parametrize("decoding", EXACT[6::3], ids=name)
 def test_the_first_tokens_have_the_targets_distribution(decoding: RequestOptions) -> None:
     """Jointly: the prompt's own rows are judged in a way of their own."""
-    assert many_short(decoding) > NEVER
+    assert p_value(texts(decoding, 500, 3)) > NEVER
 
 
-PEARL = RequestOptions("pearl", "fixed", 4)
-
-
-def biased_law(rule: str, epsilon: float, target: Table = TARGET, draft: Table = DRAFT) -> Table:
-    """What each token is committed by under a rule that is not exact."""
-    accepted = torch.minimum(draft, target + epsilon)
-    rest = (target - draft).relu() if rule == "opt" else target
-    return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
-
-
-@pytest.mark.parametrize("window", ["stream", "fixed"])
-@pytest.mark.parametrize("rule", ["opt", "uno"])
-def test_biased_texts_have_the_distribution_that_is_told(rule: str, window: str) -> None:
+@pytest.mark.parametrize(("decoding", "law"), BIASED, ids=name)
+def test_biased_texts_have_the_distribution_that_is_told(decoding: RequestOptions, law: Table) -> None:
     """And not the target's: what chi-square says of the one it does not say of the other."""
-    decoding = RequestOptions("pearl", window, 4, rule, (("epsilon", 0.125),))
-    law = biased_law(rule, 0.125)
-    assert 0.05 < float((law - TARGET).relu().sum(-1).max()) < 0.25
-    texts = [generate(decoding, seed, 800) for seed in range(3)]
-    assert p_value(texts, law) > NEVER
-    assert p_value(texts) < NEVER
+    written = texts(decoding, 3, 900)
+    assert p_value(written, law) > NEVER
+    assert p_value(written) < NEVER
 
 
-def rejections(decoding: RequestOptions, target: Table = TARGET, draft: Table = DRAFT, texts: int = 6) -> float:
+def rejections(decoding: RequestOptions) -> float:
     """How many standard deviations more were rejected than the distributions at hand let expect."""
     found, odds = 0, Odds()
-    for seed in range(texts):
-        executors = paired_executors(
-            ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
-        )
-        submit = Submit(1, (0,), 601, replace(decoding, sampling=Sampling(1.0, seed=seed)))
-        counts = simulate(submit, *executors, FOUR_TO_ONE).counts
+    for seed in range(6):
+        counts = run(decoding, seed, 600).counts
         assert counts.odds is not None
         found, odds = found + counts.rejected, odds + counts.odds
     return (found - odds.rejections) / odds.variance**0.5
@@ -362,4 +342,4 @@ def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPat
     """The same as under enumeration, in whole runs. (u = 0 is rare, so here acceptance is lenient by 0.2.)"""
     planted = PLANTED_IN_RULE | {"accepts": generous}
     monkeypatch.setattr(ratio, bug, planted[bug])
-    assert one_long(PEARL, 3000) < NEVER
+    assert p_value(texts(RequestOptions("pearl", "fixed", 4), 3, 1000)) < NEVER

@@ -44,7 +44,7 @@ from pearl.transport.memory import memory_channels
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.rows import RowPacker, packed
-from tests.conftest import greedy_text
+from tests.conftest import eventually, greedy_text
 from tests.loops import (
     BOUND,
     CONTEXT,
@@ -56,7 +56,6 @@ from tests.loops import (
     Channels,
     MakeLoops,
     Told,
-    eventually,
     first,
     form_of,
     loops,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from scipy import stats
 
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
@@ -16,6 +18,7 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.replace import replace
 
+NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)
 TIMINGS = [
     FOUR_TO_ONE,
@@ -60,3 +63,16 @@ def decoded(
     submit = Submit(1, prompt, len(prompt) + tokens, replace(decoding, sampling=sampling))
     proposer = VirtualProposer(draft, vocab, lambda fed: 1.0, **options)
     return simulate(submit, TargetExecutor(target), DraftExecutor(proposer), timing)
+
+
+def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """The p-value of whole texts by chi-square; those that are expected less than five times are one cell."""
+    total = found.total()
+    assert set(found) <= set(expected)
+    common = [text for text, chance in expected.items() if chance * total >= 5]
+    assert len(common) > 5
+    observed, wanted = [float(found[text]) for text in common], [expected[text] * total for text in common]
+    if (rest := total - sum(observed)) or total - sum(wanted) > 1e-6:
+        observed.append(rest)
+        wanted.append(total - sum(wanted))
+    return float(stats.chisquare(observed, wanted).pvalue)
