@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.config import DecodingConfig
 from pearl.drafting.model import ModelProposer
-from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
@@ -22,7 +19,6 @@ from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
-from pearl.spec.methods import BRANCHES
 from tests.test_look_ahead import PROMPT, SAMPLINGS, VOCAB
 from tests.tiny import tiny_model
 from tests.virtual import decoded as simulated
@@ -236,18 +232,3 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
 
 def drafted_for(proposer: ModelProposer, request: int) -> Drafted:
     return proposer.collect(proposer.launch(Draft(0, PROMPT, 8, 0, request=request)))
-
-
-# ---- settings ----
-
-
-@pytest.mark.parametrize(
-    ("given_", "told"),
-    [
-        ({"branches": BRANCHES + 1}, f"less than or equal to {BRANCHES}"),
-        ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
-    ],
-)
-def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DecodingConfig(**given_)

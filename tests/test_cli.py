@@ -156,7 +156,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
 
 
-@pytest.mark.parametrize("fits", [16, 500], ids=["a part does not fit", "the file does not fit"])
+@pytest.mark.parametrize("fits", [16, pytest.param(500, marks=pytest.mark.long)])  # a part; the merged file
 def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: int) -> None:
     """It ended with 0 and left its parts. A limit on a file's size stands for the disk's."""
     command = [sys.executable, "-m", "pearl", "generate", *SHORT, "--max-tokens", "300", "--json", "123"]

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
+from pearl.config.sampling import MAX_GRAMMAR
 from pearl.device import Device
 from pearl.engine import Engine
 from pearl.errors import ConfigError
@@ -74,69 +77,99 @@ def test_each_rank_has_its_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -
 # ---- bad values ----
 
 
-BAD: dict[type, dict[str, tuple[object, ...]]] = {
-    DecodingConfig: {
-        "method": ("lookahead",),
-        "gamma": (0, 1025, "three"),
-        "window": ("auto",),
-        "look_ahead": (-1, 257),
-    },
-    SamplingParams: {
-        "temperature": (-0.1, float("nan"), float("inf"), "hot"),
-        "top_p": (0, 1.01),
-        "min_p": (-0.1, 1.01),
-        "top_k": (-1, 2**31),
-        "seed": (-1, 2**64),
-        "max_tokens": (0,),
-        "logprobs": (-1, 21),
-        "repetition_penalty": (0, 101),
-        "presence_penalty": (-2.1, 2.1),
-        "frequency_penalty": (-2.1, 2.1),
-    },
-    EngineConfig: {
-        "max_context": (1,),
-        "draft_timeout": (0,),
-        "target_pace": (0,),
-        "draft_restarts": (-1,),
-        "target_dtype": ("int2",),
-        "target_tp": (0,),
-        "slots": (0, 33),
-    },
-}
+def beyond(field: FieldInfo) -> Iterator[object]:
+    """Values that are just beyond the field's bounds, and of another type."""
+    bounds = [one for one in field.metadata if hasattr(one, "__dataclass_fields__")]
+    bounds += [
+        one for part in get_args(field.annotation) for inner in get_args(part) for one in getattr(inner, "metadata", [])
+    ]
+    types = (field.annotation, *get_args(field.annotation))
+    step = 1 if int in types else 0.01
+    for bound in bounds:
+        for name, change in (("ge", -step), ("le", step), ("gt", 0), ("lt", 0)):
+            if (at := getattr(bound, name, None)) is not None:
+                yield at + change
+        if str in types:
+            yield "x" * (bound.min_length - 1 if hasattr(bound, "min_length") else bound.max_length + 1)
+        else:
+            yield "nonsense"
+    if float in types:
+        yield from (float("nan"), float("inf"))
+    if get_origin(field.annotation) is Literal:
+        yield from ("nonsense", None)
 
 
 def test_values_out_of_range_are_refused_by_name() -> None:
-    for section, fields in BAD.items():
-        for name, values in fields.items():
-            for value in values:
+    tried = 0
+    for section in SECTIONS:
+        for name, field in section.model_fields.items():
+            for value in beyond(field):
                 with pytest.raises(ConfigError, match=f"{name}: .*got ") as caught:
                     section(**{name: value})
-                assert caught.value.exit_code == 2
+                assert (caught.value.exit_code, "\n" in str(caught.value)) == (2, False)
+                tried += 1
+    assert tried > 100
 
 
-@pytest.mark.parametrize(
-    ("section", "values", "words"),
-    [
-        (SamplingParams, {"temperature": 1e-40}, "0 is greedy"),  # logits overflowed and took the target with them
-        (SamplingParams, {"temperature": 1e308}, "temperature: the greatest temperature is 1e\\+30"),
-        (SamplingParams, {"top_p": 5e-324}, "top_p: the least top_p is 1e-30"),  # float32 makes 0 of it: NaN
-        (SamplingParams, {"min_p": 5e-324}, "min_p: 0 is off"),
-        (SamplingParams, {"stop": ["a", ""]}, "stop string must not be empty"),
-        (SamplingParams, {"stop": ""}, "stop string must not be empty"),
-        (SamplingParams, {"stop": "caf\udce9"}, "stop: a stop string holds half a surrogate pair"),  # of Latin-1
-        (EngineConfig, {"control": "udp"}, "control"),
-        (EngineConfig, {"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
-        (EngineConfig, {"control": "tcp://a b:1", "keys": "k"}, "control"),
-        (EngineConfig, {"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
-        (EngineConfig, {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": "nccl"}, "tensors: it is not encrypted"),
-        (EngineConfig, {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": "gloo"}, "tensors: it is not encrypted"),
-        (EngineConfig, {"temperature": 1.0}, "unknown setting 'temperature'"),
-        *((SamplingParams, {name: 2}, f"{name} is not supported: ") for name in UNSUPPORTED),
-    ],
-)
-def test_bad_values_are_refused_with_what_to_do(section: type, values: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+STOP = {"draft_stop": "heuristic"}
+BIAS = "logit_bias: takes token ids, and numbers from -100 to 100"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 1e-40}, "0 is greedy"),  # logits overflowed and took the target with them
+    ({"temperature": 1e308}, "temperature: the greatest temperature is 1e\\+30"),
+    ({"top_p": 5e-324}, "top_p: the least top_p is 1e-30"),  # float32 makes 0 of it: NaN
+    ({"min_p": 5e-324}, "min_p: 0 is off"),
+    ({"stop": ["a", ""]}, "stop string must not be empty"),
+    ({"stop": ""}, "stop string must not be empty"),
+    ({"stop": "caf\udce9"}, "stop: a stop string holds half a surrogate pair"),  # of Latin-1
+    *(({"logit_bias": bias}, BIAS) for bias in ({-1: 1}, {1: 100.5})),
+    *(({"logit_bias": bias}, "logit_bias") for bias in ({1: float("nan")}, dict.fromkeys(range(1025), 1.0), 5)),
+    ({"logit_bias": [(1, 2.0), (1, 3.0)]}, "logit_bias: has a token id twice"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"json_schema": "7"}, "json_schema: must be a JSON object"),
+    ({"json_schema": {"enum": ["x" * MAX_GRAMMAR]}}, "json_schema: has 65,550 characters, at most 32,768 are read"),
+    ({"json_schema": {1j: 2}}, "json_schema: cannot be written as JSON"),
+    ({"regex": "a", "json_schema": {}}, "two grammars"),
+    ({"regex": "a", "ignore_eos": True}, "which ignore_eos forbids"),
+    ({"control": "udp"}, "control"),
+    ({"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
+    ({"control": "tcp://a b:1", "keys": "k"}, "control"),
+    ({"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
+    *(
+        ({"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": way}, "tensors: it is not encrypted")
+        for way in ("nccl", "gloo")
+    ),
+    *(({"method": method, "look_ahead": 4}, f"auto, ngram, pearl, not {method}") for method in ("ar", "sd")),
+    ({"method": "ngram", "look_ahead": 0}, "is method ar"),
+    ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
+    ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
+    *(
+        ({"rule": "joint", **given}, "whole blocks; it takes draft_stop fixed, not ssd")
+        for given in ({"method": "ssd"}, {"method": "sd", **STOP})
+    ),
+    ({"draft_stop": "disko"}, "draft_stop: .*'fixed', 'threshold', 'heuristic', 'disco' or 'oracle'"),
+    ({**STOP, "confidence": 0.5}, "no parameter 'confidence'; heuristic takes no parameters"),
+    ({"confidence": 0.5}, "draft_stop fixed has no parameter 'confidence'"),
+    *(
+        ({"method": method, **STOP}, f"for methods auto, sd, .*, not {method}, which takes fixed")
+        for method in ("ar", "ngram", "ssd", "pearl-no-post-verify")
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED)
+def test_bad_values_are_refused_with_what_to_do(values: dict[str, Any], words: str) -> None:
+    (section,) = (one for one in SECTIONS if next(iter(values)) in one.model_fields)
+    with pytest.raises(ConfigError, match=words) as caught:
         section(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_setting_of_a_section_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'temperature'"):
+        EngineConfig(temperature=1.0)  # type: ignore[call-arg]
+    for name in UNSUPPORTED:
+        with pytest.raises(ConfigError, match=f"{name} is not supported: "):
+            SamplingParams(**{name: 2})
 
 
 def test_no_setting_is_in_two_sections_or_unsupported() -> None:
@@ -408,7 +441,6 @@ def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
     assert measured() == first
     assert file.read_text() == written
     assert measured(profile="none") != first, "no two measurements are equal"
-    assert measured(target_dtype="float32", draft_dtype="float32") != first
     file.write_text(written[:99])
     assert measured() != first
     file.write_text(written)

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from pearl import Engine, SamplingParams
 from pearl.config import DecodingConfig
-from pearl.config.sampling import MAX_GRAMMAR
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.errors import ConfigError, ForwardError, GrammarError, RequestError
+from pearl.errors import ForwardError, GrammarError, RequestError
 from pearl.extras import installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.embedded import embedded_draft, embedded_target
@@ -234,23 +233,6 @@ ALL_OF_ANY = {
         for i in range(8)
     ]
 }
-
-
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"json_schema": "{"}, "json_schema"),
-        ({"json_schema": "7"}, "json_schema: must be a JSON object"),
-        ({"json_schema": {"enum": ["x" * MAX_GRAMMAR]}}, "json_schema: has 65,550 characters, at most 32,768 are read"),
-        ({"json_schema": {1j: 2}}, "json_schema: cannot be written as JSON"),
-        ({"regex": ""}, "regex"),
-        ({"regex": "a", "json_schema": {}}, "two grammars"),
-        ({"regex": "a", "ignore_eos": True}, "which ignore_eos forbids"),
-    ],
-)
-def test_what_is_no_grammar_is_refused_by_name(asked: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)):
-        SamplingParams(**asked)  # type: ignore[arg-type]
 
 
 def strings(*patterns: str, **more: Any) -> list[dict[str, Any]]:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.config import DecodingConfig
 from pearl.decoding.rules import make_block_half, make_target_half
 from pearl.drafting.beams import Search
-from pearl.errors import ConfigError, NumericalError
+from pearl.errors import NumericalError
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
@@ -211,13 +210,3 @@ def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> 
     found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))
     assert found.tokens == other.tokens
     assert found.counts.accepted == other.counts.accepted
-
-
-# ---- what it cannot be had with ----
-
-
-@pytest.mark.parametrize("given", [{"method": "ssd"}, {"method": "sd", "draft_stop": "heuristic"}])
-def test_what_drafts_token_by_token_is_refused(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="whole blocks; it takes draft_stop fixed, not ssd"):
-        DecodingConfig(rule="joint", **given)  # type: ignore[arg-type]
-    assert DecodingConfig(rule="joint", method="sd").rule == "joint"

@@ -6,19 +6,16 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.config import DecodingConfig
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
 from pearl.drafting.proposer import Features
-from pearl.errors import ConfigError
 from pearl.execution.target import TargetExecutor
 from pearl.models.feeds import Feed
 from pearl.models.loading import load_runner
@@ -253,24 +250,6 @@ def test_on_a_device_all_draws_are_made_at_once(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(here, Sampled)
     assert len(here.tokens) >= 2
     assert executor.execute(Sample(3, 0, True, request=1)) == here
-
-
-# ---- settings ----
-
-
-@pytest.mark.parametrize(
-    ("given_", "told"),
-    [
-        ({"method": "ar", "look_ahead": 4}, "look_ahead is for methods auto, ngram, pearl, not ar"),
-        ({"method": "sd", "look_ahead": 4}, "not sd"),
-        ({"method": "ngram", "look_ahead": 0}, "is method ar"),
-        ({"look_ahead": 257}, "less than or equal to 256"),
-        ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
-    ],
-)
-def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DecodingConfig(**given_)
 
 
 def test_a_resync_waits_until_guesses_are_made() -> None:

@@ -119,7 +119,7 @@ def test_nothing_is_left_after_a_front_that_ends(temporary: Path, body: str, cod
     assert says or not said, "and it ends quietly"
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_stopped_worker_does_not_outlive_its_front(temporary: Path, which: int) -> None:
     """It cannot notice that its front was killed; so the kernel wakes it for that."""
     front, directory, workers = start_front(STREAM)
@@ -130,7 +130,9 @@ def test_a_stopped_worker_does_not_outlive_its_front(temporary: Path, which: int
     check_nothing_left(front, directory, workers)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_nothing_is_left_after_a_front_that_is_ended(temporary: Path, number: signal.Signals) -> None:
     """In the middle of a text that would take hours."""
     front, directory, workers = start_front(STREAM)

@@ -15,7 +15,6 @@ from pearl.protocol.events import (
     Drafted,
     DraftJoined,
     End,
-    Forward,
     Forwarded,
     Judge,
     Judged,
@@ -121,16 +120,6 @@ def rejected_at_3(coordinator: Coordinator, token: int = 20) -> list[object]:
     coordinator.handle(Judged(1, None, request=1))
     coordinator.handle(Forwarded(1.0, request=1))
     return coordinator.handle(Judged(0, token, request=1))
-
-
-def test_a_foreseen_rejection_finds_its_branch_pending() -> None:
-    coordinator = working()
-    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
-    coordinator.handle(branch())
-    coordinator.handle(branch(after=(3, 30), tokens=(31,)))
-    (forward,) = [c for c in rejected_at_3(coordinator) if isinstance(c, Forward)]
-    assert forward.tokens == (20, 21, 22), "what was prepared for this outcome is verified at once"
-    assert (coordinator.epoch, coordinator.counts.foreseen, coordinator.counts.resyncs) == (1, 1, 0)
 
 
 def test_a_branch_that_the_verdict_has_overtaken_still_counts() -> None:

@@ -79,28 +79,6 @@ def test_every_policy_can_be_made_or_says_where_it_is_to_be_had(name: str) -> No
             make_policy(opened)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"draft_stop": "disko"}, "draft_stop: .*'fixed', 'threshold', 'heuristic', 'disco' or 'oracle'"),
-        ({"draft_stop": "threshold", "confidence": 1.5}, "confidence: .*less than or equal to 1"),
-        ({"draft_stop": "heuristic", "confidence": 0.5}, "no parameter 'confidence'; heuristic takes no parameters"),
-        ({"confidence": 0.5}, "draft_stop fixed has no parameter 'confidence'"),
-        *(
-            (
-                {"method": method, "draft_stop": "heuristic"},
-                f"for methods auto, sd, .*, not {method}, which takes fixed",
-            )
-            for method in ("ar", "ngram", "ssd", "pearl-no-post-verify")
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(given: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
-        DecodingConfig(**given)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
 def test_policy_and_parameters_travel_with_a_request_and_bound_the_windows_of_sd() -> None:
     def sent(**given: Any) -> RequestOptions:
         asked = DecodingConfig(**given)

@@ -83,18 +83,6 @@ def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, in
 
 
 @pytest.mark.slow
-def test_text_is_the_plain_launchs(temporary: dict[str, str]) -> None:
-    """Exactly one document on stdout, whatever the second rank does."""
-    run = launch([*ALONE, *SEEDED, *PLAIN, "--max-tokens", "80", "--json", "123"], temporary)
-    out, said = run.communicate(timeout=BOUND)
-    assert run.returncode == 0, said
-    document = json.loads(out)
-    assert document["tokens"] == plain(80)
-    assert document["statistics"]["num_accepted_draft_tokens"] > 0
-    assert "Traceback" not in said
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_torchrun_is_ended(temporary: dict[str, str], number: signal.Signals) -> None:
     """SIGKILL gives it no chance to end its ranks: they and their workers have to notice by themselves."""
