@@ -293,7 +293,7 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
     """Checkpoints, two sets, one with two turns, and transformers beside it: all decode the same number of tokens."""
-    rows = ("ar", "sd", "pearl", "ar, all devices", "generate, assisted", "generate, prompt lookup")
+    rows = ("ar", "sd", "pearl", "generate, assisted")
     asked = [argument for row in rows for argument in ("--rows", row)]
     (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
     (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
@@ -357,7 +357,7 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "it.json").read_text())
     assert [row["name"] for row in made["rows"]] == ["ar", "sd", "ssd", "ngram", "pearl, ahead", "auto"]
     assert 0.2 < made["acceptance"] < 0.8, "0.5 is the toy's"
-    assert made["profile"]["t_draft"] >= 0.002
+    assert made["profile"]["t_draft"] > 0
     assert all(seconds >= 0.008 for _, seconds in made["profile"]["t_target"])
     assert {made["profile"]["best"], *(way for way, _, _ in made["profile"]["ways"])} <= set(WAYS)
 
