@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
@@ -16,6 +18,7 @@ os.environ.pop("LINES", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers' threads are enough
 
 import hypothesis
+import psutil
 import pytest
 import torch
 
@@ -38,7 +41,43 @@ hypothesis.settings.load_profile("pearl")
 
 # PEARL as in the paper: the target waits for its draft
 AS_PUBLISHED = DecodingConfig(method="pearl", **AS_PUBLISHED)
+BOUND = 180.0  # seconds that nothing here takes
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
+
+
+def eventually(condition: Callable[[], object], what: str = "") -> None:
+    """Waits for it, on a busy machine too."""
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
+        time.sleep(0.02)
+
+
+def started_in(directory: Path | str) -> list[psutil.Process]:
+    """Processes that were started with this temporary directory: ours, and theirs."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == str(directory):
+                found.append(process)
+    return found
+
+
+class Quiet:
+    """A watcher that only records."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.total = self.done = 0
+
+    def begin(self, what: str, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def advance(self, count: int, note: str = "") -> None:
+        self.done += count
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
 
 
 def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: float = 0.5) -> list[int]:

@@ -1,73 +1,319 @@
-"""Target and draft in one process, several requests at once: a forward serves all that are ready. Without a clock."""
+"""Target and draft workers as threads of this process, with the test as their front, or as a misbehaving draft."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
+import torch
+
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
+from pearl.drafting.model import ModelProposer
+from pearl.errors import DraftLost, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, known_speeds
-from pearl.protocol.coordinator import Coordinator
-from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Deliver, Draft, DraftJoined, End, Forward, Open, Send, Wait
-from pearl.protocol.messages import Committed, Submit
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.metrics import Statistics
+from pearl.models.runner import Feed, ModelRunner
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    Committed,
+    DraftTokens,
+    Error,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    Preview,
+    Resync,
+    Role,
+    Submit,
+    Welcome,
+)
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.trace.tracer import Tracer
+from pearl.transport.address import bind_address
+from pearl.transport.base import Endpoint, TensorChannel
+from pearl.transport.memory import memory_hub
+from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from pearl.worker.draft import DraftWorker
+from pearl.worker.rows import RowPacker, packed
+from pearl.worker.settings import TargetSettings
+from pearl.worker.target import TargetWorker
+from tests.replace import replace
+
+BOUND = 120.0  # seconds that anything here may take; far more than it does
+CONTEXT = 1 << 19
+DIGEST = b"the same tokens"
+PROMPT = (1, 2, 3)
+WARM = Sampling(temperature=1.0, seed=7)
+METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
+Channels = Callable[[int], TensorChannel]
+
+
+class Hanging(ToyRunner):
+    """A model that computes for ever from the moment `hang` is set until `release` is."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.after = 1 << 60  # forwards
+        self.fed: list[int] = []  # tokens, by forward
+        self.release = threading.Event()
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        if len(self.fed) >= self.after:
+            assert self.release.wait(2 * BOUND)
+        self.fed.append(len(feeds[0].tokens))
+        return super().forward(feeds)
+
+
+@dataclass
+class Told:
+    """What a front has been told about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    previews: list[Preview] = field(default_factory=list)
+    reason: FinishReason | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    end: int | None = None  # position after the last token
+
+
+class Front:
+    """A front in the test's hands."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._inbox: deque[object] = deque()
+        endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+        self.welcome = self.until(Welcome)
+
+    def until(self, kind: type, told: Told | None = None) -> object:
+        """The first message of that kind; raises what an Error says."""
+        deadline = time.monotonic() + BOUND
+        while time.monotonic() < deadline:
+            if not self._inbox:
+                self._inbox.extend(message for _, message in self.endpoint.receive(0.2))
+                continue
+            message = self._inbox.popleft()
+            if told is not None:
+                self._note(message, told)
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Error):
+                raise RequestError(message.message, message.kind)
+        raise AssertionError(f"no {kind.__name__} within {BOUND} s")
+
+    @staticmethod
+    def _note(message: object, told: Told) -> None:
+        match message:
+            case Committed(_, start, tokens):
+                assert told.end in (None, start), "a gap, or something twice"
+                told.tokens += tokens
+                told.end = start + len(tokens)
+            case Preview():
+                told.previews.append(message)
+            case Finished(_, reason, statistics):
+                told.reason, told.statistics = reason, Statistics.from_json(statistics)
+
+    def ask(self, submit: Submit) -> Told:
+        self.endpoint.send(submit)
+        told = Told()
+        self.until(Finished, told)
+        return told
+
+
+class NotingPacker(RowPacker):
+    """Notes in which forms distributions travel."""
+
+    forms: set[str]
+
+    def prepare(self, message: DraftTokens) -> tuple[DraftTokens, list[torch.Tensor]]:
+        prepared, announced = super().prepare(message)
+        self.forms.update(form_of(row) for row in packed(prepared).rows)  # type: ignore[attr-defined]
+        return prepared, announced
+
+
+def form_of(row: PackedRow | AnnouncedRow) -> str:
+    if isinstance(row, AnnouncedRow):
+        return "announced"
+    return "dense" if row.ids is None else "sparse"
 
 
 class Loops:
-    """Runs both sides in turns: each handles its events, and makes one forward for all requests that are ready.
-
-    Attributes:
-        tokens: committed, by request.
-
-    Args:
-        timing: what windows are chosen by.
-        context: of the draft's model, tokens.
-    """
+    """A target worker in a thread, and drafts and fronts that connect to it."""
 
     def __init__(
-        self, target: TargetExecutor, draft: DraftExecutor, timing: Timing, slots: int, context: int = 1 << 20
+        self,
+        listener: Endpoint,
+        connect: Callable[[], Endpoint],
+        vocab: int = 32,
+        alpha: float = 0.5,
+        draft_timeout: float = 120.0,
+        expects_draft: bool = True,
+        channel: Channels | None = None,
+        slots: int = 1,
+        wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     ) -> None:
-        piece = target.runner.capabilities.prompt_piece
-        self._machines = Coordinator(known_speeds(timing), slots, piece), Drafter(context, slots, piece)
-        self._target, self._draft, self._joined = target, draft, DraftJoined(context)
-        self._events: tuple[deque[object], deque[object]] = deque(), deque()
-        self._todo: tuple[deque[object], deque[object]] = deque(), deque()
-        self._left = 0
-        self.tokens: dict[int, list[int]] = {}
+        torch.set_num_threads(1)
+        self.connect, self.vocab, self.alpha, self.slots = connect, vocab, alpha, slots
+        self.target_model = Hanging(vocab, alpha_pair(vocab, alpha)[0], CONTEXT)
+        self.forms: set[str] = set()  # in which the drafts' distributions left
+        self.errors: list[BaseException] = []
+        self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._endpoints = [listener]
+        self._channel = channel
+        settings = TargetSettings(vocab, CONTEXT, DIGEST, draft_timeout, expects_draft, slots)
+        self._start(
+            lambda: TargetWorker(
+                listener,
+                TargetExecutor(wrap(self.target_model)),
+                settings,
+                self._ready.set,
+                self._stop.is_set,
+                Tracer(),
+                (lambda: channel(0)) if channel else None,
+            ).run()
+        )
 
-    def run(self, submits: Sequence[Submit]) -> dict[int, list[int]]:
-        """Serve all requests, submitted at once."""
-        self._left = len(submits)
-        self._events[0].extend([self._joined, *submits])
-        while self._left:
-            assert any((*self._events, *self._todo)), "both sides wait for ever"
-            for side in (0, 1):
-                self._turn(side)
-        return self.tokens
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                run()
+            except DraftLost:
+                self._lost.set()  # told that it was given up, a draft ends
+            except BaseException as error:
+                self.errors.append(error)
 
-    def _turn(self, side: int) -> None:
-        todo, events, ready = self._todo[side], self._events[side], []
-        while todo or events:
-            if not todo:
-                todo.extend(self._machines[side].handle(events.popleft()))
-                continue
-            if isinstance(todo[0], Open) and side and ready:  # another request may take their slot
-                break
-            match todo.popleft():
-                case Send(message):
-                    self._events[1 - side].append(message)
-                case Deliver(Committed(request, _, tokens)):
-                    self.tokens.setdefault(request, []).extend(tokens)
-                case End():
-                    self._left -= 1
-                case Deliver() | Wait():
-                    pass
-                case Forward() | Draft() as command:
-                    ready.append(command)
-                case command:
-                    event = (self._draft if side else self._target).execute(command)
-                    if event is not None:
-                        todo.extend(self._machines[side].handle(event))
-        if ready:
-            events.extend(self._draft.draft(ready) if side else self._target.forward(ready))
+        thread = threading.Thread(target=guarded, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def endpoint(self) -> Endpoint:
+        self._endpoints.append(self.connect())
+        return self._endpoints[-1]
+
+    def draft(
+        self,
+        digest: bytes = DIGEST,
+        stop: threading.Event | None = None,
+        kind: type[Hanging] = Hanging,
+        wrap: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+        chains: bool | None = None,
+    ) -> Hanging:
+        """Starts a draft worker; returns its model. `chains`: as on a GPU."""
+        endpoint = wrap(self.endpoint())
+        model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
+        stop = stop or self._stop
+
+        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+            packer = NotingPacker(self._channel(1) if self._channel else None)
+            packer.forms = self.forms
+            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)), packer
+
+        def run() -> None:
+            try:
+                DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2, Tracer(), slots=self.slots).run()
+            finally:
+                endpoint.close()  # as its process would
+
+        hello = Hello(PROTOCOL_VERSION, Role.DRAFT, self.vocab, CONTEXT, digest)
+        self._start(run)
+        return model
+
+    def front(self) -> Front:
+        return Front(self.endpoint())
+
+    def wait_lost(self) -> None:
+        assert self._lost.wait(BOUND), "no draft has been told that it was given up"
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(BOUND), self.errors
+
+    def close(self) -> None:
+        self.target_model.release.set()
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(BOUND)
+            assert not thread.is_alive(), "a loop did not end"
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+
+MakeLoops = Callable[..., Loops]
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> Iterator[MakeLoops]:
+    """Makes `Loops` over "memory", "ipc" or "tcp"; at the end none of their threads may have died of an error."""
+    with ExitStack() as stack:
+
+        def make(control: str = "memory", **settings: object) -> Loops:
+            if control == "memory":
+                hub = memory_hub()
+                made = Loops(hub.listener, hub.connect, **settings)  # type: ignore[arg-type]
+            else:
+                tmp_path.chmod(0o700)
+                listener = ZmqListener(bind_address(control, tmp_path))
+                connect = lambda: ZmqConnection(listener.address)  # noqa: E731
+                made = Loops(listener, connect, **settings)  # type: ignore[arg-type]
+            stack.callback(made.close)
+            stack.callback(lambda: made.errors and pytest.fail(f"a loop failed: {made.errors!r}"))
+            return made
+
+        yield make
+
+
+def submission(new: int, method: str = "pearl", sampling: Sampling = WARM, request: int = 1, **decoding: str) -> Submit:
+    return Submit(request, PROMPT, len(PROMPT) + new, RequestOptions(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
+
+
+def simulated(submit: Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
+    """The same request under the virtual clock, distributions handed over as they are."""
+    runners = (ToyRunner(vocab, distribution) for distribution in alpha_pair(vocab, alpha))
+    return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
+
+
+GREEDY = Sampling()
+
+
+def first(endpoint: Endpoint, kind: type) -> object:
+    deadline = time.monotonic() + BOUND
+    while time.monotonic() < deadline:
+        for _, message in endpoint.receive(0.2):
+            if isinstance(message, kind):
+                return message
+    raise AssertionError(f"no {kind.__name__} within {BOUND} s")
+
+
+class FakeDraft:
+    """A draft in the test's hands: it is admitted as a good one, and waits for the first Begin."""
+
+    def __init__(self, pair: Loops) -> None:
+        self.endpoint = pair.endpoint()
+        self.endpoint.send(Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST))
+        first(self.endpoint, Welcome)
+        self.endpoint.send(Heartbeat(0, "calibrated", 1, 1e-3))
+
+    def say(self, *messages: DraftTokens | Resync | list[bytes]) -> None:
+        begin = first(self.endpoint, Begin)
+        assert isinstance(begin, Begin)
+        for message in messages:
+            if isinstance(message, list):
+                self.endpoint.send_frames(message)  # type: ignore[attr-defined]
+            else:
+                self.endpoint.send(replace(message, request=begin.request))
+
+
+def sparse(ids: Sequence[int], probs: Sequence[float]) -> PackedRow:
+    """A row of these tokens only."""
+    return PackedRow(torch.tensor(probs).numpy().tobytes(), torch.tensor(ids, dtype=torch.int32).numpy().tobytes())

@@ -209,11 +209,6 @@ class RunnerContract(RunnerCore):
         feed_chain(runner, some_tokens(runner, 2, start=30), 2)
         assert torch.equal(kept, copy)
 
-    def test_rows_are_nobody_elses_input(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        """The caller may write into its rows (temperature in place, say) without hurting later forwards."""
-        feed_chain(runner, some_tokens(runner, 5), 2).fill_(0.0)
-        close(feed_chain(runner, some_tokens(runner, 7, 5), 7), whole[5:])
-
     def test_what_it_cannot_do_is_refused_by_name(self, runner: ModelRunner) -> None:
         can = runner.capabilities
         feed_chain(runner, some_tokens(runner, 3), 1)
@@ -224,13 +219,6 @@ class RunnerContract(RunnerCore):
             with pytest.raises(RequestError, match=r"slot|tree"):
                 runner.forward([feed])
         assert runner.length() == 3
-
-    def test_a_tree_that_is_not_kept_is_forgotten(self, runner: ModelRunner, whole: torch.Tensor) -> None:
-        needs_trees(runner)
-        feed_chain(runner, some_tokens(runner, 5), 0)
-        runner.forward([Feed(some_tokens(runner, 4, start=60), 1, parents=(-1, 0, -1, 2))])
-        runner.rollback(5)
-        close(feed_chain(runner, some_tokens(runner, 7, 5), 7), whole[5:])
 
     def test_a_tree_that_overflows_changes_nothing(self, runner: ModelRunner) -> None:
         needs_trees(runner)

@@ -41,11 +41,7 @@ class Person:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        rows: int = 30,
-        columns: int = 100,
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, rows: int = 30, columns: int = 100
     ) -> None:
         self._master, slave = pty.openpty()
         self._screen = _Screen(columns, rows, history=5000, ratio=1.0)

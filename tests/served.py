@@ -8,8 +8,7 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -21,9 +20,8 @@ from pearl.engine import Engine
 from pearl.server.app import App
 from pearl.server.listen import Door, Server, bind
 from pearl.server.service import Service
-from tests.conftest import TOY
+from tests.conftest import BOUND, TOY, eventually
 
-BOUND = 180.0  # seconds that nothing here should ever take
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
@@ -44,7 +42,7 @@ class Served:
 
     def __enter__(self) -> Served:
         self._thread.start()
-        until(lambda: self.server.started)
+        eventually(lambda: self.server.started)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +81,7 @@ class Served:
         return self.figures(name, label=label)[0]
 
     def until_running(self, running: int = 1, waiting: int = 0) -> None:
-        until(lambda: self.figures("vllm:num_requests_running", "vllm:num_requests_waiting") == [running, waiting])
+        eventually(lambda: self.figures("vllm:num_requests_running", "vllm:num_requests_waiting") == [running, waiting])
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=BOUND)
@@ -141,13 +139,6 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     ours = [choice for choice in choices if choice["index"] == index]
     return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in ours)
-
-
-def until(is_done: Callable[[], bool]) -> None:
-    end = time.monotonic() + BOUND
-    while not is_done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @contextmanager

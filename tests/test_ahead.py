@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
-from pearl.errors import DraftLost, NumericalError, TransportError
+from pearl.errors import DraftLost, TransportError
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.target import Event
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
-from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.protocol.speeds import ForwardTimes
 from tests.tiny import tiny_model
 
@@ -84,11 +83,6 @@ def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True
     return token
 
 
-def plainly(commands: Sequence[object]) -> list[Event | None]:
-    own = executor(Watched())
-    return [own.execute(command) for command in commands]
-
-
 def test_the_next_forward_begins_untold(ahead: Ahead, runner: Watched) -> None:
     drafted(ahead, 0, PROMPT)
     runner.wait_for(3)
@@ -109,26 +103,6 @@ def test_a_guess_that_came_true_is_not_computed_again(ahead: Ahead, runner: Watc
     drafted(ahead, 3, (token,), more=False)
     ahead.close()
     assert runner.began == [0, 3]
-
-
-def test_a_guess_that_did_not_is_forgotten(ahead: Ahead, runner: Watched) -> None:
-    token = drafted(ahead, 0, PROMPT)
-    runner.wait_for(3)
-    other = (token + 1) % VOCAB
-    after = drafted(ahead, 3, (other,), more=False)
-    assert plainly([OPEN, Draft(0, (*PROMPT, other), 1)])[1].tokens == (after,)  # type: ignore[union-attr]
-    ahead.close()
-    assert runner.length() == 4
-
-
-def test_a_guess_is_forgotten_by_the_request_after_it_too(ahead: Ahead, runner: Watched) -> None:
-    """Of a prefix that the cache holds the state machine rolls nothing back, and the guess stands behind it."""
-    token = drafted(ahead, 0, PROMPT)
-    runner.wait_for(3)
-    other = (token + 1) % VOCAB
-    ahead.execute(OPEN)
-    after = drafted(ahead, 3, (other,), more=False)
-    assert plainly([OPEN, Draft(0, (*PROMPT, other), 1)])[1].tokens == (after,)  # type: ignore[union-attr]
 
 
 def test_a_failure_is_told_to_who_asks_for_it(ahead: Ahead, runner: Watched) -> None:
@@ -156,17 +130,6 @@ def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watch
     ahead.execute(Rollback(1))
     with pytest.raises(type(error)):
         ahead.execute(Draft(1, PROMPT[1:], 1))
-
-
-def test_what_failed_unasked_is_told_with_the_next_draft_and_once(runner: Watched, chains: bool) -> None:
-    with Ahead(executor(runner, chains), lambda: True) as ahead:
-        ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule")))  # greedy takes any rule
-        ahead.execute(Open(PROMPT, RequestOptions(rule="no such rule", sampling=OPEN.options.sampling)))
-        ahead.execute(Rollback(0))
-        with pytest.raises(Exception, match="no such rule"):
-            ahead.execute(Draft(0, PROMPT, 1))
-        ahead.execute(OPEN)
-        drafted(ahead, 0, PROMPT)
 
 
 def test_closing_does_not_wait_for_a_guess_that_hangs(runner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,51 +272,6 @@ def test_awaiting_changes_no_token(delay: float, monkeypatch: pytest.MonkeyPatch
     assert 1 in draft.fed[1:]
 
 
-@pytest.mark.parametrize(("done_after", "slept"), [(10**6, 0.75), (200, 0.1), (0, 0.0)])
-def test_it_is_launched_late_but_not_after_the_end(
-    ahead: Ahead, monkeypatch: pytest.MonkeyPatch, done_after: int, slept: float
-) -> None:
-    """A forward due in 0.8 s and launched 0.05 s before its end; in one case it is done long before it is due."""
-
-    class Clock:
-        now, looks = 100.0, 0
-
-        def monotonic(self) -> float:
-            return self.now
-
-        def sleep(self, seconds: float) -> None:
-            self.now += seconds
-
-    class Running:
-        @property
-        def done(self) -> bool:
-            clock.looks += 1
-            return clock.looks > done_after
-
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    ahead._due, ahead._lead = 100.8, 0.05
-    ahead._wait_until_late(Running())  # type: ignore[arg-type]
-    assert clock.now - 100 == pytest.approx(slept, abs=1e-6)
-    assert clock.looks <= 1 + slept / module._LONGEST_NAP, "it does not keep a core busy"
-
-
-def test_logits_that_are_not_finite_are_an_error_and_no_id(runner: Watched) -> None:
-    """What follows is launched all the same, and forgotten."""
-    plain = runner.forward
-    nan = torch.full((1, VOCAB), torch.nan)
-    with Ahead(executor(runner, chains=True), lambda: True) as ahead:
-        ahead.execute(OPEN)
-        runner.forward = lambda feeds: [logits * nan for logits in plain(feeds)]  # type: ignore[method-assign]
-        with pytest.raises(NumericalError):
-            ahead.execute(Draft(0, PROMPT, 2))
-        runner.wait_for(3)
-        runner.forward = plain  # type: ignore[method-assign]
-        ahead.execute(Rollback(0))
-        token = drafted(ahead, 0, PROMPT, more=False)
-    assert plainly([OPEN, Draft(0, PROMPT, 1)])[1].tokens == (token,)  # type: ignore[union-attr]
-
-
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=1.0, seed=3),
@@ -361,8 +279,11 @@ SAMPLINGS = [
 ]
 
 
+SHAPED = Sampling(1.0, seed=3, shaping=Shaping(3, 1.5, 0.7, 0.4, ((2, -1.5), (5, 0.9))))  # its forwards are no chain
+
+
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, SHAPED], ids=str)
 def test_a_trace_is_told_the_same_of_each_row_however_forwards_are_launched(rule: str, sampling: Sampling) -> None:
     """Chained, one by one, with guesses and beside branches; and nothing where there is neither trace nor branch."""
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
-from itertools import pairwise
+from itertools import pairwise as neighbours
 from pathlib import Path
 
 import pytest
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.auto import WAYS, Auto
@@ -27,8 +24,9 @@ from pearl.protocol.window import worthwhile
 from pearl.spec.methods import METHODS
 from pearl.worker import profile
 from tests.conftest import TOY, greedy_text
+from tests.pairwise import pairwise
 from tests.replace import replace
-from tests.screen import BOUND
+from tests.virtual import decoded
 
 VOCAB, PROMPT = 32, (1, 2, 3)
 
@@ -59,9 +57,7 @@ RATES = [
 ]
 
 
-@pytest.mark.parametrize("tokens", [64, 128, 2560])
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-@pytest.mark.parametrize("rates", RATES, ids=str)
+@pytest.mark.parametrize(("rates", "noise", "tokens"), pairwise(RATES, [0.0, 0.3], [64, 128, 2560]))
 def test_twenty_texts_find_the_fastest_way_at_little_cost(rates: dict[str, float], noise: float, tokens: int) -> None:
     """Never 3% slower than the target alone over them, though each way is tried; then within 5% of the fastest."""
     auto, texts = Auto(), max(2, 2560 // tokens)
@@ -70,16 +66,6 @@ def test_twenty_texts_find_the_fastest_way_at_little_cost(rates: dict[str, float
     assert auto.best == max(rates, key=rates.__getitem__)
     seconds = sum(write(auto, rates, tokens, noise, seed)[0] for seed in range(texts))
     assert seconds < 1.05 * texts * tokens / max(rates.values())
-
-
-@pytest.mark.parametrize("tokens", [40_000])
-@pytest.mark.parametrize("rates", RATES, ids=str)
-def test_trials_of_ways_that_lost_become_rare(rates: dict[str, float], tokens: int) -> None:
-    auto = Auto()
-    write(auto, rates, tokens)
-    seconds, ways = write(auto, rates, tokens)
-    assert seconds < 1.015 * tokens / max(rates.values())
-    assert all(ways.values()), "and each is still tried"
 
 
 def test_a_change_of_the_machine_is_found() -> None:
@@ -91,14 +77,6 @@ def test_a_change_of_the_machine_is_found() -> None:
     assert auto.best == "ngram"
 
 
-def test_a_trial_that_is_clearly_slower_ends_early() -> None:
-    auto = Auto()
-    _, ways = write(auto, {"ngram": 100, "pearl": 5, "sd": 5, "ssd": 5}, 200)
-    assert 0 < max(ways[way] for way in WAYS[1:]) <= 24
-    _, ways = write(auto, {"ngram": 100, "pearl": 5, "sd": 5, "ssd": 5}, 200)
-    assert max(ways[way] for way in WAYS[1:]) <= 20, "compared with the rate of the text before its own is known"
-
-
 def test_a_draft_is_not_begun_late_in_a_text_that_it_would_have_to_read() -> None:
     auto = Auto()
     auto.begin(40)
@@ -106,30 +84,7 @@ def test_a_draft_is_not_begun_late_in_a_text_that_it_would_have_to_read() -> Non
     assert not any(changes)
 
 
-def test_what_took_no_time_is_no_comparison() -> None:
-    auto = Auto()
-    auto.begin(400)
-    for left in range(400, 0, -2):
-        auto.step(1.0, 2, left, True)
-    auto.end()
-    assert auto.rates == {}
-
-
 # ---- forward times ----
-
-
-def test_times_of_other_cores_are_kept_apart() -> None:
-    speeds = Speeds(target=ForwardTimes([(1, 2.0)]))
-    speeds.spread(True)
-    assert speeds.t_target(1) == 2.0, "until it is measured"
-    speeds.observe_target(1, 1.9)  # the draft may still be on its cores
-    speeds.observe_target(1, 1.0)
-    assert speeds.t_target(1) == 1.0
-    for _ in range(2):
-        speeds.spread(False)
-        assert speeds.t_target(1) == 2.0
-        speeds.spread(True)
-        assert speeds.t_target(1) == 1.0
 
 
 def test_a_size_measured_only_on_other_cores_is_expected_to_gain_what_others_gain() -> None:
@@ -165,19 +120,6 @@ def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most
     assert times.hoped(1) == 1.0
 
 
-def test_a_replay_that_knows_only_the_times_decides_alike() -> None:
-    measured = ForwardTimes()
-    for fed in (1, 4, 8):
-        measured.observe(fed, 1.0 * fed)
-    measured.settle()
-    replayed = ForwardTimes(measured.measured)
-    for number in range(600):
-        for times in (measured, replayed):
-            times.observe(1 + 3 * (number % 50 == 7), 0.9)
-        assert [measured.hoped(fed) for fed in range(1, 10)] == [replayed.hoped(fed) for fed in range(1, 10)]
-    assert replayed.hoped(8) < replayed.seconds(8)
-
-
 # ---- whole texts, simulated ----
 
 
@@ -189,35 +131,26 @@ def asked(method: str, tokens: int, rule: str = "coupled", temperature: float = 
     return Submit(1, PROMPT, len(PROMPT) + tokens, options)
 
 
-def decode(method: str, timing: Timing, tokens: int = 400, speeds: Speeds | None = None, **given: object) -> Outcome:
-    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=2))
+def decode(method: str, timing: Timing, tokens: int, **given: object) -> Outcome:
     submit = asked(method, tokens, **given)  # type: ignore[arg-type]
-    return simulate(submit, *paired_executors(target, draft), timing, speeds=speeds)
+    pair = alpha_pair(VOCAB, 0.7, order=2)
+    return decoded(pair, VOCAB, submit.options, submit.options.sampling, tokens, timing, PROMPT)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_choice_changes_a_text(temperature: float) -> None:
+def test_no_choice_changes_a_text() -> None:
     """Every way writes a part of it, whichever is the fastest."""
     timings = [
         Timing(1.0, lambda _: 4.0),
         Timing(1.0, lambda _: 1.0),
         Timing(1.0, lambda n: 2.0 + 0.1 * n, delay=0.7, jitter=0.9, seed=1, t_spread=lambda n: 1.0 + 0.1 * n),
     ]
-    alone = decode("ar", timings[0], 1200, temperature=temperature)
+    alone = decode("ar", timings[0], 800, temperature=1.0)
     for timing in timings:
-        outcome = decode("auto", timing, 1200, temperature=temperature)
+        outcome = decode("auto", timing, 800, temperature=1.0)
         assert outcome.tokens == alone.tokens
         assert outcome.counts.resyncs == 0
-        assert sum(outcome.counts.ways.values()) == 1200
+        assert sum(outcome.counts.ways.values()) == 800
         assert set(outcome.counts.ways) == set(WAYS)
-
-
-def test_under_ratio_auto_is_pearl() -> None:
-    """There the text depends on who proposed what."""
-    timing = Timing(1.0, lambda _: 0.5)
-    found, wanted = (decode(method, timing, rule="ratio", temperature=1.0) for method in ("auto", "pearl"))
-    assert found.tokens == wanted.tokens
-    assert set(found.counts.ways) == {"auto"}
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.2, 1), pytest.param(0.8, 8, marks=pytest.mark.long)])
@@ -282,7 +215,7 @@ def test_cores_go_back_before_another_request_is_served() -> None:
             assert outcome.counts.ways == {"ngram": 40}
             assert outcome.seconds <= 0.5 * (outcome.target_steps + 1), "it finds the cores as the one before left them"
     assert not spread[-1]
-    assert all(a != b for a, b in pairwise(spread))
+    assert all(a != b for a, b in neighbours(spread))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -311,27 +244,6 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
         assert after.statistics.num_tokens_without_draft == 0
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_the_draft_has_its_cores_again() -> None:
-    """In a process of its own: it gets the target's cores, and the draft's, and gives them back."""
-    program = f"""if True:
-        import os, torch
-        from pearl.config import EngineConfig
-        from pearl.worker.placement import pin, settled, spreader
-        config = EngineConfig(target={TOY!r}, draft={TOY!r})
-        every, own = os.sched_getaffinity(0), settled(config, "target").cores
-        spread = spreader(config)
-        pin(config, "target")
-        for _ in range(2):
-            assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(own), {{own[0]}})
-            spread(True)
-            assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (len(every), {{own[0]}})
-            spread(False)
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND)
-    assert done.returncode == 0, done.stderr
-
-
 # ---- real workers ----
 
 
@@ -355,15 +267,3 @@ def test_a_sampled_text_of_an_engine_is_the_targets_own(toy: Engine) -> None:
         for how in ({"method": "ar"}, {"method": "auto"}, {"decoding": DecodingConfig(method="auto")})
     ]
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_auto_takes_the_rule_under_which_no_choice_changes_a_text() -> None:
-    assert DecodingConfig(method="auto").rule_in_use == "coupled"
-    assert DecodingConfig(method="auto", rule="ratio").rule_in_use == "ratio"
-    assert DecodingConfig(method="pearl").rule_in_use == "ratio"
-
-
-def test_auto_needs_no_draft() -> None:
-    EngineConfig(target=TOY, draft="none").check_method("auto")
-    with pytest.raises(ConfigError, match="needs a draft"):
-        EngineConfig(target=TOY, draft="none").check_method("pearl")

@@ -4,114 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.config import DecodingConfig
-from pearl.drafting.branches import Branch, Branches, Foresight
 from pearl.drafting.model import ModelProposer
-from pearl.errors import ConfigError, NumericalError
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.lab.simulate import Outcome, Timing
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Drafted, Open, Seen
-from pearl.protocol.messages import Source, Submit
+from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.messages import Source
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.proposals import Proposal
 from pearl.protocol.speeds import ForwardTimes
-from pearl.spec.methods import BRANCHES
-from tests.pairwise import combined
-from tests.replace import replace
-from tests.test_look_ahead import PROMPT, SAMPLINGS, TIMINGS, TOKENS, VOCAB
+from tests.test_look_ahead import PROMPT, SAMPLINGS, VOCAB
 from tests.tiny import tiny_model
-
-Setting = tuple[str, str, int | None]  # method, window, gamma
-SETTINGS: list[Setting] = [
-    ("pearl", "stream", None),
-    ("pearl", "fixed", 1),
-    ("pearl", "fixed", 3),
-    ("pearl", "stream", 7),
-]
+from tests.virtual import decoded as simulated
 
 
-# ---- texts ----
-
-
-def decode(
-    setting: Setting,
-    rule: str,
-    temperature: float,
-    timing: Timing,
-    extras: Sequence[int],
-    seed: int = 5,
-) -> Outcome:
-    """`extras`: look-ahead, draft lookup, branches. The models' text repeats: the next token depends on the last."""
-    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.6, order=1))
-    method, window, gamma = setting
-    decoding = RequestOptions(method, window, gamma, rule, (), *extras)
-    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, replace(decoding, sampling=Sampling(temperature, seed=seed)))
-    return simulate(submit, *paired_executors(target, draft), timing)
-
-
-@combined
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_no_acceleration_changes_a_text(rule: str, temperature: float, setting: Setting, combined: Any) -> None:
-    """Look-ahead, lookup and branches, alone and together, whatever the forwards and messages take."""
-    plain = decode(setting, rule, temperature, TIMINGS[0], (0, 0, 0))
-    foreseen = 0
-    for *extras, timing in combined((0, 8), (0, 8), (0, 7), TIMINGS):
-        outcome = decode(setting, rule, temperature, timing, extras)
-        assert outcome.tokens == plain.tokens, (extras, timing.seed)
-        assert outcome.counts.resyncs == 0, "both sides always agreed on which continuation holds"
-        assert extras[2] or not outcome.counts.foreseen
-        foreseen += outcome.counts.foreseen
-    # A greedy text is a short loop, of which the draft is right or wrong for ever; a window of 1 has no room.
-    assert foreseen > 0 or temperature == 0 or setting[2] == 1
-    assert plain.counts.sources.keys() <= {Source.MODEL}
+def decode(method: str, window: str, gamma: int, branches: int, seconds: float) -> Outcome:
+    """By the models of a text that repeats: the next token depends on the last."""
+    asked = RequestOptions(method, window, gamma, "coupled", branches=branches)
+    timing = Timing(1.0, lambda _: seconds)
+    return simulated(alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, Sampling(1.0, seed=5), 60, timing, PROMPT)
 
 
 def test_a_foreseen_rejection_costs_no_window() -> None:
     """With a draft that is as fast as can be, a branch makes fewer steps of the same text."""
-    timing = Timing(1.0, lambda _: 6.0)
-    setting = ("pearl", "stream", 6)
-    plain, ahead = (decode(setting, "coupled", 1.0, timing, (0, 0, branches)) for branches in (0, 7))
+    plain, ahead = (decode("pearl", "stream", 6, branches, 6.0) for branches in (0, 7))
     assert ahead.tokens == plain.tokens
     assert ahead.target_steps < plain.target_steps
     assert ahead.counts.sources[Source.BRANCH] > 0
     assert ahead.counts.foreseen >= ahead.counts.sources[Source.BRANCH] / 6
 
 
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_sd_whose_draft_prepares_writes_the_text_of_sd(rule: str, temperature: float, gamma: int) -> None:
-    """Under ratio too, for its windows end where those of sd do."""
-    plain = decode(("sd", "fixed", gamma), rule, temperature, TIMINGS[0], (0, 0, 0))
-    foreseen = bonuses = 0
-    for timing in TIMINGS:
-        outcome = decode(("ssd", "fixed", gamma), rule, temperature, timing, (0, 0, 7))
-        assert outcome.tokens == plain.tokens, timing.seed
-        assert outcome.provenance == plain.provenance
-        assert outcome.target_steps == plain.target_steps, "the same windows, only sooner"
-        assert outcome.counts.resyncs == 0
-        foreseen += outcome.counts.foreseen
-        bonuses += outcome.counts.foreseen_bonuses
-    assert bonuses > 0 or gamma == 5, "all five are seldom right"
-    assert foreseen > 0 or temperature == 0
-
-
 def test_sd_whose_draft_prepares_waits_less() -> None:
     """While the target verifies, the window for what it may decide is drafted: where it was foreseen, at once."""
-    timing = Timing(1.0, lambda _: 12.0)
-    plain, ahead = (
-        decode((method, "fixed", 3), "coupled", 1.0, timing, (0, 0, branches))
-        for method, branches in (("sd", 0), ("ssd", 7))
-    )
+    plain, ahead = (decode(method, "fixed", 3, branches, 12.0) for method, branches in (("sd", 0), ("ssd", 7)))
     known = ahead.counts.foreseen + ahead.counts.foreseen_bonuses
     assert known > 0.5 * ahead.target_steps, "of the few tokens that there are it foresees most"
     assert ahead.seconds < 0.9 * plain.seconds
@@ -260,31 +191,6 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
                 proposer.rollback(len(known), 1)
 
 
-def test_rates_are_learned_from_what_is_decided() -> None:
-    foresight, right, wrong = Foresight(), Seen(1, 7, (2, 3)), Seen(1, 0, (2, 3))
-    for _ in range(200):
-        foresight.learn(right, 1)
-        foresight.learn(wrong, 3)
-    assert foresight.agrees(right) > 0.99
-    assert foresight.agrees(wrong) < 0.01
-    first, second = foresight.others(wrong)
-    assert first[0] < 0.01
-    assert second == (pytest.approx(1, abs=0.02), 3)
-
-
-def test_no_row_is_used_where_each_costs_a_forward() -> None:
-    runner = Counting(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.9, order=1)[1]))
-    proposer = opened(runner, PROMPT, "coupled", 1.0, 5)
-    for fed in (*range(1, 8), *range(1, 8)):
-        proposer.model.times.observe(fed, float(fed))
-    start, tokens = 0, PROMPT
-    for pending in range(3):
-        found = drafted(proposer, start, tokens, 8, pending)
-        start, tokens = start + len(tokens), found.tokens
-        assert found.branches == ()
-    assert all(len(feeds) == 1 for feeds in runner.fed)
-
-
 def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
     class Partly(WrappedRunner):
         """NaN in every slot but the first."""
@@ -304,26 +210,6 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
     assert branches is not None
     assert not branches._live
     assert len(branches._free) == 7
-
-
-def test_the_text_itself_must_be_drawn() -> None:
-    nan = ToyRunner(VOCAB, lambda _: torch.full((VOCAB,), torch.nan))
-    proposer = opened(nan, PROMPT, "coupled", 1.0, 5)
-    with pytest.raises(NumericalError):
-        drafted(proposer, 0, PROMPT, 8, 0)
-
-
-def test_branches_of_one_slot_are_none() -> None:
-    class One(WrappedRunner):
-        """As the general path: no room beside the text."""
-
-        @property
-        def capabilities(self) -> Any:
-            return type(super().capabilities)()
-
-    proposer = opened(One(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5)
-    assert proposer._texts[1].branches is None
-    assert len(drafted(proposer, 0, PROMPT, 8, 0).tokens) == 1
 
 
 def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
@@ -346,51 +232,3 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
 
 def drafted_for(proposer: ModelProposer, request: int) -> Drafted:
     return proposer.collect(proposer.launch(Draft(0, PROMPT, 8, 0, request=request)))
-
-
-def test_a_slot_that_shares_most_is_taken_first() -> None:
-    runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])
-    runner.forward([Feed([1, 2, 3, 4, 5], 0)])
-    branches = Branches(runner, [1, 2, 3], Foresight())
-    first = branches.branch((2, 9), 0)
-    assert first is not None
-    branches.end(first)
-    second = branches.branch((4, 9), 0)
-    assert second is not None
-    assert second.slot == first.slot
-    assert runner.length(second.slot) == 4
-    assert branches.branch((4, 9), 0) is second
-
-
-# ---- settings ----
-
-
-def test_a_branch_is_whole_from_its_outcome_on() -> None:
-    first = Proposal(7, (1, 2), after=(6, 9))
-    assert first.end == 9
-    assert first.followed_by(Proposal(7, (3,), after=(6, 9))).tokens == (1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("given_", "told"),
-    [
-        ({"branches": BRANCHES + 1}, f"less than or equal to {BRANCHES}"),
-        ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
-    ],
-)
-def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DecodingConfig(**given_)
-
-
-def test_of_a_continuation_that_was_taken_back_nothing_is_told() -> None:
-    """Its rows were of another text: what a trace is told of a position must be of the text that stands before it."""
-    runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1], slots=2)
-    runner.forward([Feed((0, 1, 2, 3, 5, 1, 2), 0, 1)])
-    seen = [Seen(token, 3, ()) for token in (1, 2, 3)]
-    branches = Branches(runner, [1], Foresight())
-    branches._live[4, 5] = Branch((4, 5), 1, [1, 2, 3], [], seen)
-    assert branches.adopt(4, (5, 1, 2, 3), 0) == (1, 3)
-    branches.rollback(6)
-    assert branches.take_adopted() == [(5, seen[0]), (6, seen[1])]
-    assert branches.take_adopted() == []

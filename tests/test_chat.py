@@ -25,7 +25,6 @@ from rich.console import Console
 from pearl import SamplingParams
 from pearl.cli.commands import COMMANDS
 from pearl.cli.reply import MarkdownReply, TokenReply
-from pearl.config import EngineConfig
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.engine.card import find_card, leftovers, read_card, running_engines, stop, table
@@ -33,9 +32,7 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from pearl.worker.placement import devices_of
-from tests.conftest import AS_PUBLISHED, TOY, greedy_text
-from tests.replace import replace
+from tests.conftest import AS_PUBLISHED, TOY, eventually, greedy_text, started_in
 from tests.screen import BOUND, CTRL_C, CTRL_D, Person
 
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
@@ -53,31 +50,13 @@ def home(tmp_path: Path) -> Iterator[dict[str, str]]:
     environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | variables
     yield environment
     eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
-    eventually(lambda: not started_with(environment), "no process is left")
-
-
-def started_with(environment: dict[str, str]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == environment["TMPDIR"]:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    eventually(lambda: not started_in(environment["TMPDIR"]), "no process is left")
 
 
 def target(environment: dict[str, str]) -> psutil.Process:
     """The draft is the younger one."""
-    workers = [p for p in started_with(environment) if p.cmdline()[-1:] == ["pearl.worker"]]
+    workers = [p for p in started_in(environment["TMPDIR"]) if p.cmdline()[-1:] == ["pearl.worker"]]
     return min(workers, key=lambda p: p.create_time())
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -489,11 +468,6 @@ def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[s
     assert run.stdout == f"{first}\n{wanted('123' + first + slash + '4', 8)}\n"
 
 
-def test_one_question_and_without_a_draft_the_method_is_ar(home: dict[str, str]) -> None:
-    run = piped(home, *ONE, "--target", TOY, "--draft", "none", stdin="ignored")
-    assert (run.returncode, run.stdout) == ONE_REPLY, run.stderr
-
-
 def test_what_cannot_be_is_one_line_and_an_exit_code(
     pearl_here: Callable[..., subprocess.CompletedProcess[str]],
     attached: list[str],
@@ -641,25 +615,6 @@ def test_engines_are_served_listed_and_stopped(home: dict[str, str]) -> None:
         server.stderr.close()
 
 
-def test_a_card_tells_what_was_taken_before_what_is_set(toy: Engine) -> None:
-    card = read_card(toy.directory)
-    assert card is not None
-    assert card.place("target")[0] != "auto"
-    card = replace(card, places={"target": {"device": "cuda:0-1", "dtype": "bfloat16"}})
-    assert card.place("target") == ("cuda:0-1", "bfloat16")
-    assert card.place("draft") == ("auto", "auto")
-    assert " cuda:0-1 + auto " in table([card])
-    assert card.program not in ("pearl serve", "", "-c")
-    alone = replace(card, config=card.config | {"draft": "none"})
-    assert " cuda:0-1  " in table([alone])
-    assert "draft_device" not in alone.to_json()
-
-
-def test_devices_are_listed_as_users_name_them() -> None:
-    for device, ranks in (("cpu:0", 1), ("cpu", 1), ("cuda:1", 1), ("cuda:0-3", 1), ("cuda:0-3", 4), ("cuda:0,2", 2)):
-        assert devices_of(EngineConfig(target_device=device, target_tp=ranks), "target") == device
-
-
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This user's runtime directory, with no engine in it."""
@@ -704,19 +659,3 @@ def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runti
     run = piped({**os.environ}, "--all", command="stop")
     assert run.returncode == 2
     assert f"left alone: PID {os.getpid()}" in run.stderr
-
-
-def test_an_end_that_was_swallowed_comes_again() -> None:
-    """As by an event loop, or a destructor."""
-    program = (
-        "import contextlib, os, signal, time\n"
-        "from pearl.cli.terminal import ended_by_signals\n"
-        "with ended_by_signals():\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        time.sleep(600)\n"
-        "    print('swallowed', flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "swallowed\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
 import resource
 import shlex
@@ -21,14 +19,11 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from pearl.cli import chat, cli, generate, listed_commands, main
-from pearl.cli.generate import summary
-from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings
-from pearl.engine import Engine, Result, preflight
+from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, SamplingParams
+from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_prompts
-from pearl.metrics import Statistics
 from pearl.spec.methods import METHODS
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
@@ -42,33 +37,6 @@ SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
 # Text of the prompt "123" as the toy tokenizer writes it.
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 WANTED = "".join(CHARACTERS[t] for t in greedy_text([1, 2, 3], 30))
-
-
-def test_the_summary_tells_latencies_and_both_rates_of_acceptance() -> None:
-    """TTFT from the submission with the queue apart, TPOT, ITL; accepted over judged, and over drafted."""
-    statistics = Statistics(
-        num_draft_tokens=20,
-        num_judged_draft_tokens=10,
-        num_accepted_draft_tokens=8,
-        acceptance_rate=0.8,
-        draft_acceptance_rate=0.4,
-        seconds_to_first_token=0.5,
-        queue_seconds=0.2,
-        tokens_per_second=40.0,
-        itl_p50=0.02,
-        itl_p99=0.09,
-        tokens_per_step=1.5,
-        rates={"pearl": 40.0},
-        draft_speedup=3.0,
-    )
-    console = Console(file=io.StringIO(), width=200)
-    console.print(summary(load_settings(None, {}), Result(statistics=statistics)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "500 ms after the submission, 200 ms of them in the queue" in text
-    assert "25.0 ms each on average (TPOT); ITL p50 20 ms, p99 90 ms" in text
-    assert "80% (8 of 10 judged), 40% of 20 drafted" in text
-    assert "1.50 tokens a step" in text
-    assert "with it 3.00 times as fast" in text
 
 
 def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -88,12 +56,6 @@ def refused(pearl_here: Run) -> Callable[..., str]:
         return " ".join(ended.stderr.split())
 
     return run
-
-
-@pytest.fixture
-def attached(toy: Engine) -> list[str]:
-    """As `SHORT`, with the engine that runs already."""
-    return ["--connect", str(toy.directory), "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
 
 
 # ---- texts ----
@@ -126,10 +88,7 @@ def test_json_is_one_document_that_adds_up(pearl_here: Run) -> None:
 
 @pytest.mark.parametrize("method", ["auto", "ar", "sd", "ssd", "pearl"])
 def test_the_record_of_a_sampled_text_gives_that_text_again(
-    toy: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    pearl_here: Run,
-    method: str,
+    toy: Engine, monkeypatch: pytest.MonkeyPatch, pearl_here: Run, method: str
 ) -> None:
     """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
     monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
@@ -145,17 +104,6 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     params, decoding = SamplingParams(**used["sampling"]), DecodingConfig(**used["decoding"])
     (again,) = toy.generate(document["prompt_tokens"], params, decoding=decoding)
     assert again.tokens == document["tokens"]
-
-
-def test_flags_override_the_file_and_method_ar_needs_no_draft(tmp_path: Path, pearl_here: Run) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"target: {TOY}\ndraft: none\nmax_tokens: 5\ntemperature: 0\nignore_eos: true\nstop: ['@']\n")
-    run = pearl_here("generate", "--config", str(path), "--method", "ar", "--max-tokens", "7", "--json", "123")
-    assert run.returncode == 0, run.stderr
-    document = json.loads(run.stdout)
-    assert document["text"] == WANTED[:7]
-    assert document["settings"]["sampling"]["stop"] == ["@"]
-    assert "loading" not in run.stdout
 
 
 # ---- refusals ----
@@ -191,22 +139,6 @@ def test_mistakes_are_refused_with_what_to_do(refused: Callable[..., str], tmp_p
         assert words.lower() in refused(*PAIR, *shlex.split(arguments)).lower()
 
 
-def test_a_misspelt_command_is_told_the_nearest() -> None:
-    done = CliRunner().invoke(cli, ["genrate", "x"])
-    assert done.exit_code == 2
-    assert "No such command 'genrate'. Did you mean 'generate'?" in done.output
-    assert "No such command 'xyz'" in CliRunner().invoke(cli, ["xyz"]).output
-
-
-def test_unknown_key_in_a_file_is_refused_with_the_known(tmp_path: Path, refused: Callable[..., str]) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("temprature: 1\n")
-    said = refused("--config", str(path), "x")
-    assert "unknown setting 'temprature'" in said
-    assert str(path) in said
-    assert all(name in said for section in SECTIONS for name in section.model_fields)
-
-
 # ---- flags and settings ----
 
 
@@ -224,7 +156,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
 
 
-@pytest.mark.parametrize("fits", [16, 500], ids=["a part does not fit", "the file does not fit"])
+@pytest.mark.parametrize("fits", [16, pytest.param(500, marks=pytest.mark.long)])  # a part; the merged file
 def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: int) -> None:
     """It ended with 0 and left its parts. A limit on a file's size stands for the disk's."""
     command = [sys.executable, "-m", "pearl", "generate", *SHORT, "--max-tokens", "300", "--json", "123"]
@@ -258,10 +190,7 @@ def test_what_an_encoding_lacks_is_escaped(
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "PEARL_CACHE", None])
 def test_a_path_that_is_no_utf8_is_refused_by_name(
-    pearl_here: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str | None,
+    pearl_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None
 ) -> None:
     place = tmp_path / "bad\udcff"
     place.mkdir()
@@ -298,31 +227,6 @@ def test_no_input_has_a_byte_order_mark_or_a_carriage_return(monkeypatch: pytest
 
 
 # ---- terminals and pipes ----
-
-
-def _on_a_terminal(*arguments: str) -> tuple[int, bytes]:
-    """Exit code and what a terminal was given on stdout."""
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "pearl", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=follower, stderr=subprocess.DEVNULL)
-    os.close(follower)
-    said = b""
-    while True:
-        try:
-            part = os.read(leader, 4096)
-        except OSError:  # the terminal's last user is gone
-            break
-        if not part:
-            break
-        said += part
-    os.close(leader)
-    return process.wait(BOUND), said
-
-
-def test_terminal_gets_the_text_as_it_comes(attached: list[str]) -> None:
-    code, said = _on_a_terminal("generate", *attached, "123")
-    assert code == 0
-    assert said.decode().replace("\r\n", "\n") == WANTED + "\n"
 
 
 ENDLESS = [sys.executable, "-m", "pearl", "generate", "1", "--config", "toy", "--max-tokens", "500000"]
@@ -420,17 +324,6 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
             command, parent, words = found, command, words[1:]
         assert parent is not None, "it is a command of pearl"
         assert command.make_context(name, list(words)).params, "parsed, with the option names and values that it has"
-
-
-def test_the_help_lists_settings_by_what_they_are_about() -> None:
-    shown = CliRunner().invoke(cli, ["generate", "--help"]).output
-    titles = ["Options:", "The pair, and where it runs:", "How it is decoded:", "How tokens are drawn:"]
-    parts = re.split(rf"(?m)^({'|'.join(map(re.escape, titles))})$", shown)
-    assert parts[1::2] == titles
-    assert f"[default: {EngineConfig().draft_timeout}]" in shown
-    assert CliRunner().invoke(cli, ["--version"]).output.startswith("pearl, version ")
-    for title, flag in zip(titles, ("--connect", "--target-device", "--window", "--seed"), strict=True):
-        assert f"  {flag} " in parts[parts.index(title) + 1], title
 
 
 _HEAVY = {"torch", "transformers", "numpy", "scipy", "matplotlib"}

@@ -126,18 +126,3 @@ def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
         assert running.is_well()
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_load_generator(tmp_path: Path, streams: bool) -> None:
-    """`ab` of Debian's apache2-utils: eight at once, and each gets its answer."""
-    command = program("ab")
-    asked = {"model": MODEL, "prompt": "123", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": streams}
-    (tmp_path / "asked.json").write_text(json.dumps(asked))
-    with Engine(TOY, TOY, slots=4) as engine, Served(engine, bind("127.0.0.1:0", None, 64, None)) as running:
-        arguments = ("-n", "200", "-c", "8", "-l", "-p", str(tmp_path / "asked.json"), "-T", "application/json")
-        lines = output(command, *arguments, f"{running.url}/v1/completions").splitlines()
-        report = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        assert (report["Complete requests"], report["Failed requests"]) == ("200", "0")
-        assert "Non-2xx responses" not in report
-        assert running.figure("vllm:generation_tokens_total") == 200 * 12

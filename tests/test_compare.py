@@ -52,13 +52,10 @@ def test_a_row_is_a_method_and_its_settings() -> None:
     ("way", "message"),
     [
         ("perl", "method"),
-        ("pearl,rule=optt", "rule"),
         ("pearl,rule=opt,epsilon=2", "epsilon"),
         ("pearl,epsilon", "write METHOD,NAME=VALUE"),
-        ("pearl,epsilon=0.1", "epsilon"),
         ("pearl,ruel=opt", "ruel"),
         ("ar,look_ahead=3", "look_ahead"),
-        ("", "method"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(way: str, message: str) -> None:

@@ -1,28 +1,29 @@
-"""Settings: which are refused and with what words; and that every configuration in the repository is valid."""
+"""Settings: which are refused and with what words; profiles; and that every configuration here is valid."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic.fields import FieldInfo
 
-import pearl
-from pearl.config import (
-    SECTIONS,
-    UNSUPPORTED,
-    DecodingConfig,
-    EngineConfig,
-    SamplingParams,
-    load_settings,
-    read_file,
-)
+from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
+from pearl.config.sampling import MAX_GRAMMAR
 from pearl.device import Device
+from pearl.engine import Engine
 from pearl.errors import ConfigError
+from pearl.protocol.speeds import Profile, Speeds
+from pearl.worker import profile
 from pearl.worker.settings import WorkerSettings
+from tests.conftest import TOY
+from tests.tiny import tiny_model
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CORE = min(os.sched_getaffinity(0))
@@ -76,69 +77,99 @@ def test_each_rank_has_its_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -
 # ---- bad values ----
 
 
-BAD: dict[type, dict[str, tuple[object, ...]]] = {
-    DecodingConfig: {
-        "method": ("lookahead",),
-        "gamma": (0, 1025, "three"),
-        "window": ("auto",),
-        "look_ahead": (-1, 257),
-    },
-    SamplingParams: {
-        "temperature": (-0.1, float("nan"), float("inf"), "hot"),
-        "top_p": (0, 1.01),
-        "min_p": (-0.1, 1.01),
-        "top_k": (-1, 2**31),
-        "seed": (-1, 2**64),
-        "max_tokens": (0,),
-        "logprobs": (-1, 21),
-        "repetition_penalty": (0, 101),
-        "presence_penalty": (-2.1, 2.1),
-        "frequency_penalty": (-2.1, 2.1),
-    },
-    EngineConfig: {
-        "max_context": (1,),
-        "draft_timeout": (0,),
-        "target_pace": (0,),
-        "draft_restarts": (-1,),
-        "target_dtype": ("int2",),
-        "target_tp": (0,),
-        "slots": (0, 33),
-    },
-}
+def beyond(field: FieldInfo) -> Iterator[object]:
+    """Values that are just beyond the field's bounds, and of another type."""
+    bounds = [one for one in field.metadata if hasattr(one, "__dataclass_fields__")]
+    bounds += [
+        one for part in get_args(field.annotation) for inner in get_args(part) for one in getattr(inner, "metadata", [])
+    ]
+    types = (field.annotation, *get_args(field.annotation))
+    step = 1 if int in types else 0.01
+    for bound in bounds:
+        for name, change in (("ge", -step), ("le", step), ("gt", 0), ("lt", 0)):
+            if (at := getattr(bound, name, None)) is not None:
+                yield at + change
+        if str in types:
+            yield "x" * (bound.min_length - 1 if hasattr(bound, "min_length") else bound.max_length + 1)
+        else:
+            yield "nonsense"
+    if float in types:
+        yield from (float("nan"), float("inf"))
+    if get_origin(field.annotation) is Literal:
+        yield from ("nonsense", None)
 
 
 def test_values_out_of_range_are_refused_by_name() -> None:
-    for section, fields in BAD.items():
-        for name, values in fields.items():
-            for value in values:
+    tried = 0
+    for section in SECTIONS:
+        for name, field in section.model_fields.items():
+            for value in beyond(field):
                 with pytest.raises(ConfigError, match=f"{name}: .*got ") as caught:
                     section(**{name: value})
-                assert caught.value.exit_code == 2
+                assert (caught.value.exit_code, "\n" in str(caught.value)) == (2, False)
+                tried += 1
+    assert tried > 100
 
 
-@pytest.mark.parametrize(
-    ("section", "values", "words"),
-    [
-        (SamplingParams, {"temperature": 1e-40}, "0 is greedy"),  # logits overflowed and took the target with them
-        (SamplingParams, {"temperature": 1e308}, "temperature: the greatest temperature is 1e\\+30"),
-        (SamplingParams, {"top_p": 5e-324}, "top_p: the least top_p is 1e-30"),  # float32 makes 0 of it: NaN
-        (SamplingParams, {"min_p": 5e-324}, "min_p: 0 is off"),
-        (SamplingParams, {"stop": ["a", ""]}, "stop string must not be empty"),
-        (SamplingParams, {"stop": ""}, "stop string must not be empty"),
-        (SamplingParams, {"stop": "caf\udce9"}, "stop: a stop string holds half a surrogate pair"),  # of Latin-1
-        (EngineConfig, {"control": "udp"}, "control"),
-        (EngineConfig, {"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
-        (EngineConfig, {"control": "tcp://a b:1", "keys": "k"}, "control"),
-        (EngineConfig, {"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
-        (EngineConfig, {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": "nccl"}, "tensors: it is not encrypted"),
-        (EngineConfig, {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": "gloo"}, "tensors: it is not encrypted"),
-        (EngineConfig, {"temperature": 1.0}, "unknown setting 'temperature'"),
-        *((SamplingParams, {name: 2}, f"{name} is not supported: ") for name in UNSUPPORTED),
-    ],
-)
-def test_bad_values_are_refused_with_what_to_do(section: type, values: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+STOP = {"draft_stop": "heuristic"}
+BIAS = "logit_bias: takes token ids, and numbers from -100 to 100"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 1e-40}, "0 is greedy"),  # logits overflowed and took the target with them
+    ({"temperature": 1e308}, "temperature: the greatest temperature is 1e\\+30"),
+    ({"top_p": 5e-324}, "top_p: the least top_p is 1e-30"),  # float32 makes 0 of it: NaN
+    ({"min_p": 5e-324}, "min_p: 0 is off"),
+    ({"stop": ["a", ""]}, "stop string must not be empty"),
+    ({"stop": ""}, "stop string must not be empty"),
+    ({"stop": "caf\udce9"}, "stop: a stop string holds half a surrogate pair"),  # of Latin-1
+    *(({"logit_bias": bias}, BIAS) for bias in ({-1: 1}, {1: 100.5})),
+    *(({"logit_bias": bias}, "logit_bias") for bias in ({1: float("nan")}, dict.fromkeys(range(1025), 1.0), 5)),
+    ({"logit_bias": [(1, 2.0), (1, 3.0)]}, "logit_bias: has a token id twice"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"json_schema": "7"}, "json_schema: must be a JSON object"),
+    ({"json_schema": {"enum": ["x" * MAX_GRAMMAR]}}, "json_schema: has 65,550 characters, at most 32,768 are read"),
+    ({"json_schema": {1j: 2}}, "json_schema: cannot be written as JSON"),
+    ({"regex": "a", "json_schema": {}}, "two grammars"),
+    ({"regex": "a", "ignore_eos": True}, "which ignore_eos forbids"),
+    ({"control": "udp"}, "control"),
+    ({"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
+    ({"control": "tcp://a b:1", "keys": "k"}, "control"),
+    ({"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
+    *(
+        ({"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": way}, "tensors: it is not encrypted")
+        for way in ("nccl", "gloo")
+    ),
+    *(({"method": method, "look_ahead": 4}, f"auto, ngram, pearl, not {method}") for method in ("ar", "sd")),
+    ({"method": "ngram", "look_ahead": 0}, "is method ar"),
+    ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
+    ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
+    *(
+        ({"rule": "joint", **given}, "whole blocks; it takes draft_stop fixed, not ssd")
+        for given in ({"method": "ssd"}, {"method": "sd", **STOP})
+    ),
+    ({"draft_stop": "disko"}, "draft_stop: .*'fixed', 'threshold', 'heuristic', 'disco' or 'oracle'"),
+    ({**STOP, "confidence": 0.5}, "no parameter 'confidence'; heuristic takes no parameters"),
+    ({"confidence": 0.5}, "draft_stop fixed has no parameter 'confidence'"),
+    *(
+        ({"method": method, **STOP}, f"for methods auto, sd, .*, not {method}, which takes fixed")
+        for method in ("ar", "ngram", "ssd", "pearl-no-post-verify")
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED)
+def test_bad_values_are_refused_with_what_to_do(values: dict[str, Any], words: str) -> None:
+    (section,) = (one for one in SECTIONS if next(iter(values)) in one.model_fields)
+    with pytest.raises(ConfigError, match=words) as caught:
         section(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_setting_of_a_section_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'temperature'"):
+        EngineConfig(temperature=1.0)  # type: ignore[call-arg]
+    for name in UNSUPPORTED:
+        with pytest.raises(ConfigError, match=f"{name} is not supported: "):
+            SamplingParams(**{name: 2})
 
 
 def test_no_setting_is_in_two_sections_or_unsupported() -> None:
@@ -285,5 +316,137 @@ def test_a_type_checker_without_our_plugin_takes_what_the_settings_take(tmp_path
     assert error.startswith('use.py:4: error: Argument "temperature"')
 
 
-def test_the_package_lists_what_it_offers() -> None:
-    assert set(pearl.__all__) <= set(dir(pearl))
+WAYS = (("ngram", 0.0, 4), ("pearl", 0.5, 4), ("sd", -0.4, 2), ("ssd", 0.0, 0))
+FOUND = Profile(0.01, 0.6, ((1, 0.04), (4, 0.05)), ((1, 0.03),), "pearl", WAYS)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_what_is_kept_comes_back(cache: Path) -> None:
+    config = EngineConfig(target=TOY, draft=TOY)
+    assert profile.load(config) is None
+    path = profile.save(config, FOUND)
+    assert path.parent.parent == cache
+    assert profile.load(config) == FOUND
+    assert profile.load(config.model_copy(update={"profile": "none"})) is None
+    assert profile.load(EngineConfig(target=TOY, draft=TOY, profile=str(path))) == FOUND
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"draft": "toy:vocab=32,alpha=0.5"},
+        {"target_dtype": "float32"},
+        {"draft_device": "cpu:0"},
+        {"forwards": "eager"},
+        {"target_pace": 0.1},
+    ],
+)
+def test_it_is_of_one_pair_on_its_devices(cache: Path, other: dict[str, Any]) -> None:
+    profile.save(EngineConfig(target=TOY, draft=TOY), FOUND)
+    assert profile.load(EngineConfig(**({"target": TOY, "draft": TOY} | other))) is None
+
+
+def test_a_model_that_has_changed_is_another(cache: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    config = EngineConfig(target=str(model), draft=TOY)
+    profile.save(config, FOUND)
+    assert profile.load(config) == FOUND
+    (model / "config.json").write_text('{"a": 1}')
+    assert profile.load(config) is None
+
+
+def test_another_number_of_threads_or_cores_is_another_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(target=TOY, draft=TOY)
+    profile.save(config, FOUND)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert profile.load(config) is None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: "{",
+        lambda d: "[]",
+        lambda d: "[" * 100_000,
+        lambda d: json.dumps(d | {"format": 1}),
+        lambda d: json.dumps(d | {"profile": {"t_draft": "fast"}}),
+        lambda d: json.dumps(d | {"profile": d["profile"] | {"t_draft": -1}}),
+        lambda d: json.dumps(d | {"profile": d["profile"] | {"t_target": [[1, 1e300]]}}),
+        lambda d: json.dumps(d | {"profile": d["profile"] | {"best": "guess"}}),
+        lambda d: json.dumps(d | {"profile": d["profile"] | {"ways": [["pearl", 1e9, 1]]}}),
+    ],
+)
+def test_a_damaged_one_is_refused_where_it_is_named_and_passed_over_elsewhere(
+    cache: Path, spoil: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(target=TOY, draft=TOY)
+    path = profile.save(config, FOUND)
+    path.write_text(spoil(json.loads(path.read_text())))
+    assert profile.load(config) is None
+    assert str(path) in caplog.text
+    with pytest.raises(ConfigError, match=r"profile .*\.json"):
+        Engine(TOY, TOY, profile=str(path))
+
+
+def test_one_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Engine(TOY, TOY, profile=str(tmp_path / "none.json"))
+
+
+def test_speeds_and_profile_are_inverse() -> None:
+    assert Speeds.of(FOUND).profile == FOUND
+    speeds = Speeds.of(FOUND)
+    assert speeds.auto.begin(40) == "pearl"
+    speeds.spread(True)
+    assert speeds.t_target(1) == 0.03
+    assert speeds.profile == FOUND, "whichever cores the target has at the moment"
+
+
+def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
+    """The draft does not rest first, for it is known to pay; and of the target's times what was known is there."""
+    path = tmp_path / "profile.json"
+    known = Profile(0.01, 0.6, ((200, 0.25),), (), "pearl", WAYS)  # no forward is fed so many
+    config = EngineConfig(target=TOY, draft=TOY)
+    path.write_text(profile.save(config, known).read_text())
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with Engine(TOY, TOY, profile=str(path)) as engine:
+        assert engine.welcome.t_target == ((200, 0.25),), "what is known is not measured again"
+        (result,) = engine.generate([[1, 2, 3]], params, method="auto")
+    s = result.statistics
+    assert s.num_tokens_without_draft == 0
+    assert s.draft_speedup == pytest.approx(1.649, abs=0.01)
+    assert s.t_target["200"] == 0.25
+    assert s.speedup_in_words == "with it 1.65 times as fast"
+
+
+def measured(**settings: Any) -> tuple[tuple[int, float], ...]:
+    """What an engine of a pair knows of its target's times when it has started."""
+    with Engine(str(tiny_model("llama")), str(tiny_model("qwen2")), max_context=64, **settings) as engine:
+        assert engine.welcome.t_draft > 0
+        return engine.welcome.t_target
+
+
+def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
+    first = measured()
+    assert [fed for fed, _ in first] == [1, 2, 4, 8]
+    (file,) = (cache / "profiles").iterdir()
+    written = file.read_text()
+    assert measured() == first
+    assert file.read_text() == written
+    assert measured(profile="none") != first, "no two measurements are equal"
+    file.write_text(written[:99])
+    assert measured() != first
+    file.write_text(written)
+    os.utime(file, (1, 1))
+    (other := file.with_name("other-times.json")).touch()
+    os.utime(other, (1, 1))
+    assert measured() != first, "of long ago"
+    assert file.read_text() != written
+    assert not other.exists(), "nobody takes it any more"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -18,22 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl.cli import main
 from pearl.config import SamplingParams
 from pearl.drafting import corpus, datastore
-from pearl.drafting.datastore import (
-    HEADER,
-    Datastore,
-    Header,
-    check_tokenizer,
-    read_header,
-    width_of,
-)
-from pearl.drafting.guesser import Guesser, fused
-from pearl.drafting.ngram import MOST_MATCHED, Candidate, anchored, guess_tree
+from pearl.drafting.datastore import HEADER, Datastore, Header, check_tokenizer, read_header, width_of
+from pearl.drafting.guesser import Guesser
+from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
 from pearl.engine import Engine
 from pearl.errors import ConfigError
-from pearl.extras import installing
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner
@@ -42,20 +31,14 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.text.tokenizer import vocabulary_digest
-from tests.conftest import TOY, greedy_text
+from tests.conftest import TOY, Quiet, greedy_text
 from tests.replace import replace
-from tests.test_look_ahead import Chains
 from tests.tiny import tiny_model
+from tests.virtual import Chains
 
 VOCAB = 6
 WIDE = 70_000  # ids that take three bytes
 Texts = Sequence[Sequence[int]]
-
-
-class Silent:
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
 
 
 def make(directory: Path, texts: Texts, vocab: int = VOCAB, **options: Any) -> Datastore:
@@ -76,15 +59,13 @@ def store(tmp_path: Path) -> Datastore:
 
 
 @pytest.fixture
-def run_pearl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run_pearl(pearl_here: Callable[..., Any]) -> Callable[..., str]:
     """Runs a command; returns its output, and checks its exit code and the form of its errors."""
 
     def run(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["pearl", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, err
+        done = pearl_here(*arguments)
+        out, err = done.stdout, done.stderr
+        assert done.returncode == code, err
         assert code == 0 or (out == "" and err.splitlines()[-1].startswith("error: ") and "Traceback" not in err)
         return " ".join((out + err).split())
 
@@ -132,37 +113,11 @@ def test_a_lookup_finds_what_brute_force_finds(texts: list[list[int]], suffix: l
     assert counts == (expected(texts, suffix, longest) if longest else Counter())
 
 
-def test_few_occurrences_are_added_to_by_shorter_suffixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make(tmp_path, [[1, 2, 3, 4], *[[5, 2, 3, 0]] * 3])
-    monkeypatch.setattr(datastore, "FEW", 1)
-    assert [matched for _, matched in store.occurrences([1, 2, 3])] == [3]
-    monkeypatch.setattr(datastore, "FEW", 4)
-    assert sorted(matched for _, matched in store.occurrences([1, 2, 3])) == [1, 1, 1, 3]
-    assert {4, 0} == set(store.followed(store.occurrences([1, 2, 3])))
-
-
-def test_ids_that_a_model_lacks_are_never_given(tmp_path: Path) -> None:
-    make(tmp_path, [[1, 2, 5], [1, 2, 3], [1, 2, 3]])
-    small = Datastore(tmp_path, vocab_size=4)
-    assert set(small.followed(small.occurrences([1, 2]))) == {3}
-
-
 # ---- writing ----
 
 
 def files(directory: Path) -> list[bytes]:
     return [path.read_bytes() for path, _ in read_header(directory).files(directory)]
-
-
-def test_what_was_read_is_described(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "one.txt").write_text("abcabc")
-    (tmp_path / "a" / "two.py").write_text("cabba")
-    (tmp_path / "more.jsonl").write_text('{"text": "bbc"}\n\n{"text": "acab"}\n')
-    names, tokenizer = [str(tmp_path / "a"), str(tmp_path / "more.jsonl")], ToyTokenizer(32)
-    built = corpus.build(tmp_path / "it.ds", names, (), "toy:vocab=32", tokenizer, Silent())
-    assert built.documents == 4
-    assert found(Datastore(tmp_path / "it.ds"), tokenizer.encode("abc"))[0] == 3
 
 
 @pytest.mark.parametrize("dies_at", ["tokens", "order", HEADER])
@@ -193,27 +148,11 @@ def test_a_build_that_dies_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     assert len(list((tmp_path / "old").glob("*.bin"))) == 2, "what was left behind is swept up"
 
 
-def test_a_build_that_fails_removes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(datastore.os, "fsync", full)
-    with pytest.raises(ConfigError, match=r"cannot write .*No space left"):
-        make(tmp_path, [[1, 2]])
-    assert not list(tmp_path.glob("*.bin"))
-
-
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(ConfigError, match=re.escape(installing("datastore"))):
-        make(tmp_path, [[1]])
-
-
 # ---- reading files ----
 
 
 def texts_of(path: Path, *fields: str) -> list[str]:
-    return list(corpus.documents(corpus.listed([str(path)]), fields, Silent()))
+    return list(corpus.documents(corpus.listed([str(path)]), fields, Quiet()))
 
 
 def test_of_a_folder_the_texts_are_read_and_nothing_hidden(tmp_path: Path) -> None:
@@ -343,21 +282,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 # ---- guesses ----
 
 
-def test_a_token_that_both_name_is_one_candidate_and_together_they_are_at_most_certain() -> None:
-    def candidate(token: int, chance: float, source: Source = Source.DATASTORE) -> Candidate:
-        return Candidate(token, chance, 1, ((0, 1),), source)
-
-    own = [candidate(1, 0.5, Source.NGRAM), candidate(2, 0.2, Source.NGRAM)]
-    found = fused(own, [candidate(2, 0.3), candidate(3, 0.1)])
-    assert [(c.token, c.chance, c.source) for c in found] == [
-        (1, 0.5, Source.NGRAM),
-        (2, 0.3, Source.DATASTORE),
-        (3, 0.1, Source.DATASTORE),
-    ]
-    assert [c.also for c in found] == [(), (own[1],), ()]
-    assert [c.chance for c in fused([candidate(1, 0.8)], [candidate(2, 0.8)])] == [0.5, 0.5]
-
-
 def test_a_tree_goes_on_by_both_sources(tmp_path: Path) -> None:
     """1 2 is followed by 3 4 in the text, by 3 5 in the datastore; by 0 in the datastore alone."""
     store = make(tmp_path, [[1, 2, 3, 5, 2]] * 9 + [[1, 2, 0]] * 9)
@@ -383,21 +307,6 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     index.extend(text[20:])
     plain.extend(text)
     assert [index.candidates(i) for i in range(1, 31)] == [plain.candidates(i) for i in range(1, 31)]
-
-
-def test_rates_are_learned_from_the_text(tmp_path: Path) -> None:
-    """The chances of a datastore's candidates rise in a text that it knows, and fall in another."""
-    known = [i % 5 for i in range(60)]
-    store = make(tmp_path, [known] * 20)
-    right, wrong = Guesser([], store), Guesser([], store)
-    right.extend(known)
-    wrong.extend([0 if i % 2 else 3 for i in range(60)])
-    before = [one._store.candidates(40)[0].chance for one in (right, wrong)]
-    right.learn(60)
-    wrong.learn(60)
-    after = [one._store.candidates(40)[0].chance for one in (right, wrong)]
-    assert after[0] > before[0]
-    assert after[1] < before[1]
 
 
 # ---- texts ----
@@ -475,21 +384,6 @@ def test_an_engine_takes_a_datastore_and_a_text_that_differs_from_a_known_one_is
     assert sum(result.statistics.guessed_by_source.values()) == result.statistics.provenance["guessed"]
     greedy, coupled = (finding for finding in findings if "ngram" in finding.what)
     assert (greedy.equal, greedy.first, coupled.equal) == (0, "text 1, token 7", 1)
-
-
-def test_check_compares_texts_with_and_without_a_datastore(
-    toy_store: Path, tmp_path: Path, run_pearl: Callable[..., str]
-) -> None:
-    prompts, written = tmp_path / "prompts.txt", tmp_path / "check.json"
-    prompts.write_text("123\n321\n")
-    pair = ("--target", TOY, "--draft", "none", "--datastore", str(toy_store))
-    run_pearl("check", *pair, "--prompts", str(prompts), "--temperature", "0.7", "--seed", "3", "--json", str(written))
-    found = {one["what"]: one for one in json.loads(written.read_text())["findings"]}
-    for rule in ("greedy", "coupled"):
-        alone, both = (found[f"{rule}: ngram{store}"] for store in ("", ", datastore"))
-        assert (alone["equal"], both["equal"]) == (3, 3), "a second turn of the first, too"
-        assert alone["guessed"].keys() <= {"n-gram"}
-    assert found["greedy: ngram, datastore"]["guessed"]["datastore"] > 0, "else nothing is shown"
 
 
 # ---- the command line ----

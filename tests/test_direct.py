@@ -160,10 +160,3 @@ print([name for name in ("transformers", "torch._dynamo") if name in sys.modules
     load_tokenizer(str(tiny_model()))  # keeps it for the next
     done = subprocess.run([sys.executable, "-c", code, str(tiny_model())], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-def test_the_runner_is_made_of_it() -> None:
-    runner = load_runner(str(tiny_model()), device=CPU, dtype="float32")
-    reference = load_runner(str(tiny_model()), device=CPU, dtype="float32", forwards="transformers")
-    tokens = [5, 9, 2, 7]
-    torch.testing.assert_close(feed_chain(runner, tokens, 4), feed_chain(reference, tokens, 4), rtol=1e-4, atol=1e-4)

@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from pearl.errors import ConfigError, DistillError, ModelError
+from pearl.errors import ConfigError, DistillError
 from pearl.lab.distill.config import DistillConfig, load_config
-from pearl.lab.distill.learning import plan, rate
 from pearl.lab.distill.prompts import training_prompts
 from pearl.lab.distill.run import Distillation
-from pearl.lab.distill.storage import locked, read_answers, written_whole
+from pearl.lab.distill.storage import locked, read_answers
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizers import load_tokenizer
@@ -128,30 +127,18 @@ def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
     assert about["settings"]["seed"] == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
+def test_learning_makes_it_agree_more(tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"
     start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
     size = {"rounds": 2, "held_out": 32, "answers_per_round": 64, "passes": 8, "learning_rate": 1e-2}
-    run(settings(out, init_from=start, optimizer=optimizer, **size))
+    run(settings(out, init_from=start, optimizer="muon", **size))
     found = agreements(out)
     assert len(found) == 3
     assert found[-1] > found[0] + 0.1
     copied = tmp_path / "copied"
     run(settings(copied, layers=(0, 1, 2), rounds=1, learning_rate=1e-9))
     assert agreements(copied)[0] == 1.0
-
-
-def test_shared_embeddings_stay_as_they_are(whole: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(Path(target()) / "model.safetensors", "pt") as theirs:
-        table = theirs.get_tensor("model.embed_tokens.weight")
-        first = theirs.get_tensor("model.layers.0.mlp.up_proj.weight")
-    with safe_open(whole / "draft" / "model.safetensors", "pt") as ours:
-        assert torch.equal(ours.get_tensor("model.embed_tokens.weight"), table.bfloat16())
-        assert not torch.equal(ours.get_tensor("model.layers.0.mlp.up_proj.weight"), first.bfloat16())
 
 
 def test_answers_alone_are_a_file_and_what_is_learnt_from_them_later_is_the_same(whole: Path, tmp_path: Path) -> None:
@@ -178,7 +165,7 @@ def test_a_seed_is_a_draft(whole: Path, tmp_path: Path) -> None:
     assert weights(tmp_path / "other") != weights(whole)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.4, 0.7, 0.99])
+@pytest.mark.parametrize("share", [0.4, 0.99])
 def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path, share: float) -> None:
     """In the middle of prompts, of answers, of learning; and again at once."""
     interrupted(whole, tmp_path, share)
@@ -207,22 +194,6 @@ def test_a_killed_process_loses_nothing(whole: Path, tmp_path: Path) -> None:
     process.wait(BOUND)
     run(settings(tmp_path), resume=True)
     assert weights(tmp_path) == weights(whole)
-
-
-def test_a_plan_has_every_fresh_answer_and_fits() -> None:
-    config = DistillConfig(out="x", passes=3, batch_tokens=100)
-    lengths = [10 + i % 37 for i in range(60)]
-    batches = plan(config, 1, lengths, fresh=20)
-    chosen = [i for batch in batches for i in batch]
-    assert len(chosen) == 60
-    assert set(range(40, 60)) <= set(chosen)
-    assert all(len(batch) * max(lengths[i] for i in batch) <= 100 for batch in batches)
-    assert batches == plan(config, 1, lengths, fresh=20) != plan(config, 2, lengths, fresh=20)
-
-
-def test_the_rate_rises_stays_and_falls() -> None:
-    config = DistillConfig(out="x", warmup=0.1, decay=0.5)
-    assert [rate(config, at) for at in (0, 0.05, 0.1, 0.4, 0.75, 1)] == pytest.approx([0.01, 0.5, 1, 1, 0.5, 0.01])
 
 
 # ---- what goes wrong ----
@@ -256,33 +227,6 @@ def test_a_full_disk_keeps_what_was_saved(whole: Path, tmp_path: Path) -> None:
     assert weights(tmp_path) == weights(whole)
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("before")
-
-    def interrupted() -> None:
-        with written_whole(path) as building:
-            building.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert path.read_text() == "before"
-
-
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    shutil.copytree(tiny_model("llama-tied", chat=True), draft)
-    text = (draft / "tokenizer.json").read_text()
-    tokenizer = json.loads(text)
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ModelError, match="different vocabularies"):
-        Distillation(settings(tmp_path / "run", init_from=str(draft)), Silent())
-    assert not (tmp_path / "run" / "run.json").exists()  # nothing has begun that would be in the way
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_good(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole, out)
@@ -298,21 +242,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_good(whole: Path, t
     last.unlink()
     run(settings(out), resume=True)
     assert weights(out) == weights(whole)
-
-
-def test_a_damaged_shard_is_named(whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(whole, out)
-    shard = out / "answers" / "round-001-000.pt"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(DistillError, match=r"round-001-000.* damaged"):
-        run(settings(out), resume=True)
-    shard.unlink()
-    run(settings(out), resume=True)
-    again, once = (read_answers(each / "answers" / "round-001-000.pt") for each in (out, whole))
-    assert [(a.prompt, a.tokens) for a in again] == [(a.prompt, a.tokens) for a in once]
 
 
 def test_a_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -376,15 +305,6 @@ def test_ordinary_prompts_are_not(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(ordinary))
     assert training_prompts([path]) == ordinary
-
-
-def test_given_prompts_are_asked(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("\n".join(f"question number {word}" for word in ("one", "two", "three")))
-    run(settings(tmp_path / "run", prompts=(str(path),)))
-    asked = [json.loads((tmp_path / "run" / "prompts" / f"round-00{i}.json").read_text()) for i in range(2)]
-    assert asked[0][:2] == ["question number one", "question number three"]
-    assert asked[1][0] == "question number two"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 from pearl.text.stream import TextStream
 from tests.pairwise import combined
-from tests.protocol_pair import PROMPT, Pair, Result, ScriptDraft, ScriptTarget, at_random, check_counts, submission
+from tests.protocol_pair import Pair, Result, at_random, check_counts
+from tests.scripted import PROMPT, ScriptDraft, ScriptTarget, submission
 
 VOCAB = 40
 GARBAGE = VOCAB - 1  # what either model says in a context that is not the script's
@@ -99,17 +100,6 @@ def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any)
         assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (window, gamma, reason, offset, wrong)
         assert result.end is not None
         assert result.end.reason is reason, (window, gamma, reason, offset, wrong)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_statistics_count_what_was_committed(method: str) -> None:
-    submit = submission(TEXT, method, window="fixed", gamma=4, eos=(TEXT[9],))
-    result = run(submit, wrong=(5,))
-    watch = Stopwatch()
-    watch.committed(len(result.tokens), 1.0)
-    statistics = fold(result.counts, watch, Speeds(), len(PROMPT), 4)
-    assert statistics.num_generated_tokens == sum(statistics.provenance.values()) == 8
-    assert statistics.num_accepted_draft_tokens == statistics.provenance.get("accepted", 0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,20 @@ import torch
 import transformers
 
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.engine import Engine, Result, Stream
+from pearl.engine import Engine, Result
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.tokenizers import load_tokenizer
-from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods
 from pearl.spec.methods import DRAFTLESS
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.loops import simulated
 from tests.pairwise import combined
 from tests.replace import replace
-from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, tiny_model
 
 METHODS = ("ar", "ngram", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 PROMPT = [1, 2, 5]
@@ -120,27 +121,15 @@ def test_sampled_text_is_a_function_of_seed_and_sample(toy: Engine, rule: str) -
     assert len({tuple(text) for text in texts.values()}) == 3
 
 
-def test_processes_leave_no_trace_in_the_text(toy: Engine) -> None:
-    """The text of two real processes is that of the virtual clock."""
-    submit = Submit(1, tuple(PROMPT), 63, RequestOptions(sampling=Sampling(1.0, seed=11)))
-    assert one(toy, WARM, method="pearl").tokens == _simulated(submit, 32, 0.5)
-
-
-def _simulated(submit: Submit, vocab: int, alpha: float) -> list[int]:
-    runners = (ToyRunner(vocab, distribution) for distribution in alpha_pair(vocab, alpha))
-    return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
-
-
-@pytest.mark.parametrize("tensors", ["gloo", "frames"])
-def test_ratio_rule_over_the_tensor_channel_of_two_processes(tensors: str) -> None:
-    """Dense distributions over gloo, and as frames over tcp, leave no trace in the text either."""
+def test_ratio_rule_over_the_tensor_channel_of_two_processes() -> None:
+    """Dense distributions over gloo leave no trace in the text either."""
     spec = "toy:vocab=512,alpha=0.7"
     params = WARM.model_copy(update={"max_tokens": 150})
-    with Engine(spec, spec, tensors=tensors, control="tcp") as engine:
-        assert (engine.directory / "group").exists() == (tensors == "gloo")
+    with Engine(spec, spec, tensors="gloo", control="tcp") as engine:
+        assert (engine.directory / "group").exists()
         result = one(engine, params, decoding=AS_PUBLISHED)  # otherwise the target would not wait for its draft
     submit = Submit(1, tuple(PROMPT), 153, RequestOptions(sampling=Sampling(1.0, seed=11)))
-    assert result.tokens == _simulated(submit, 512, 0.7)
+    assert result.tokens == simulated(submit, 512, 0.7)
     assert result.statistics.num_accepted_draft_tokens > 0
     assert not result.statistics.draft_lost
 
@@ -226,16 +215,6 @@ def _prompt_that_meets(token: int) -> tuple[list[int], list[int]]:
     return next((prompt, text) for prompt, text in texts if token in text[4:] and token not in text[:4])
 
 
-def test_pieces_joined_are_the_text(toy: Engine) -> None:
-    with toy.stream(PROMPT, GREEDY) as stream:
-        pieces = list(stream)
-    assert "".join(map(str, pieces)) == stream.result.text
-    assert [t for piece in pieces for t in piece.tokens] == stream.result.tokens
-    assert not any(piece.preview for piece in pieces), "nobody asked for a preview"
-    with pytest.raises(StopIteration):
-        next(stream)
-
-
 def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
     """As Ctrl-C does in the chat: whoever waits for the next piece must not wait for a slow model to make it."""
     with Engine(TOY, TOY) as engine:
@@ -247,14 +226,6 @@ def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
         assert stream.result.finish_reason == "cancelled"
         os.kill(engine._launcher.target.pid, signal.SIGCONT)
         assert engine.generate([PROMPT], GREEDY)[0].tokens == greedy_text(PROMPT, 60)
-
-
-def test_preview_comes_on_request_and_is_no_part_of_the_text(toy: Engine) -> None:
-    with toy.stream(PROMPT, GREEDY, preview=True, decoding=AS_PUBLISHED) as stream:
-        pieces = list(stream)
-    assert any(piece.preview for piece in pieces)
-    assert all(not piece.text and not piece.tokens for piece in pieces if piece.preview)
-    assert stream.result.tokens == greedy_text(PROMPT, 60)
 
 
 # ---- streams left, side by side, and in threads ----
@@ -269,47 +240,11 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
     assert list(stream) == []
     for _ in toy.stream(PROMPT, LONG):
         break  # nobody holds it any more
-    stream = toy.stream(PROMPT, LONG)
-    next(stream)
-    del stream
+    with suppress(ZeroDivisionError), toy.stream(PROMPT, LONG) as stream:
+        next(stream)
+        raise ZeroDivisionError
     assert one(toy).tokens == greedy_text(PROMPT, 60)
     assert not toy.client._streams, "a stream that is over must not be kept"
-
-
-def test_exception_while_streaming_frees_the_engine(toy: Engine) -> None:
-    def fail(stream: Stream) -> None:
-        with stream:
-            next(stream)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail(toy.stream(PROMPT, LONG))
-    assert one(toy).tokens == greedy_text(PROMPT, 60)
-
-
-def test_two_streams_interleaved_in_one_thread(toy: Engine) -> None:
-    """The second waits its turn; whoever reads, reads for both."""
-    with toy.stream(PROMPT, GREEDY) as a, toy.stream([7, 7], GREEDY) as b:
-        last = list(b)[-1]
-        assert last.text == ""
-        assert len(list(a)) > 1
-    assert a.result.tokens == greedy_text(PROMPT, 60)
-    assert b.result.tokens == greedy_text([7, 7], 60)
-
-
-def test_engine_is_used_from_several_threads(toy: Engine) -> None:
-    results: dict[int, list[int]] = {}
-
-    def run(first: int) -> None:
-        results[first] = one(toy, prompt=[first, 9]).tokens
-
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BOUND)
-        assert not thread.is_alive()
-    assert results == {first: greedy_text([first, 9], 60) for first in range(6)}
 
 
 # ---- engines without a draft, closed engines ----
@@ -376,35 +311,10 @@ def test_greedy_text_is_that_of_transformers(tiny: Engine, reference: transforme
 def test_chat_messages_take_the_template(tiny: Engine, reference: transformers.PreTrainedModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=30)
     result = one(tiny, params, [[{"role": "user", "content": "hi"}]][0])
-    assert "<|start|>assistant" in reference_tokenizer().decode(result.prompt_tokens)
+    assert "<|start|>" in [tiny.tokenizer.token(token) for token in result.prompt_tokens]
     assert result.tokens == transformers_greedy(reference, result.prompt_tokens, 30)
     assert one(tiny, params, "hi", raw=False).tokens == result.tokens
     assert one(tiny, params, "hi").prompt_tokens == tiny.tokenizer.encode("hi")
-
-
-def reference_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    return transformers.AutoTokenizer.from_pretrained(tiny_model(chat=True))
-
-
-def test_stop_strings_on_real_tokens(tiny: Engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    whole = one(tiny, params, STORY)
-    stop = whole.text[10:14]
-    cut = one(tiny, params.model_copy(update={"stop": (stop,)}), STORY)
-    assert cut.text == whole.text[: whole.text.index(stop)]
-    assert cut.finish_reason == "stop"
-    assert cut.tokens == whole.tokens[: len(cut.tokens)]
-
-
-def test_seeded_text_of_real_models_repeats(tiny: Engine) -> None:
-    params = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=5, max_tokens=60, ignore_eos=True)
-    coupled = [one(tiny, params, STORY, decoding=DecodingConfig(method=m, rule="coupled")).tokens for m in METHODS]  # type: ignore[arg-type]
-    assert all(text == coupled[0] for text in coupled)
-    ratio = [
-        one(tiny, params, STORY, decoding=DecodingConfig.model_validate({"method": "pearl", "window": window})).tokens
-        for window in ("stream", "fixed")
-    ]
-    assert ratio[0] == ratio[1] != coupled[0]
 
 
 def _draft_of_odd_size(directory: Path) -> Path:
@@ -447,19 +357,6 @@ def test_draft_of_another_vocabulary_is_refused_naming_the_token(tmp_path: Path)
     assert re.search(r"different vocabularies", str(caught.value))
 
 
-def test_text_of_a_real_model_ends_at_its_eos(tiny: Engine, reference: transformers.PreTrainedModel) -> None:
-    """Sampled, for the greedy texts of tiny models rarely end."""
-    params = SamplingParams(temperature=1.5, max_tokens=200)
-    for seed in range(40):
-        result = one(tiny, params.model_copy(update={"seed": seed}), STORY, method="ar")
-        if result.finish_reason == "eos":
-            break
-    assert result.tokens[-1] == EOS_ID
-    assert EOS_ID not in result.tokens[:-1]
-    coupled = DecodingConfig(rule="coupled")
-    assert one(tiny, params.model_copy(update={"seed": seed}), STORY, decoding=coupled).tokens == result.tokens
-
-
 # ---- mistakes of a program ----
 
 
@@ -493,10 +390,3 @@ def test_mistakes_in_a_call_are_named(toy: Engine) -> None:
     for make, kind, message in mistakes:
         with pytest.raises(kind, match=message):
             make()
-
-
-def test_engine_and_result_show_what_they_are(toy: Engine) -> None:
-    assert repr(toy) == f"<Engine: {TOY} with {TOY}, running in {toy.directory}>"
-    result = one(toy)
-    assert repr(result) == f"<Result: {result.text!r}, 60 tokens, length, seed {result.seed}>"
-    assert repr(Result("x" * 100)) == f"<Result: '{'x' * 60}...', 0 tokens, not finished, seed 0>"

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
 
 from pearl.cli import cli
 from pearl.errors import ModelError
 from pearl.lab.distill.answers import answer
 from pearl.lab.distill.draft import check_head
-from pearl.lab.distill.evaluate import Observations, evaluate, figures, observe, repeated
+from pearl.lab.distill.evaluate import evaluate, observe
 from pearl.lab.distill.learning import generator
 from pearl.lab.distill.loss import head_loss
 from pearl.lab.distill.teacher import load_teacher
@@ -53,32 +52,6 @@ def test_a_batch_answers_as_each_alone() -> None:
     assert [a.tokens for a in found] == [by_hand(kind, prompt, limits) for prompt in prompts]
 
 
-def test_rows_that_end_leave_the_batch_and_the_others_go_on() -> None:
-    """Ends are spread by taking a frequent token for EOS."""
-    kind = tiny_model("llama")
-    loaded = load_model(str(kind), device=CPU).eval()
-    prompts = [[i, *range(3, 3 + i % 7)] for i in range(5, 69)]
-    free = answer(loaded, prompts, limit=20, eos=(), allow_loops=True)
-    ends = tuple({a.tokens[i % 20] for i, a in enumerate(free)})
-    cut = answer(loaded, prompts, limit=20, eos=ends, allow_loops=True)
-    assert len({len(a.tokens) for a in cut}) > 3
-    for short, long in zip(cut, free, strict=True):
-        assert short.tokens == long.tokens[: len(short.tokens)]
-        assert len(short.tokens) == 20 or short.tokens[-1] in ends
-        assert not set(short.tokens[:-1]) & set(ends)
-
-
-def test_what_is_recorded_is_the_targets_distribution() -> None:
-    loaded = model()
-    drawn = answer(loaded, PROMPTS, limit=9, eos=(), temperatures=(0.7,), top=6, generator=generator(3, "x"))
-    for one in drawn:
-        logits = loaded(torch.tensor([[*one.prompt, *one.tokens]])).logits[0, len(one.prompt) - 1 : -1]
-        wanted = logits.softmax(-1).topk(6)
-        torch.testing.assert_close(one.top_probs.float(), wanted.values, atol=1e-3, rtol=1e-2)
-        assert (one.top_ids[:, 0] == wanted.indices[:, 0]).all()
-        assert all(t in ids for t, ids in zip(one.tokens, one.top_ids.tolist(), strict=True))
-
-
 def test_drawn_tokens_have_the_recorded_frequencies() -> None:
     """Chi-square over one position of many rows, at temperature 1; greedy rows among them take the first."""
     drawn = answer(
@@ -89,17 +62,6 @@ def test_drawn_tokens_have_the_recorded_frequencies() -> None:
     expected = 2000 * probs / probs.sum()
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand
     assert {a.tokens[0] for a in drawn[1::2]} == {ids[0]}
-
-
-def test_a_loop_ends_an_answer() -> None:
-    """The greedy text of a model whose next token depends on the last alone is a circle, sooner or later."""
-    loaded = model(seed=3)
-    (whole,) = answer(loaded, [[5]], limit=200, eos=(), allow_loops=True)
-    (cut,) = answer(loaded, [[5]], limit=200, eos=())
-    assert cut.tokens == whole.tokens[: len(cut.tokens)]
-    if len(cut.tokens) < 200:
-        run = cut.tokens[-16:]
-        assert any(cut.tokens[i : i + 16] == run for i in range(len(cut.tokens) - 16))
 
 
 # ---- loss ----
@@ -127,19 +89,6 @@ def test_the_loss_and_its_gradients(rows: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # what is left over is a difference
     for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_drawn_negatives_stand_for_the_vocabulary() -> None:
-    """A few of 5,000 tokens give about the loss, and the gradient's direction, of all."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(5000, 16) * 0.3
-    probs, ids = (hidden.detach() @ weight.T * 1.5).softmax(-1).topk(8)
-    whole = head_loss(hidden, weight, ids, probs)
-    some = head_loss(hidden, weight, ids, probs, negatives=1500, generator=generator(0, "negatives"))
-    assert some.item() == pytest.approx(whole.item(), rel=0.01)
-    (a,), (b,) = torch.autograd.grad(whole, hidden), torch.autograd.grad(some, hidden)
-    assert torch.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.97
-    assert head_loss(hidden, weight, ids, probs, negatives=5000).item() == whole.item()
 
 
 def test_a_head_that_does_more_is_refused() -> None:
@@ -172,28 +121,6 @@ def test_observations_are_what_a_look_at_each_token_says() -> None:
         assert agreed == wanted[1]
 
 
-def test_repeated_runs() -> None:
-    tokens = [*range(8), 99, *range(8), 5]
-    assert [i for i, again in enumerate(repeated(tokens)) if again] == [16]
-    assert not any(repeated([1] * 8))
-    assert repeated([1] * 10) == [False] * 8 + [True] * 2
-
-
-def test_figures_are_counted_by_hand() -> None:
-    seen = Observations(
-        agreed=torch.tensor([True, False, False, True, False, False]),
-        overlap=torch.tensor([1.0, 0.5, 0.0, 1.0, 0.5, 0.0]),
-        repeated=torch.tensor([False, False, False, True, True, False]),
-    )
-    found = figures(seen)
-    assert found.tokens == 6
-    assert found.agreement == pytest.approx(2 / 6)
-    assert found.overlap == pytest.approx(0.5)
-    assert found.repeated == pytest.approx(2 / 6)
-    assert found.agreement_unrepeated == pytest.approx(1 / 4)
-    assert found.overlap_unrepeated == pytest.approx(1.5 / 4)
-
-
 def test_the_target_is_its_own_best_draft() -> None:
     teacher = load_teacher(str(tiny_model("llama", chat=True)), CPU, "float32")
     found = evaluate(teacher, teacher.model, {"a": ["hello", "you"], "b": ["there"]}, limit=20, batch=2)
@@ -214,10 +141,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert 0 <= found["agreement"] <= 1
     table = CliRunner().invoke(cli, common).stdout
     assert f"{found['agreement']:.3f}" in table
-
-
-def test_a_draft_of_other_tokens_is_refused() -> None:
-    teacher = load_teacher(str(tiny_model("llama", chat=True, vocab_size=300)), CPU, "float32")
-    small = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
-    with pytest.raises(ModelError, match="vocabulary is smaller"):
-        evaluate(teacher, small, {"a": ["hello"]}, limit=5, batch=1)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import random
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,16 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
-from pearl.errors import DraftLost, ModelError
-from pearl.lab.bench import exactness
+from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
-from pearl.models import attention
 from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner
@@ -32,6 +24,7 @@ from pearl.models.matrices import Rounding, matrix, normalise, swiglu
 from pearl.models.probe import irregular, least_rows, probe_rows
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
+from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.test_llama_runner import KINDS, replayed
 from tests.tiny import tiny_model
@@ -41,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 TOKENS = 256  # two blocks of attention
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -53,11 +46,7 @@ def load(kind: str, dtype: str, **options: object) -> ModelRunner:
     return load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, **options)  # type: ignore[arg-type]
 
 
-kept = functools.cache(functools.partial(load, dtype="float32"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "threads"), pairwise(KINDS, DTYPES, [1, 2]), indirect=["threads"])
 def test_logits_are_the_same_bits_however_a_sequence_is_cut(kind: str, dtype: str, threads: int) -> None:
     runner = load(kind, dtype)
     assert runner.capabilities.row_invariant
@@ -80,10 +69,12 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("held", [1, 126, 130])
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [*((kind, "float32") for kind in KINDS), ("llama", "bfloat16"), ("qwen3", "int8"), ("llama", "int4")],
+    ("kind", "dtype", "held"),
+    [
+        *((kind, "float32", 130) for kind in KINDS),
+        *(("llama", "bfloat16", 1), ("qwen3", "int8", 126), ("llama", "int4", 130), ("llama", "float32", 126)),
+    ],
 )
 def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str, held: int) -> None:
     """Behind a cache that ends before, at and after a block of attention; and keeping a path is having fed it."""
@@ -133,23 +124,6 @@ def test_what_is_fed_beside_a_slot_does_not_change_its_bits(kind: str) -> None:
     assert torch.equal(feed_chain(runner, tokens[133:], 67, 2), wanted[133:])
 
 
-@settings(max_examples=25)
-@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=60), seed=st.integers(0, 9))
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_any_cut_will_do(kind: str, cuts: list[int], seed: int) -> None:
-    runner = kept(kind)
-    runner.rollback(0)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, runner.vocab_size, (min(TOKENS, sum(cuts)),), generator=generator).tolist()
-    whole, at = feed_chain(runner, ids, len(ids)), 0
-    runner.rollback(0)
-    for count in cuts:
-        some = ids[at : at + count]
-        if some:
-            assert torch.equal(feed_chain(runner, some, len(some)), whole[at : at + len(some)])
-        at += count
-
-
 def test_one_thread_and_two_give_the_same_bits() -> None:
     found, before = [], torch.get_num_threads()
     for count in (1, 2):
@@ -171,39 +145,11 @@ def test_the_check_notices_a_forward_whose_rows_depend_on_one_another(kind: str)
     assert "position" in found.first
 
 
-def test_the_check_notices_a_kernel_of_its_own_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As most libraries have one: its sums are rounded otherwise. Whether fused attention has depends on the CPU."""
-    attend = attention.attend
-
-    def other(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if len(queries) > 1:
-            return attend(queries, keys, values, mask)
-        return attend(queries.double(), keys.double(), values.double(), mask.double()).float()
-
-    runner = load("llama", "float32")
-    assert compare_cuts(runner, "llama", TOKENS).passed
-    monkeypatch.setattr(attention, "attend", other)
-    assert not compare_cuts(runner, "llama", TOKENS).passed
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recorded_gives_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
     """In a GPU's fixed sizes, here carried out each time."""
     runner = replayed(kind)
     assert compare_cuts(runner, kind, runner.context, piece=FED).passed
-
-
-def test_an_earlier_turn_is_as_good_as_a_fresh_prefill() -> None:
-    """What was decoded token by token serves the next turn with the bits that a prefill of all of it gives."""
-    for dtype in DTYPES:
-        runner = load("llama", dtype)
-        text = [5 * i % runner.vocab_size for i in range(200)]
-        feed_chain(runner, text[:90], 1)
-        for token in text[90:150]:
-            feed_chain(runner, [token], 1)
-        kept = feed_chain(runner, text[150:], 50)
-        runner.rollback(0)
-        assert torch.equal(feed_chain(runner, text, 50), kept)
 
 
 def test_what_a_nan_left_behind_is_not_seen() -> None:
@@ -222,14 +168,6 @@ def test_what_a_nan_left_behind_is_not_seen() -> None:
 # ---- the parts ----
 
 
-@pytest.mark.parametrize(("least", "found"), [(1, 1), (2, 2), (3, 4), (4, 4), (9, 16), (40, 0)])
-def test_least_rows_are_found(least: int, found: int) -> None:
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return x * 3.0 if len(x) >= least else x * 3.0000002
-
-    assert least_rows(product, probe_rows(16, torch.float32)) == found
-
-
 @pytest.mark.parametrize("width", [32, 72, 96])
 def test_plain_float32_products_are_why_matrices_are_packed(width: int) -> None:
     weight = irregular(64, width, torch.float32)
@@ -245,6 +183,7 @@ def test_plain_float32_products_are_why_matrices_are_packed(width: int) -> None:
     assert plain != 1, "then packing proves nothing here"
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> None:
     """Of so many elements that torch splits them, at widths that are no multiple of a vector."""
     for inner in (72, 1531):
@@ -278,13 +217,6 @@ def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> 
 
 
 # ---- whole pairs ----
-
-
-@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
-def test_exact_refuses_the_general_path(kind: str, forwards: str) -> None:
-    with pytest.raises(ModelError, match=r"runs through transformers.*--exact"):
-        load(kind, "float32", forwards=forwards, exact=True)
-    assert load("llama", "float32", exact=True).capabilities.row_invariant
 
 
 def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,38 +281,3 @@ def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest
                 break
     assert finding.passed == (bug == LAW), finding
     assert longest >= 6 or bug != LAW, "paths of trees are long"
-
-
-def test_ratio_texts_wait_for_a_draft_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that the target has made alone is another one, by right: it must not be taken for the reference."""
-    toy = "toy:vocab=32,alpha=0.8"
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
-    with Engine(config=EngineConfig(target=toy, draft=toy, log_level="error")) as engine:
-        texts = exactness._Texts(engine, [[1, 2, 3]], params, "ratio")
-        before = texts.drafted([1, 2, 3], "pearl")
-        for _ in range(2):
-            killed = engine.draft_pid
-            assert killed is not None
-            os.kill(killed, signal.SIGKILL)
-            after = texts.drafted([1, 2, 3], "pearl")
-            assert not after.statistics.draft_lost
-            assert after.tokens == before.tokens
-        monkeypatch.setattr(exactness, "_PATIENCE_SECONDS", 0.0)
-        killed = engine.draft_pid
-        assert killed is not None
-        os.kill(killed, signal.SIGKILL)
-        with pytest.raises(DraftLost, match="no text of the ratio rule"):
-            texts.drafted([1, 2, 3], "pearl")
-
-
-def test_many_threads_at_once_do_not_disturb_each_other() -> None:
-    """Two runners of one process, as in a benchmark, compute the same bits side by side."""
-    runners = [load("llama", "float32") for _ in range(2)]
-    barrier = threading.Barrier(2)
-
-    def run(runner: ModelRunner) -> torch.Tensor:
-        barrier.wait()
-        return feed_chain(runner, [3 * i % runner.vocab_size for i in range(100)], 100)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert torch.equal(*pool.map(run, runners))

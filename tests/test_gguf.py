@@ -21,14 +21,15 @@ from pearl.errors import ModelError
 from pearl.models import gguf as reading
 from pearl.models.direct import llama3_frequencies
 from pearl.models.families import GGUF
-from pearl.models.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert, unfit_weights
+from pearl.models.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
 from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizers import load_tokenizer
+from tests.conftest import eventually
 from tests.runner_contract import close, some_tokens
-from tests.test_processes import eventually, gone
+from tests.test_processes import gone
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -74,17 +75,6 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path, monkeypat
     messages: list[str] = []
     load_runner(str(file), device=CPU, dtype="float32", max_context=64, progress=messages.append)
     assert messages == [f"loading {file}"]
-
-
-def test_a_llama_by_the_name_of_mistral_is_a_llama(tmp_path: Path, cache: Path) -> None:
-    """transformers made a Mistral of it, then found none of its tensors, and asked for another gguf package."""
-    _write_gguf(file := tmp_path / "tiny.gguf", general={"name": "mistral"})
-    _check_same(file, tiny_model())
-    (made,) = cache.glob("*-float32")
-    assert "sliding_window" not in json.loads((made / "config.json").read_text())
-    _write_gguf(file, general={"name": "mistral"}, **{"attention.sliding_window": 64})
-    with pytest.raises(ModelError, match="a window of 64"):
-        load_runner(str(file), device=CPU)
 
 
 def test_who_converts_ends_with_who_waits_for_it(tmp_path: Path) -> None:
@@ -133,12 +123,7 @@ def test_the_rope_of_a_gguf_file_is_scaled_as_it_says(tmp_path: Path, cache: Pat
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
-EXPERTS = {
-    "expert_count": 6,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 64,
-    "expert_gating_func": 2,
-}
+EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_gating_func": 2}
 FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say that transformers does not read
     "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "attention.key_length": 8},
     "gemma3-linear": {
@@ -317,18 +302,6 @@ def test_the_sizes_of_a_gguf_file_are_taken(architecture: str, key: str, attribu
     assert getattr(config, attribute) == 24
 
 
-def test_a_buffer_that_is_computed_may_be_missing() -> None:
-    """Frequencies, masks: they follow from the configuration."""
-    model = torch.nn.Module()
-    model.register_buffer("frequencies", torch.tensor([1.0, 0.5]))
-    model.register_buffer("mask", torch.ones(3, 3).tril())
-    model.register_buffer("bias", torch.zeros(3))
-    found: dict[str, Any] = {"missing_keys": {"frequencies", "mask"}, "mismatched_keys": set()}
-    assert unfit_weights(model, found) == ""
-    found["missing_keys"].add("bias")
-    assert unfit_weights(model, found) == "1 of its weights are in no file, bias for one"
-
-
 @pytest.mark.parametrize("shape", [None, (5,)])
 def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[int, ...] | None) -> None:
     """Nor cut to size, of an ordinary checkpoint either: it ran with zeros."""
@@ -357,18 +330,11 @@ def _check_same(file: Path, directory: Path) -> None:
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
-def _write_gguf(
-    file: Path,
-    model: Path | None = None,
-    without: str = " ",
-    freqs: Any = None,
-    general: dict[str, str] | None = None,
-    **said: Any,
-) -> None:
+def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, **said: Any) -> None:
     """A tiny model in llama.cpp's naming, float32; a Llama's q and k rows interleaved as its rotation wants.
 
     `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
-    tensor, that of Llama 3.2 or one with these numbers. `general`: what is said of any file, such as its name.
+    tensor, that of Llama 3.2 or one with these numbers.
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
@@ -387,8 +353,6 @@ def _write_gguf(
         "vocab_size": config["vocab_size"],
     }
     writer = gguf.GGUFWriter(file, family)
-    for name, text in (general or {}).items():
-        writer.add_string(f"general.{name}", text)
     for name, value in (usual | said).items():
         if value is not None:
             add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow
-from pearl.decoding.keys import DrawKeys, Purpose, exponentials, key_column
+from pearl.decoding.keys import DrawKeys, Purpose
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.tokenwise import TokenTarget
-from pearl.decoding.sampling import greedy, nucleus, probabilities, race_rows, read_draw
+from pearl.decoding.sampling import greedy, probabilities, race_rows, read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
@@ -26,7 +25,6 @@ from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Forward, Open, Phase, Sample
 from pearl.protocol.messages import DraftTokens, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
@@ -34,11 +32,11 @@ from pearl.transport.memory import memory_channels
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
-from pearl.worker.startup import allow_expandable_segments
-from tests.loops import Loops
+from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
+from tests.turns import Turns
 
 GPU = torch.device("cuda", 0)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="loads to a GPU that must not be there")
@@ -55,21 +53,6 @@ def test_attention_of_cudnn_is_off_where_a_model_is_on_a_gpu(load: object) -> No
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-def test_gpu_memory_may_grow_in_place_unless_the_user_says_how() -> None:
-    for given in ({"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}):
-        allow_expandable_segments(kept := dict(given))
-        assert kept == given
-    allow_expandable_segments(empty := dict[str, str]())
-    assert empty == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-
-
-def test_a_worker_says_so_before_it_imports_torch() -> None:
-    source = Path(build.__file__).with_name("__main__.py").read_text()
-    assert source.index("    allow_expandable_segments(os.environ)") < source.index(
-        "    from pearl.worker import build"
-    )
 
 
 @pytest.mark.parametrize("tensors", ["auto", "frames", "nccl"])
@@ -108,18 +91,6 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(sampling: Sampling) -> N
     assert torch.equal(DirectDraw(sampling).rows(LOGITS, positions), torch.stack(one_by_one))
 
 
-def test_exponentials_of_several_keys_are_those_of_each() -> None:
-    keys = [3, (1 << 64) - 7, 1 << 63]
-    ids = torch.arange(1000)
-    together = exponentials(key_column(keys, torch.device("cpu")), ids)
-    assert torch.equal(together, torch.stack([exponentials(key, ids) for key in keys]))
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999])
-def test_nuclei_found_together_are_those_found_one_by_one(top_p: float) -> None:
-    assert torch.equal(nucleus(LOGITS, top_p), torch.stack([nucleus(row, top_p) for row in LOGITS]))
-
-
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
     half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
@@ -145,9 +116,9 @@ def test_what_is_launched_decides_as_what_is_not(name: str, sampling: Sampling) 
     assert accepted > 0
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
-@pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
+@pytest.mark.parametrize(
+    ("sampling", "rule", "method"), pairwise(SAMPLINGS, ["ratio", "coupled"], ["ar", "ngram", "sd", "pearl"])
+)
 def test_texts_are_the_same_where_judging_begins_with_the_forward(method: str, rule: str, sampling: Sampling) -> None:
     """Chains, trees of guesses and single draws, each row for its own position."""
     submit = Submit(
@@ -175,20 +146,6 @@ def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: 
     assert Source.LOOKUP in done[0].counts.sources
     assert Source.BRANCH in done[0].counts.sources
     assert done[0] == done[1]
-
-
-def test_judging_begins_before_the_forward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device goes from one to the other; a host that waited first would leave it idle for a millisecond a step."""
-    done: list[str] = []
-    runner, rows = ToyRunner(32, alpha_pair(32, 0.5)[0]), DirectDraw.rows
-    monkeypatch.setattr(runner, "synchronize", lambda: done.append("waited"))
-    monkeypatch.setattr(DirectDraw, "rows", lambda *given: done.append("launched") or rows(*given))
-    executor = TargetExecutor(runner, launches=True)
-    executor.execute(Open((1, 2), RequestOptions()))
-    executor.execute(Forward(Phase.PREFILL, 0, (1, 2), 1))
-    assert done == ["launched", "waited"]
-    executor.execute(Sample(2, 1))
-    assert done == ["launched", "waited"], "nothing is computed after it"
 
 
 # ---- forwards in fixed sizes ----
@@ -219,12 +176,6 @@ def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) 
     assert max(largest) == graphs.PREFILL
 
 
-def test_masks_have_rows_that_attention_need_not_copy() -> None:
-    for context in (200, 1101, 4097):
-        room = LlamaRunner(random_llama(4100), context, record=lambda work: work)._room
-        assert all(end % 16 == 0 for end in graphs.ends(context, room))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -245,28 +196,6 @@ def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtyp
     assert at > 1024
 
 
-@pytest.mark.parametrize(
-    ("gpus", "settings", "shared"),
-    [
-        (1, {}, "0"),
-        (2, {}, ""),
-        (2, {"target_tp": 2}, "1"),
-        (4, {"target_device": "cuda:0-3", "draft_device": "cuda:2"}, "2"),
-        (4, {"target_device": "cuda:0-1", "draft_device": "cuda:2"}, ""),
-        (1, {"draft": "none"}, ""),
-        (1, {"draft_device": "cpu"}, ""),
-        (0, {}, ""),
-    ],
-)
-def test_a_pair_on_one_gpu_is_told_what_that_means(
-    gpus: int, settings: dict[str, object], shared: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    told = build.shared_gpus(EngineConfig(**settings))  # type: ignore[arg-type]
-    assert told.startswith(f"target and draft share cuda:{shared}: ") if shared else not told
-    assert not shared or ("ngram" in told and "sd" in told)
-
-
 def test_announced_rows_are_received_where_messages_are_read() -> None:
     """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
     ends = memory_channels(32, 1.0)
@@ -278,31 +207,6 @@ def test_announced_rows_are_received_where_messages_are_read() -> None:
     message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
     assert isinstance(message, DraftTokens)
     assert torch.equal(message.rows[0], row)
-
-
-def test_each_runner_captures_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of CUDA, in its place: no GPU is needed to see which stream a recording is made on."""
-    used = []
-
-    class Stream:
-        def __init__(self, *_: object) -> None: ...
-        def wait_stream(self, other: object) -> None: ...
-
-    class Graph:
-        def replay(self) -> None: ...
-
-    def capture(graph: object, *, pool: object, stream: object, capture_error_mode: str) -> nullcontext[None]:
-        used.append(stream)
-        return nullcontext()
-
-    fakes = {"Stream": Stream, "CUDAGraph": Graph, "graph": capture, "current_stream": Stream}
-    fakes |= dict.fromkeys(("device", "stream"), lambda _: nullcontext())
-    for name, fake in (fakes | {"graph_pool_handle": lambda: (0, 0)}).items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    for record in [graphs.record_on_gpu(torch.device("cuda", 0)) for _ in range(2)]:
-        for _ in range(2):
-            assert record(lambda: torch.ones(1))() == 1
-    assert [stream is used[0] for stream in used] == [True, True, False, False]
 
 
 def other_bits_by_size(seed: int) -> LlamaRunner:
@@ -329,10 +233,10 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
     chat = [7 * i % 250 for i in range(700)]
     prompts = [chat, chat[:40], chat, [], chat[:512], chat, chat[:530], [*chat[:30], *chat]]
 
-    def loops() -> Loops:
+    def loops() -> Turns:
         target, draft = other_bits_by_size(0), other_bits_by_size(0)
         proposer = VirtualProposer(draft, 256, timing.draft, texts=2)
-        return Loops(TargetExecutor(target), DraftExecutor(proposer), timing, 2, draft.context)
+        return Turns(TargetExecutor(target), DraftExecutor(proposer), timing, 2, draft.context)
 
     def submit(number: int) -> Submit:
         decoding = RequestOptions(method, *(("stream", None) if method == "ar" else ("fixed", 20)))

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.guesser import Guesser, text_index
+from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
+from pearl.lab.experiments.guessing import Generated, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
@@ -26,20 +26,10 @@ from pearl.models.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from tests.conftest import TOY, greedy_text
+from tests.conftest import TOY, Quiet, greedy_text
 from tests.replace import replace
 from tests.test_datastore import VOCAB, make
 from tests.tiny import tiny_model
-
-LOOP = Generated((1, 2, 3, 4) * 8, 8)
-
-
-class Quiet:
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
-
-    def say(self, message: str) -> None: ...
 
 
 def toy_text(seed: int, length: int = 60) -> Generated:
@@ -70,16 +60,6 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
     assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
-
-
-def test_speed_is_tokens_over_what_the_forwards_took() -> None:
-    """Four tokens a forward that takes twice as long as one of one token."""
-    replayed = Replayed(steps=10, tokens=40)
-    replayed.fed[4] = 10
-    assert replayed.speedup(lambda fed: 3.0 if fed == 1 else 6.0) == 2.0
-    assert (replayed + replayed).speedup(lambda fed: 3.0) == 4.0
-    assert (replayed + replayed).fed_per_step == 4.0
-    assert Replayed().speedup(lambda fed: 1.0) == 0.0
 
 
 def test_each_source_alone_and_both(tmp_path: Path) -> None:
@@ -119,21 +99,6 @@ def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
     assert habits.candidates((25, 1))[0].matched == 1, "25 1 is forgotten, and 1 has been seen all the time"
     assert habits.candidates((3, 1))[0].matched == 2
     assert max(map(len, habits._followers.values())) <= 16
-
-
-def test_a_text_adds_what_is_committed_behind_its_prompt() -> None:
-    """Each token once, and nothing that was proposed and taken back."""
-    habits = Habits()
-    index = Guesser([5, 5, 5], None, habits)
-    index.extend([1, 2, 0, 0])
-    index.cut(5)
-    index.extend([3])
-    for committed in (4, 6, 6):
-        index.learn(committed)
-    assert habits._followers[(1,)] == {2: 1}
-    assert habits._followers[(5, 5, 1)] == {2: 1}
-    assert (0,) not in habits._followers
-    assert habits._followers[(5,)] == {1: 1}, "what stands in a prompt was not written by the target"
 
 
 def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
@@ -207,37 +172,6 @@ def test_answers_are_those_of_one_at_a_time() -> None:
 # ---- the tables ----
 
 
-def test_a_row_for_each_size_costs_what_its_forwards_cost() -> None:
-    """A loop of four tokens: as many are right as are fed, and a forward of two takes twice as long."""
-    rows = guesses.by_size([LOOP], None, dict.fromkeys(guesses.SIZES, 2.0) | {1: 1.0})
-    assert [row["size"] for row in rows] == list(guesses.SIZES)
-    assert [row["both"] for row in rows] == sorted(row["both"] for row in rows)
-    one, two, *_ = rows
-    assert (one["both"], one["speedup"], one["time"]) == (1.0, 1.0, 1.0)
-    assert two["both"] == pytest.approx(23 / 12), "the last token is not guessed: no row follows it"
-    assert (two["time"], two["store"]) == (2.0, None)
-    assert two["speedup"] == pytest.approx(23 / (11 * 2.0 + 1))
-    assert guesses.fastest([LOOP], None, dict.fromkeys(guesses.SIZES, 50.0) | {1: 1.0})["fed"] == 1.0
-
-
-def test_another_temperature_is_set_against_greedy() -> None:
-    varied = Generated((1, 2, 3, 4, 1, 2, 3, 4, *(5, 0, 2, 5, 4, 0, 1, 1, 3, 0, 0, 2, 4, 4, 3, 1)), 8)
-    found = guesses.by_temperature({0.0: [LOOP] * 3, 0.7: [LOOP] * 3, 2.0: [varied] * 3}, None)
-    greedy, same, other = found
-    assert greedy["change"] is None
-    assert same["change"] == (0.0, 0.0, 0.0)
-    assert other["change"][0] == pytest.approx(other["tokens_per_step"][0] / greedy["tokens_per_step"][0] - 1)
-    assert other["change"][0] < -0.5
-
-
-def test_shapes_are_cut_from_the_largest_trees_and_go_on_as_chains() -> None:
-    shapes = guesses._shapes([(-1, 0, 0, 1, 1), (-1,), (-1, 0)], most=8)
-    assert set(shapes) == {2, 4, 8}
-    assert shapes[4][0] == (-1, 0, 0, 1)
-    assert shapes[8][0] == (-1, 0, 0, 1, 1, 4, 5, 6)
-    assert all(len(shape) == size for size, some in shapes.items() for shape in some)
-
-
 def test_the_study_of_a_toy(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
@@ -250,9 +184,3 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
     for table in guesses.in_words(found):
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert "datastore" in table.notes[0]
-
-
-def test_a_datastore_is_for_the_paper_that_has_one(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, ["bench", "paper", "--paper", "mjsd", "--datastore", str(tmp_path)])
-    assert isinstance(result.exception, ConfigError)
-    assert "--paper sssd" in str(result.exception)

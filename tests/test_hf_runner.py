@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -112,7 +110,7 @@ def test_a_model_whose_logits_depend_on_how_a_text_is_cut_is_refused_whatever_it
         HFRunner(model, 64)
 
 
-@pytest.mark.parametrize("masked", [float("-inf"), float("nan"), torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("masked", [float("-inf"), float("nan"), -1e4])
 def test_masked_tokens_do_not_hide_that_logits_depend_on_how_a_text_is_cut(masked: float) -> None:
     """Beside a mask's numbers those of all other tokens were too small to count, or nothing was compared."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
@@ -127,15 +125,9 @@ def test_masked_tokens_do_not_hide_that_logits_depend_on_how_a_text_is_cut(maske
 @pytest.mark.parametrize("kind", [*KINDS, "gpt2", "minimax-m2", "gemma4", "doge"])
 def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
     """In half precision experts may be chosen otherwise in some rows."""
-    for seed, dtype in product(range(3), ("bfloat16", "float16")):
+    for seed, dtype in enumerate(("bfloat16", "float16")):
         runner = load(kind, dtype=dtype, seed=seed)
         assert runner.weights == dtype
-
-
-def test_a_context_shorter_than_the_trial() -> None:
-    for context in (1, 2, 3):
-        runner = load(max_context=context)
-        assert (runner.length(), runner.context) == (0, context)
 
 
 @pytest.mark.parametrize("kind", ["mistral-wide", "gemma2-wide", "gemma4", "doge"])
@@ -157,16 +149,6 @@ def test_a_rope_that_changes_with_the_length_caps_the_context(
     assert load_runner(spec, device=CPU, forwards=forwards, max_context=steady).context == steady
     with pytest.raises(ModelError, match=rf"max_context {steady + 1} .*{steady} positions"):
         load_runner(spec, device=CPU, forwards=forwards, max_context=steady + 1)
-
-
-def test_a_rope_that_was_made_for_no_positions_is_refused(tmp_path: Path) -> None:
-    """Whatever max_context was asked for was once said to be not within 1 and so many positions."""
-    directory = shutil.copytree(tiny_model("phi3-long"), tmp_path / "model")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": -4}))
-    for wanted in (None, 32):
-        with pytest.raises(ModelError, match="original maximum of positions is -4"):
-            load_runner(str(directory), device=CPU, max_context=wanted)
 
 
 @pytest.mark.parametrize(("kind", "steady"), [("phi3-long", 32), ("llama-dynamic", 256)])
@@ -223,17 +205,6 @@ def test_an_exception_inside_a_forward_leaves_the_state() -> None:
     handle.remove()
     assert runner.length() == 5
     close(feed_chain(runner, some_tokens(runner, 4, 5), 4), expected)
-
-
-def test_the_cache_is_allocated_once() -> None:
-    """Growth and rollback are O(1): the same memory throughout."""
-    runner = load()
-    places = set()
-    for count in (3, 1, 20):
-        feed_chain(runner, some_tokens(runner, count), 1)
-        places.add(tuple(layer.keys.data_ptr() for layer in runner._layers))
-        runner.rollback(2)
-    assert len(places) == 1
 
 
 def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,10 +279,6 @@ def test_available_memory_is_the_least_of_machine_and_control_group(tmp_path: Pa
     assert None not in (memory.available_memory(), memory.total_memory())
 
 
-def test_vocabulary_counts_padding_ids() -> None:
-    assert load_runner(str(tiny_model(vocab_size=288)), device=CPU).vocab_size == 288
-
-
 def test_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the hub has is looked up once, and left to transformers."""
     assert resolve_checkpoint(str(tmp_path)) == str(tmp_path)
@@ -332,11 +299,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_an_unreachable_hub_says_so(offline: None) -> None:
-    with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub cannot be reached \(.*offline"):
-        load_runner("nobody/no-such-model", device=CPU)
-
-
 def test_without_a_network_the_hubs_cache_is_used(
     offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +308,8 @@ def test_without_a_network_the_hubs_cache_is_used(
     shutil.copytree(tiny_model(), repository / "snapshots" / "0123")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123")
+    with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub cannot be reached \(.*offline"):
+        load_runner("nobody/no-such-model", device=CPU)
     messages: list[str] = []
     assert load_runner("some/model", device=CPU, progress=messages.append).vocab_size == VOCAB_SIZE
     assert messages == ["the hub cannot be reached: taking some/model as it is in the cache", "loading some/model"]
@@ -368,13 +332,6 @@ def mpt(directory: Path, positions: int) -> str:
     return str(directory)
 
 
-def test_the_limit_of_positions_has_other_names_too(tmp_path: Path) -> None:
-    """Beyond it MPT has no biases, and its forward fails: so would the engine."""
-    assert load_runner(mpt(tmp_path, 64), device=CPU, dtype="float32").context == 64
-    with pytest.raises(ModelError, match="max_context 65"):
-        load_runner(str(tmp_path), device=CPU, dtype="float32", max_context=65)
-
-
 def test_a_forward_that_fails_is_its_requests_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it stays: the same runner goes on where it was. Only of a CPU: after a GPU's error nothing works."""
     monkeypatch.setattr("pearl.models.loading._POSITIONS", ())
@@ -386,8 +343,3 @@ def test_a_forward_that_fails_is_its_requests_affair(tmp_path: Path, monkeypatch
     again = feed_chain(runner, [7], 1)
     runner.rollback(0)
     close(again, feed_chain(runner, [*range(5, 15), 7], 1))
-
-
-def test_unknown_dtype() -> None:
-    with pytest.raises(ModelError, match="float8"):
-        load(dtype="float8")

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
-from pearl.config import DecodingConfig
 from pearl.decoding.rules import make_block_half, make_target_half
-from pearl.decoding.rules.joint import JointTarget
 from pearl.drafting.beams import Search
-from pearl.drafting.model import ModelProposer
-from pearl.errors import ConfigError, NumericalError
-from pearl.execution.draft import DraftExecutor
-from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, simulate
-from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, feed_chain
+from pearl.errors import NumericalError
+from pearl.lab.simulate import Outcome, Timing
+from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
-from pearl.protocol.messages import Provenance, Submit
+from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
-from pearl.protocol.window import Window, whole_blocks
-from pearl.spec.methods import METHODS
-from pearl.spec.rules import RULES, Parameters, Unit, register
+from pearl.spec.rules import Parameters
 from tests.replace import replace
+from tests.virtual import NEVER, WARM, Chains, decoded, first_order
 
-WARM = Sampling(1.0, seed=3)
-NEVER = 1e-4
 TARGET = torch.tensor([[30, 18, 12, 4], [40, 12, 10, 2], [18, 28, 12, 6], [16, 16, 16, 16]]) / 64
 DRAFT = torch.tensor([[20, 30, 8, 6], [30, 20, 10, 4], [16, 16, 28, 4], [4, 4, 8, 48]]) / 64
 
@@ -38,27 +32,18 @@ def parameters(tau: float = 0.5, depth: int = 3, width: int = 4) -> Parameters:
     return (("tau", tau), ("depth", float(depth)), ("width", float(width)))
 
 
-def runners() -> tuple[ToyRunner, ToyRunner]:
-    return ToyRunner(4, lambda seen: TARGET[seen[-1]]), ToyRunner(4, lambda seen: DRAFT[seen[-1]])
+PAIR = first_order(TARGET, DRAFT)
 
 
-def decode(  # type: ignore[no-untyped-def]
-    decoding: RequestOptions,
-    seed: int = 3,
-    tokens: int = 120,
-    ratio: float = 4.0,
-    draft: ModelRunner | None = None,
-    shaping: Shaping | None = None,
-):
-    target, own = runners()
-    executors = TargetExecutor(target), DraftExecutor(ModelProposer(draft or own, 4))
-    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=Sampling(1.0, seed=seed, shaping=shaping)))
-    return simulate(submit, *executors, Timing(1.0, lambda _: ratio))
+def decode(decoding: RequestOptions, seed: int = 3, tokens: int = 120, ratio: float = 4.0, **more: Any) -> Outcome:
+    sampling = Sampling(1.0, seed=seed, shaping=more.pop("shaping", None))
+    return decoded(PAIR, 4, decoding, sampling, tokens, Timing(1.0, lambda _: ratio), **more)
 
 
 # ---- what is judged ----
 
 
+@cache
 def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
     """By trying all."""
 
@@ -72,7 +57,7 @@ def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("first", range(4))
 def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth: int) -> None:
     half = make_block_half("joint", WARM, parameters(depth=depth, width=16))
-    search, runner = Search(half, 1, first, depth), runners()[1]
+    search, runner = Search(half, 1, first, depth), ToyRunner(4, PAIR[1])
     feed_chain(runner, [first], 0)
     while search.found is None:
         nodes, parents = search.tree()
@@ -135,20 +120,6 @@ def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> 
     rows = [torch.zeros(4).index_fill_(0, torch.tensor([token]), 1e-45) for token in tokens]
     judged = half.judge(logits, tokens, rows, 1)
     assert (judged.accepted, judged.token) == (7, 2)
-
-
-def test_the_token_behind_it_is_the_targets_own() -> None:
-    """Not of a residual; chi-square over positions."""
-    rule, counts = make_target_half("joint", WARM, parameters(1.0, 1)), torch.zeros(4)
-    assert isinstance(rule, JointTarget)
-    row = torch.zeros(4)
-    row[1] = 0.9
-    for position in range(4000):
-        verdict = rule.judge(TARGET[:1].log(), [1], [row], position)
-        assert verdict.accepted == 0
-        assert verdict.token is not None
-        counts[verdict.token] += 1
-    assert stats.chisquare(counts, 4000 * TARGET[0]).pvalue > NEVER
 
 
 def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -> list[tuple[int, int]]:
@@ -232,59 +203,10 @@ def test_one_text_a_seed_whatever_the_timing(methods: Sequence[str], tokens: int
     assert len(found) == 1
 
 
-class Chains(WrappedRunner):
-    """A runner that takes no trees, as the general path's."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, tree_nodes=0)
-
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        raise AssertionError("no tree was fed")
-
-
 @pytest.mark.parametrize("shaping", [None, Shaping(1, 1.3, 0.5, 0.1), Shaping(1, logit_bias=((2, 3.0),))])
 def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> None:
     """What the search leaves in the cache is text to the penalties too: a draft that did not hold it ended."""
     decoding = RequestOptions("pearl", "stream", 4, "joint", parameters())
-    found, other = (decode(decoding, draft=draft, shaping=shaping) for draft in (None, Chains(runners()[1])))
+    found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))
     assert found.tokens == other.tokens
     assert found.counts.accepted == other.counts.accepted
-
-
-@pytest.mark.parametrize("method", ["pearl", "sd"])
-def test_blocks_are_counted_as_tokens(method: str) -> None:
-    run = decode(RequestOptions(method, "stream", 3, "joint", parameters(0.3)))
-    counts = run.counts
-    assert counts.accepted == counts.provenance[Provenance.ACCEPTED] > 0
-    assert counts.drafted >= counts.accepted
-    assert (counts.provenance[Provenance.BONUS] > 0) == METHODS[method].bonus
-    assert counts.odds is not None
-    assert counts.odds.rejections == counts.rejected
-    assert 120 / run.target_steps > 1.2
-
-
-def test_windows_have_whole_blocks() -> None:
-    assert [whole_blocks(c, 4) for c in (1, 4, 5, 6, 9, 13)] == [4, 4, 4, 8, 8, 12]
-    for method, policy, fresh in product(("pearl", "sd", "pearl-no-pre-verify"), ("stream", "fixed"), (True, False)):
-        window = Window.after(METHODS[method], policy, 8, 20, fresh).in_blocks(4, 20)
-        assert (window.needed - 1) % 4 == 0
-        assert window.draft_until % 4 == 0
-        assert 20 + window.needed - 1 <= window.draft_until, (method, policy, fresh)
-
-
-# ---- what it cannot be had with ----
-
-
-@pytest.mark.parametrize("given", [{"method": "ssd"}, {"method": "sd", "draft_stop": "heuristic"}])
-def test_what_drafts_token_by_token_is_refused(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="whole blocks; it takes draft_stop fixed, not ssd"):
-        DecodingConfig(rule="joint", **given)  # type: ignore[arg-type]
-    assert DecodingConfig(rule="joint", method="sd").rule == "joint"
-
-
-def test_a_rule_of_blocks_says_how_long_they_are() -> None:
-    with pytest.raises(ValueError, match="depth says how long blocks are"):
-        register(replace(RULES["ratio"], name="other", unit=Unit.BLOCK))
-    assert RULES["joint"].block(()) == 4
-    assert RULES["ratio"].block(()) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -13,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
 from pearl.models import graphs
-from pearl.models.graphs import FED, PREFILL, pieces, visible
+from pearl.models.graphs import FED
 from pearl.models.hf import HFRunner
 from pearl.models.llama import LlamaRunner, is_llama
 from pearl.models.loading import load_runner
 from pearl.models.matrices import is_in_4_bits, matrix, multiplies_bf16, rounding_for
-from pearl.models.paced import PacedRunner
-from pearl.models.runner import Feed, dtype_of, feed_chain
+from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
+from tests.pairwise import pairwise
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
 
@@ -105,9 +104,7 @@ def test_logits_equal_those_of_transformers(kind: str, make: Callable[[str], Lla
     close(logits(make(kind)), logits(reference(kind, "float32")))
 
 
-@pytest.mark.parametrize("make", [load, replayed])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "make"), pairwise(KINDS, ["bfloat16", "float16"], [load, replayed]))
 def test_rounding_is_no_worse_than_that_of_transformers(
     kind: str, dtype: str, make: Callable[[str, str], LlamaRunner]
 ) -> None:
@@ -150,26 +147,6 @@ def test_weights_are_there_once() -> None:
         "norm",
     }
     assert feed_chain(runner, [3, 4], 1).isfinite().all()
-
-
-def test_greedy_text_equals_generate() -> None:
-    runner, prompt = load(), [20, 30, 40, 50]
-    text = list(prompt)
-    for _ in range(24):
-        text.append(int(feed_chain(runner, text[runner.length() :], 1).argmax()))
-    model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    ids = torch.tensor([prompt])
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
-    assert text == wanted[0].tolist()
-    assert len(set(text[4:])) > 3, "a text of one token proves nothing"
-
-
-def test_the_last_tokens_of_a_context_may_be_fewer_than_are_recorded() -> None:
-    """5 rows are computed as 8, three of them beyond the end."""
-    ours, theirs = replayed("llama"), reference("llama", "float32")
-    for runner in (ours, theirs):
-        feed_chain(runner, some_tokens(runner, 59), 1)
-    close(*(feed_chain(runner, some_tokens(runner, 5, 59), 5) for runner in (ours, theirs)))
 
 
 def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,19 +200,6 @@ def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypa
     assert len(made) == 2 * recordings
 
 
-def test_what_a_row_is_computed_with_depends_on_its_position_and_no_more() -> None:
-    """How far it looks; and few rows are always as many, and so are a prompt's."""
-    starts, counts = (0, 1, 500, 511, 512, 1015, 1024, 5000), (1, 5, 16, 17, 300, 512, 1100)
-    for start, count, rows in product(starts, counts, (FED, PREFILL)):
-        cut = list(pieces(start, count, rows))
-        assert [stop for _, stop in cut[:-1]] == [begin for begin, _ in cut[1:]]
-        assert (cut[0][0], cut[-1][1]) == (start, start + count)
-        for begin, stop in cut:
-            assert stop - begin <= rows
-            assert {visible(position) for position in range(begin, stop)} == {visible(begin)}
-            assert stop <= visible(begin) <= max(512, 2 * begin)
-
-
 def in_8_bits(weight: torch.Tensor) -> torch.Tensor:
     scale = (weight.abs().amax(1, keepdim=True) / 127).float().clamp_min(1e-30)
     return (weight.float() / scale).round() * scale
@@ -252,9 +216,9 @@ def in_4_bits(weight: torch.Tensor) -> torch.Tensor:
 ROUNDINGS = {"int8": in_8_bits, "int4": in_4_bits}
 
 
-@pytest.mark.parametrize("fed", [1, 3, 20])
-@pytest.mark.parametrize("kind", ["llama", "llama-biased", "llama-tied", "qwen3"])
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize(
+    ("dtype", "kind", "fed"), pairwise(ROUNDINGS, ["llama", "llama-biased", "llama-tied", "qwen3"], [1, 3, 20])
+)
 def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(dtype: str, kind: str, fed: int) -> None:
     """The reference: transformers in float32 over weights that were rounded here, by themselves."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
@@ -271,21 +235,6 @@ def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(dtype: str,
     found = feed_chain(load(kind, dtype), tokens, fed)
     assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
     assert (found - exact).abs().mean() > (found - wanted).abs().mean(), "nothing was rounded, so nothing was tested"
-
-
-@pytest.mark.parametrize("rows", [16, 64, 100, 4096, 4200])
-def test_int4_holds_the_weights_of_a_q4_1_file(rows: int) -> None:
-    """Whatever the number of rows, which the kernel takes in panels and we convert in parts."""
-    generator = torch.Generator().manual_seed(rows)
-    steps = torch.randint(0, 16, (rows, 3, 32), generator=generator)
-    steps[:, :, :2] = torch.tensor([0, 15])  # a group of a real file reaches from end to end
-    scale, least = (torch.randn(rows, 3, 1, generator=generator).bfloat16().float() for _ in range(2))
-    weight = (scale.abs() * steps + least).view(rows, 96)
-    layer = torch.nn.Linear(96, rows, bias=False, dtype=torch.bfloat16)
-    layer.weight.data.copy_(weight)
-    x = torch.randn(5, 96, generator=generator).bfloat16()
-    found, wanted = matrix(layer, rounding="int4")(x, None), x.float() @ weight.T
-    assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
 
 
 def quantised(rows: int, columns: int, kind: str) -> torch.Tensor:
@@ -388,17 +337,17 @@ def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
     assert torch.equal(torch.cat([feed_chain(runner, [token], 1) for token in tokens]), found)
 
 
+@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
 @pytest.mark.parametrize(
-    ("forwards", "dtype"), [("auto", "float32"), ("auto", "bfloat16"), ("auto", "int8"), ("transformers", "bfloat16")]
+    ("asked", "said"),
+    [
+        *(({"dtype": dtype}, dtype) for dtype in ("int8", "int4")),
+        ({"exact": True}, r"runs through transformers.*--exact"),
+        ({"slots": 2}, "cache holds one sequence: leave slots at 1"),
+    ],
 )
-def test_a_runner_tells_what_its_weights_are_in(forwards: str, dtype: str) -> None:
-    """Through what wraps it too."""
-    runner = load_runner(str(tiny_model()), device=CPU, dtype=dtype, forwards=forwards)
-    assert dtype_of(PacedRunner(runner, 0.01)) == dtype
-    assert dtype_of(ToyRunner(2, lambda _: torch.ones(2))) == ""
-
-
-@pytest.mark.parametrize(("kind", "forwards", "dtype"), [("gpt2", "auto", "int8"), ("llama", "transformers", "int4")])
-def test_rounding_is_refused_where_the_forward_is_not_ours(kind: str, forwards: str, dtype: str) -> None:
-    with pytest.raises(ModelError, match=dtype):
-        load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, forwards=forwards)
+def test_what_only_our_forward_has_is_refused_elsewhere(
+    kind: str, forwards: str, asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, **asked)

@@ -6,24 +6,20 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.config import DecodingConfig
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
 from pearl.drafting.proposer import Features
-from pearl.errors import ConfigError
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.feeds import Feed
 from pearl.models.loading import load_runner
-from pearl.models.runner import Capabilities, ModelRunner, WrappedRunner
+from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import (
@@ -40,34 +36,15 @@ from pearl.protocol.events import (
     Sampled,
     Send,
 )
-from pearl.protocol.messages import (
-    Begin,
-    DraftTokens,
-    Provenance,
-    Resync,
-    Source,
-    Submit,
-)
+from pearl.protocol.messages import Begin, DraftTokens, Resync, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from pearl.protocol.window import worthwhile
-from pearl.spec.methods import AS_PUBLISHED
-from tests.pairwise import combined
 from tests.replace import replace
 from tests.tiny import tiny_model
 
-VOCAB, TOKENS, PROMPT = 6, 60, (1, 2, 3)
+VOCAB, PROMPT = 6, (1, 2, 3)
 CPU = torch.device("cpu")
-SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
-TIMINGS = [
-    Timing(1.0, lambda _: 4.0),
-    Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1),
-    Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
-    Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
-]
-Setting = tuple[str, str, int | None]  # method, window, gamma
-SETTINGS: list[Setting] = [("ngram", "stream", None), ("pearl", "stream", None), ("pearl", "fixed", 1)]
-SETTINGS += [("pearl", "fixed", 3), ("pearl", "stream", 7)]
 
 
 # ---- the index ----
@@ -140,13 +117,6 @@ def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pendi
         assert 0 < chance <= (chances[parent - end] if parent >= end else 1)
 
 
-def test_a_guess_beside_a_drafted_token_is_less_likely_the_more_that_is_trusted() -> None:
-    index = NgramIndex([1, 2, 3, 1, 2, 3, 1, 2])
-    alone = guess_tree(index, [Anchor(8, 1.0)], 1, 99)[2][0]
-    beside = [guess_tree(index, [Anchor(8, 1.0, 5, trust)], 1, 99)[2][0] for trust in (0.0, 0.5, 0.9)]
-    assert alone == beside[0] > beside[1] > beside[2] > 0
-
-
 def test_a_chain_has_one_child_each() -> None:
     index = NgramIndex([1, 2, 3, 1, 2, 4, 1, 2])
     _, parents, _, _ = guess_tree(index, [Anchor(8, 1.0)], 8, 99, branches=False)
@@ -166,91 +136,7 @@ def test_guesses_are_fed_where_they_make_more_tokens_a_second() -> None:
     assert worthwhile([0.5], 1, 1.0, lambda n: 0.0) == 1, "nothing was measured yet"
 
 
-# ---- texts ----
-
-
-class Chains(WrappedRunner):
-    """A runner that takes no trees."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(row_invariant=True)
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        assert all(feed.parents is None for feed in feeds)
-        return super().forward(feeds)
-
-
-def decode(
-    setting: Setting,
-    look_ahead: int,
-    rule: str,
-    temperature: float,
-    timing: Timing,
-    seed: int = 5,
-    trees: bool = True,
-    lookup: int = 0,
-) -> Outcome:
-    """With models whose text repeats: the next token depends on the last alone."""
-    target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
-    method, window, gamma = setting
-    submit = Submit(
-        1,
-        PROMPT,
-        len(PROMPT) + TOKENS,
-        RequestOptions(method, window, gamma, rule, (), look_ahead, lookup, sampling=Sampling(temperature, seed=seed)),
-    )
-    return simulate(submit, *paired_executors(target if trees else Chains(target), draft), timing)
-
-
-@combined
-@pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
-def test_guesses_change_no_text(rule: str, temperature: float, combined: Any) -> None:
-    guessed = 0
-    plain = {setting: decode(setting, 0, rule, temperature, TIMINGS[0]).tokens for setting in SETTINGS}
-    for setting, timing, most, trees in combined(SETTINGS, TIMINGS, (4, 64), (True, False)):
-        outcome = decode(setting, most, rule, temperature, timing, trees=trees)
-        assert outcome.tokens == plain[setting], (setting, timing.seed, most, trees)
-        guessed += outcome.counts.guesses
-    assert guessed > 300
-
-
-@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)])
-def test_without_a_draft_the_text_is_that_of_the_target_alone(rule: str, temperature: float) -> None:
-    for seed in range(3):
-        alone = decode(("ar", "stream", None), 0, rule, temperature, TIMINGS[0], seed)
-        ahead = decode(("ngram", "stream", None), 16, rule, temperature, TIMINGS[0], seed)
-        assert ahead.tokens == alone.tokens
-        assert ahead.target_steps < alone.target_steps
-        assert ahead.provenance.count(Provenance.GUESSED) == TOKENS - 1 - ahead.target_steps
-
-
-def test_a_target_ahead_of_its_draft_holds_no_row() -> None:
-    """It commits its draw at once, and what the draft sends later is compared with it and counted."""
-    outcome = decode(("pearl", "stream", 2), 8, "coupled", 1.0, Timing(1.0, lambda _: 2.0, delay=1.5))
-    assert outcome.counts.late > 0
-    assert "held row" not in outcome.watch.waits
-    assert outcome.counts.accepted <= outcome.counts.judged <= outcome.counts.drafted
-
-
-def test_guesses_of_nothing_cost_nothing() -> None:
-    """No n-gram of this text occurs twice: no step differs."""
-    order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    step = {int(a): int(b) for a, b in zip(order, order.roll(-1), strict=True)}
-
-    def target(tokens: Sequence[int]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(step[tokens[-1]]), 300).float()
-
-    def run(method: str, look_ahead: int) -> Outcome:
-        executors = paired_executors(ToyRunner(300, target), ToyRunner(300, target))
-        submit = Submit(1, PROMPT, 200, RequestOptions(method, gamma=4, look_ahead=look_ahead, sampling=Sampling()))
-        return simulate(submit, *executors, Timing(1.0, lambda n: 3.0 + n))
-
-    alone, ahead = run("ar", 0), run("ngram", 16)
-    assert (ahead.tokens, ahead.target_steps, ahead.counts.guesses) == (alone.tokens, alone.target_steps, 0)
-    assert ahead.seconds == alone.seconds
-
-
+SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
 FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "opt")
 NEAR = [pytest.param(*case, marks=pytest.mark.long) for case in product(FAMILIES[2:], SAMPLINGS[:2])]
 OF_MODELS = pytest.mark.parametrize(
@@ -263,38 +149,7 @@ def runner(kind: str, noise: float = 0.0) -> ModelRunner:
     return load_runner(str(tiny_model(kind, noise=noise)), device=CPU, dtype="float32")
 
 
-@OF_MODELS
-def test_guesses_change_no_text_of_a_model(kind: str, sampling: tuple[str, float]) -> None:
-    """Of our own forward, by trees; of the general path, by chains. Its prompt repeats, so there is much to guess."""
-    target, draft = runner(kind), runner(kind, 0.05)
-    rule, drawn = sampling[0], Sampling(sampling[1], top_k=3, seed=8)
-    prompt = (5, 9, 40, 7, 12, 33) * 5
-    guessed = 0
-    texts: dict[str, list[int]] = {}
-    for method, window, look_ahead in (
-        *(("ar", "stream", 0), ("ngram", "stream", 16)),
-        *(("pearl", "stream", 0), ("pearl", "stream", 16), ("pearl", "fixed", 4)),
-    ):
-        decoding = RequestOptions(method, window, 3, rule, (), look_ahead)
-        target.rollback(0)
-        draft.rollback(0)
-        submit = Submit(1, prompt, len(prompt) + 40, replace(decoding, sampling=drawn))
-        outcome = simulate(submit, *paired_executors(target, draft), TIMINGS[1])
-        of = "pearl" if method == "pearl" and rule == "ratio" else "ar"
-        assert outcome.tokens == texts.setdefault(of, outcome.tokens), (method, window)
-        guessed += outcome.counts.guesses
-    assert guessed > 0
-
-
 # ---- a draft that guesses what it will say itself ----
-
-
-def test_statistics_say_which_tokens_the_lookup_has_saved_a_forward_for() -> None:
-    counts = [decode(SETTINGS[1], 0, "coupled", 0.0, TIMINGS[0], 6, lookup=lookup).counts for lookup in (0, 8)]
-    assert Source.LOOKUP not in counts[0].sources
-    assert counts[1].sources[Source.LOOKUP] > 0
-    for one in counts:
-        assert sum(one.sources.values()) == one.accepted - one.late
 
 
 @OF_MODELS
@@ -395,52 +250,6 @@ def test_on_a_device_all_draws_are_made_at_once(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(here, Sampled)
     assert len(here.tokens) >= 2
     assert executor.execute(Sample(3, 0, True, request=1)) == here
-
-
-def test_the_index_follows_what_it_is_told() -> None:
-    executor = opened(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7)[0]))
-
-    def guess(base: int, tokens: tuple[int, ...], committed: int, most: int = 4) -> Guessed:
-        found = executor.execute(Guess(base, tokens, committed, 99, 0.5, most, request=1))
-        assert isinstance(found, Guessed)
-        return found
-
-    assert guess(3, (), 3).tokens == (), "nothing has occurred twice"
-    found = guess(3, (4, 1, 2), 6)
-    assert found.tokens[0] == 3, "what followed 1 2"
-    assert found.parents[0] == 5
-    found = guess(4, (2,), 5)
-    assert found.tokens[0] == 3
-    assert executor._requests[1].index.tokens == [1, 2, 3, 4, 2]  # type: ignore[union-attr]
-    assert guess(5, (), 5, most=0) == Guessed(request=1)
-
-
-# ---- settings ----
-
-
-@pytest.mark.parametrize(
-    ("given_", "told"),
-    [
-        ({"method": "ar", "look_ahead": 4}, "look_ahead is for methods auto, ngram, pearl, not ar"),
-        ({"method": "sd", "look_ahead": 4}, "not sd"),
-        ({"method": "ngram", "look_ahead": 0}, "is method ar"),
-        ({"look_ahead": 257}, "less than or equal to 256"),
-        ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
-    ],
-)
-def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DecodingConfig(**given_)
-
-
-def test_how_many_guesses_by_default() -> None:
-    """(The target's, the draft's.)"""
-    assert DecodingConfig(method="ngram").guesses == (16, 0, 0)
-    assert DecodingConfig(method="pearl").guesses == (16, 8, 8)
-    assert DecodingConfig(method="pearl", **AS_PUBLISHED).guesses == (0, 0, 0)
-    assert DecodingConfig(method="pearl", look_ahead=5).guesses == (5, 8, 8)
-    assert DecodingConfig(method="sd").guesses == (0, 0, 0)
-    assert DecodingConfig(method="sd", draft_lookup=4).guesses == (0, 4, 0)
 
 
 def test_a_resync_waits_until_guesses_are_made() -> None:

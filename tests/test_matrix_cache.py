@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,21 +77,6 @@ def test_a_second_start_lays_nothing_out_and_gives_the_same_bits(
         assert work == []
 
 
-def test_weights_stored_in_4_bits_are_cached_beside_those_that_are_not(
-    cache: Path, checkpoint: Path, work: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `auto` takes for such files on a CPU without instructions for bfloat16: some in int4, others in float32."""
-    monkeypatch.setattr("pearl.models.loading.rounding_for", lambda model, may_round: "stored")
-    monkeypatch.setattr("pearl.models.loading.multiplies_bf16", lambda: False)
-    in_4_bits = iter([True, False] * 100)
-    before = matrices._in_4_bits
-    monkeypatch.setattr(matrices, "_in_4_bits", lambda weight, stored: before(weight) if next(in_4_bits) else None)
-    first = logits(checkpoint, "auto")
-    work.clear()
-    assert torch.equal(logits(checkpoint, "auto"), first)
-    assert work == []
-
-
 @pytest.mark.parametrize("name", ["matrices", "about.json"])
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_what_is_damaged_is_made_anew(cache: Path, checkpoint: Path, work: list[str], dtype: str, name: str) -> None:
@@ -141,30 +124,6 @@ def test_what_it_depends_on_is_its_name(
     logits(checkpoint, "int8")
     assert work
     assert len(entries(cache)) == 2
-
-
-STARTS = """
-import sys, torch
-from pearl.models import matrix_cache
-matrix_cache._LEAST = 1
-from pearl.models.loading import load_runner
-from pearl.models.runner import feed_chain
-runner = load_runner(sys.argv[1], device=torch.device("cpu"), dtype="int4", max_context=64)
-print(feed_chain(runner, range(5, 18), 13).double().sum().item())
-"""
-
-
-def test_several_that_start_at_once_do_one_another_no_harm(cache: Path, checkpoint: Path) -> None:
-    command = [sys.executable, "-c", STARTS, str(checkpoint)]
-    together = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) for _ in range(3)
-    ]
-    printed = {process.communicate(timeout=240)[0] for process in together}
-    assert [process.returncode for process in together] == [0, 0, 0]
-    assert len(printed) == 1
-    assert printed != {""}
-    assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == [entries(cache)[0].name]
-    assert matrix_cache._read(entries(cache)[0].name) is not None
 
 
 @pytest.mark.parametrize("why", ["cache", "bound", "disk", "small", "torch", "differs"])
@@ -215,8 +174,9 @@ def test_it_takes_no_room_from_what_is_in_use(cache: Path, checkpoint: Path, mon
     assert len(entries(cache)) == 1
 
 
-@pytest.mark.parametrize("shape", [(1, 32), (7, 33), (64, 96), (4200, 72)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((7, 33), torch.float32), ((4200, 72), torch.float32), ((64, 96), torch.bfloat16)]
+)
 def test_packed_matrices_come_back(tmp_path: Path, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and not multiplies_bf16():
         pytest.skip("are not packed here")

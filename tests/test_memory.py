@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pearl.config import load_settings
 from pearl.errors import ModelError
 from pearl.models import memory
-from pearl.models.checkpoint import in_cache
 from pearl.models.graphs import PREFILL
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
@@ -95,20 +92,6 @@ def test_of_files_that_do_not_tell_nothing_is_said(tmp_path: Path, content: str 
     assert needed(tmp_path, "auto", None, 8192) is None
 
 
-def test_a_model_of_the_hub_is_looked_up_where_its_cache_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert in_cache("some/model") is None
-    repository = tmp_path / "models--some--model"
-    shutil.copytree(tiny_model(), repository / "snapshots" / "0123")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0123")
-    found = in_cache("some/model")
-    assert found is not None
-    assert needed(found, "auto", None, 8192) == needed(tiny_model(), "auto", None, 8192)
-
-
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A 70B model whose files have holes for weights, and a GPU of 80 GB."""
@@ -148,62 +131,3 @@ def test_on_a_cpu_the_bound_is_all_the_memory_that_there_is(monkeypatch: pytest.
     assert check_room("x", Need(10**8), CPU) == "", "of little nothing is said"
     with pytest.raises(ModelError, match="Lower max_context"):
         check_room("x", Need(2 * 10**9, 10**9 + 1), CPU)
-
-
-def test_loading_tells_of_each_file_that_it_begins(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(tiny_model()).save_pretrained(tmp_path, max_shard_size="40KB")
-    count = len(list(tmp_path.glob("*.safetensors")))
-    said: list[str] = []
-    load_runner(str(tmp_path), device=CPU, dtype="float32", progress=said.append)
-    assert count > 2
-    told = [f"loading {tmp_path.name}: file {number} of {count}" for number in range(1, count + 1)]
-    assert said == [f"loading {tmp_path}", *told]
-
-
-# ---- what the configurations in the repository say ----
-
-# Published sizes: hidden, inner, layers, heads, key-value heads, head width, vocabulary, whether the head is tied.
-SHAPES = {
-    "Llama-3.3-70B-Instruct": (8192, 28672, 80, 64, 8, 128, 128256, False),
-    "DeepSeek-R1-Distill-Llama-70B": (8192, 28672, 80, 64, 8, 128, 128256, False),
-    "Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 8, 128, 128256, False),
-    "DeepSeek-R1-Distill-Llama-8B": (4096, 14336, 32, 32, 8, 128, 128256, False),
-    "Llama-3.2-1B-Instruct": (2048, 8192, 16, 32, 8, 64, 128256, True),
-    "Qwen3-32B": (5120, 25600, 64, 64, 8, 128, 151936, False),
-    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True),
-    "Qwen2.5-72B-Instruct": (8192, 29568, 80, 64, 8, 128, 152064, False),
-    "Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2, 64, 151936, True),
-    "Llama-2-70b-chat-hf": (8192, 28672, 80, 64, 8, 128, 32000, False),
-    "Llama-2-7b-chat-hf": (4096, 11008, 32, 32, 32, 128, 32000, False),
-}
-TOLD = re.compile(
-    r"# Memory at ([\d,]+) tokens: (.*) GB on .*? \(weights (.*) GB\), (.*) GB on the draft's \(weights (.*) GB\)\."
-)
-CONFIGS = [
-    path for path in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")) if TOLD.search(path.read_text())
-]
-
-
-def need_of(spec: str, context: int, ranks: int) -> Need:
-    hidden, inner, layers, heads, kv_heads, width, vocab, tied = SHAPES[spec.partition("/")[2]]
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = dict(zip(names, (hidden, inner, layers, heads, kv_heads), strict=True))
-    layer = hidden * width * 2 * (heads + kv_heads) + 3 * hidden * inner + 2 * hidden
-    weights = vocab * hidden * (1 if tied else 2) + layers * layer + hidden
-    return of_shape(config | {"head_dim": width, "vocab_size": vocab}, 2 * weights, 2, context, ranks)
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configurations_say_what_memory_they_need(path: Path) -> None:
-    told, config = TOLD.search(path.read_text()), load_settings(path, {}).engine
-    assert told is not None
-    context = int(told[1].replace(",", ""))
-    target, draft = need_of(config.target, context, config.target_tp), need_of(config.draft, context, 1)
-    computed = (target.total, target.weights, draft.total, draft.weights)
-    assert told.groups()[1:] == tuple(f"{size / 1e9:.1f}" for size in computed)
-    assert max(target.total, draft.total) < 80e9
-
-
-def test_there_are_configurations_that_say_so() -> None:
-    assert len(CONFIGS) >= 7

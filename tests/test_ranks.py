@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +25,7 @@ from pearl.config import EngineConfig, SamplingParams
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.sampling import read_draw
 from pearl.engine import Engine
-from pearl.engine.processes import Ranks, Worker
+from pearl.engine.processes import Worker
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.llama import LlamaRunner
 from pearl.models.loading import load_runner
@@ -35,14 +33,12 @@ from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.options import Sampling
-from pearl.transport.address import private_directory
 from pearl.transport.torch_dist import RankGroup
 from pearl.worker.placement import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
-from pearl.worker.settings import WorkerSettings
-from tests.conftest import AS_PUBLISHED
-from tests.test_llama_runner import CPU, KINDS, into_one_buffer, load, logits
-from tests.test_processes import ENDLESS, check_nothing_left, children, eventually, gone, temporary
+from tests.conftest import AS_PUBLISHED, eventually
+from tests.test_llama_runner import CPU, KINDS, into_one_buffer, logits
+from tests.test_processes import ENDLESS, check_nothing_left, children, gone, temporary
 from tests.tiny import tiny_model
 
 __all__ = ["temporary"]  # a fixture
@@ -123,17 +119,11 @@ def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
     """Four have more ranks than the two key-value heads; no number of them divides the vocabulary."""
     path = biased(kind, tmp_path)
     expected = whole(path)
-    for size, is_recorded in product((2, 4), (False, True)):
+    for size, is_recorded in ((2, True), (4, False)):
         found = shared(path, size, is_recorded=is_recorded)
         assert all(torch.equal(found[0], other) for other in found)
         assert (found[0] - expected).abs().max() <= BOUND
         assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
-
-
-def test_biases_of_the_families_that_have_them_matter(tmp_path: Path) -> None:
-    """Else the test above would not see one that is added twice."""
-    for kind in ("qwen2", "llama-biased"):
-        assert (whole(biased(kind, tmp_path)) - logits(load(kind))).abs().max() > 0.1
 
 
 def test_rounding_of_sums_is_no_worse_than_that_of_one() -> None:
@@ -162,16 +152,16 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
         assert weight.untyped_storage().nbytes() <= weight.nbytes + 64 or "proj" not in name, "a view keeps the whole"
 
 
-@pytest.mark.parametrize("size", [3, 8])
-def test_ranks_that_cannot_be_equal_are_refused(size: int) -> None:
-    with pytest.raises(ModelError, match=rf"{size} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 "):
-        load_runner(str(tiny_model()), device=CPU, group=ThreadGroup(0, Threads(size)))
-
-
-@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
-def test_a_model_that_runs_through_transformers_is_not_shared(kind: str, forwards: str) -> None:
-    with pytest.raises(ModelError, match="target_tp and draft_tp at 1"):
-        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(2)))
+@pytest.mark.parametrize(
+    ("kind", "forwards", "size", "said"),
+    [
+        *(("llama", "auto", n, f"{n} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 ") for n in (3, 8)),
+        *((kind, how, 2, "target_tp and draft_tp at 1") for kind, how in (("gpt2", "auto"), ("llama", "transformers"))),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(kind: str, forwards: str, size: int, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(size)))
 
 
 @pytest.mark.parametrize(
@@ -380,17 +370,10 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert lost.get(timeout=WAIT) == "rank 1 of the target is gone"
 
 
-def test_a_leader_that_ends_is_noticed(pairs: list[Pair], tmp_path: Path) -> None:
-    """By a follower that waits to be told something."""
-    pairs.append(Pair(tmp_path / "store", "", mine=1))
-    with pytest.raises(TransportError, match="lost each other"):
-        pairs[0].group.told()
-
-
 @pytest.mark.slow
 def test_an_idle_rank_waits_longer_than_the_ranks_had_to_meet(tmp_path: Path) -> None:
     """An engine may be idle for days."""
-    bound = 5.0
+    bound = 2.0
     leader: list[RankGroup] = []
     thread = threading.Thread(target=lambda: leader.append(RankGroup(tmp_path / "store", 0, 2, CPU, bound)))
     thread.start()
@@ -499,23 +482,19 @@ def test_a_shared_draft_guesses_as_one_would_and_is_started_again(pair: tuple[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_while_nothing_is_asked_takes_the_others_along(
-    pair: tuple[str, str], temporary: Path, victim: int
-) -> None:
+def test_a_rank_that_dies_while_nothing_is_asked_takes_the_others_along(pair: tuple[str, str], temporary: Path) -> None:
     """They do not wait for the next request."""
     with Engine(pair[0], "none", target_tp=2, max_context=128) as engine:
         processes = workers(engine)
-        processes[victim].kill()
+        processes[1].kill()
         eventually(lambda: all(gone(process.pid) for process in processes), "both ranks are gone")
-        with pytest.raises(TargetLost, match=f"target {'rank 1 ' * victim}worker was killed by signal 9"):
+        with pytest.raises(TargetLost, match="target rank 1 worker was killed by signal 9"):
             list(engine.stream(PROMPT, ENDLESS.model_copy(update={"max_tokens": 9}), method="ar"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [False, True])
-def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stopped: bool) -> None:
-    """Killed in the middle of a text, the second rank perhaps being stopped."""
+def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path) -> None:
+    """Killed in the middle of a text, the second rank being stopped."""
     script = (
         "import json; from pearl import Engine, SamplingParams\n"
         f"engine = Engine({pair[0]!r}, 'none', target_tp=2)\n"
@@ -527,54 +506,9 @@ def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path, stop
     front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert front.stdout is not None
     directory, *pids = json.loads(front.stdout.readline())
-    if stopped:
-        os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGSTOP)
     front.kill()
     check_nothing_left(front, Path(directory), pids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "ranks", "cause"),
-    [
-        ("model", 3, r"^target (rank \d )?worker: 3 ranks cannot share 4 attention heads"),
-        ("toy", 2, "ranks cannot share a toy model"),
-    ],
-)
-def test_ranks_that_all_fail_say_so_once_and_end_quietly(
-    pair: tuple[str, str],
-    temporary: Path,
-    capfd: pytest.CaptureFixture[str],
-    target: str,
-    ranks: int,
-    cause: str,
-) -> None:
-    before = children()
-    with pytest.raises(ModelError, match=cause):
-        Engine(pair[0] if target == "model" else target, "none", target_tp=ranks)
-    assert children() <= before
-    assert "terminate" not in capfd.readouterr().err
-
-
-def test_a_rank_that_cannot_be_started_takes_the_others_along_but_not_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be in use: a draft is started again while its engine serves."""
-    before, directory = children(), private_directory()
-
-    def none(*_: Any, **__: Any) -> Worker:
-        raise BlockingIOError("no process to be had")
-
-    monkeypatch.setattr("pearl.engine.processes.Worker", none)  # of the others; the first is a class of its own
-    config = EngineConfig(draft_tp=2)
-    settings = WorkerSettings(role="draft", config=config, address="ipc:///nowhere", directory=directory)
-    try:
-        with pytest.raises(OSError, match="no process"):
-            Ranks(settings, [1])
-        assert children() <= before
-        assert directory.is_dir()
-    finally:
-        shutil.rmtree(directory)
 
 
 def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
-from pearl.drafting.model import ModelProposer
-from pearl.drafting.proposer import Features, Launched, Proposer
 from pearl.errors import LocalProtocolError
-from pearl.execution.draft import DraftExecutor
-from pearl.execution.target import TargetExecutor
-from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
-    Deliver,
     Draft,
     Drafted,
     DraftJoined,
     End,
-    Forward,
     Forwarded,
     Judge,
     Judged,
-    Open,
     Rollback,
     Sample,
     Sampled,
     Send,
-    Wait,
 )
-from pearl.protocol.messages import (
-    Begin,
-    Cancel,
-    Committed,
-    DraftTokens,
-    FinishReason,
-    Source,
-    Submit,
-    Verdict,
-)
+from pearl.protocol.messages import Begin, Cancel, DraftTokens, FinishReason, Source, Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal, ProposalStore
-from pearl.protocol.request import Counts
-from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import MAX_BRANCHES
 from tests.replace import replace
-
-VOCAB = 32
 
 
 def submit(
@@ -64,120 +36,6 @@ def submit(
 ) -> Submit:
     decoding = RequestOptions(method, **({"gamma": 2} | settings))
     return Submit(number, tuple(prompt), len(prompt) + length, replace(decoding, sampling=Sampling(1.0, seed=seed)))
-
-
-@dataclass
-class Actor:
-    """A worker without a loop: it carries out one command at a time."""
-
-    machine: Coordinator | Drafter
-    execute: Callable[[object], object | None]
-    todo: deque[object] = field(default_factory=deque)
-    order: list[int] = field(default_factory=list)  # of its forwards, by request
-    is_computing: bool = False
-
-
-class Schedule:
-    """Requests side by side on one target and one draft, under a virtual clock: a forward takes 4 and 1.
-
-    Which of an actor's requests goes on next is drawn at random; of one request its commands stay in order.
-    """
-
-    def __init__(self, slots: int, seed: int, proposer: Proposer | None = None) -> None:
-        target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.5))
-        drafts = DraftExecutor(proposer or ModelProposer(draft, VOCAB))
-        self.target = Actor(Coordinator(slots=slots), TargetExecutor(target).execute)
-        self.draft = Actor(Drafter(1 << 20, slots), drafts.execute)
-        self.chance, self.now, self.ids = random.Random(seed), 0.0, count()
-        self.events: list[tuple[float, int, Actor, object]] = []
-        self.texts: dict[int, list[int]] = {}
-        self.counts: dict[int, Counts] = {}
-
-    def run(self, submits: Sequence[Submit]) -> dict[int, list[int]]:
-        self.texts |= {one.request: [] for one in submits}
-        self.take(self.target, DraftJoined(1 << 20, 1.0))
-        for one in submits:
-            self.take(self.target, one)
-        while len(self.counts) < len(submits):
-            free = [actor for actor in (self.target, self.draft) if actor.todo and not actor.is_computing]
-            if free:
-                self.carry_out(free[0])
-            else:
-                self.now, _, actor, event = heapq.heappop(self.events)
-                actor.is_computing = False
-                self.take(actor, event)
-        return self.texts
-
-    def take(self, actor: Actor, event: object) -> None:
-        actor.todo.extend(actor.machine.handle(event))
-
-    def carry_out(self, actor: Actor) -> None:
-        command = actor.todo[0]
-        if isinstance(command, (Forward, Draft)):  # another request's may come first
-            firsts = {getattr(one, "request", -1): one for one in reversed(actor.todo)}
-            ready = [one for one in firsts.values() if isinstance(one, (Forward, Draft))]
-            command = self.chance.choice(ready)
-        actor.todo.remove(command)
-        match command:
-            case Send(message):
-                other = self.draft if actor is self.target else self.target
-                self.take(other, message)
-            case Deliver(Committed(request, _, tokens)):
-                self.texts[request] += tokens
-            case End(request, counts=counts):
-                self.counts[request] = counts
-            case Wait() | Deliver():
-                pass
-            case Forward() | Draft():
-                actor.order.append(command.request)
-                actor.is_computing = True
-                seconds = 4.0 if isinstance(command, Forward) else 1.0
-                heapq.heappush(self.events, (self.now + seconds, next(self.ids), actor, actor.execute(command)))
-            case _:
-                event = actor.execute(command)
-                if event is not None:
-                    self.take(actor, event)
-
-
-def alone(one: Submit) -> list[int]:
-    return Schedule(1, 0).run([one])[one.request]
-
-
-@pytest.mark.parametrize("method", ["ar", "sd", "pearl"])
-@pytest.mark.parametrize("seed", range(3))
-def test_requests_side_by_side_give_the_texts_that_they_give_alone(method: str, seed: int) -> None:
-    asked = [
-        submit(1, (3, 1), 24, seed=5, method=method),
-        submit(2, (7, 7, 2), 19, seed=6, method=method, rule="coupled"),
-        submit(3, (3, 1, 4), 10, seed=7, method=method, window="fixed"),
-    ]
-    schedule = Schedule(2, seed)
-    assert schedule.run(asked) == {one.request: alone(one) for one in asked}
-    for actor in (schedule.target, schedule.draft)[: 1 if method == "ar" else 2]:
-        assert sum(a != b for a, b in pairwise(actor.order)) > 2, "they took turns"
-
-
-def test_with_one_slot_requests_come_one_after_the_other() -> None:
-    schedule = Schedule(1, 0)
-    schedule.run([submit(1, (3, 1), 4), submit(2, (5,), 4)])
-    assert schedule.target.order == [1] * 4 + [2] * 4
-
-
-def test_a_slot_goes_to_the_one_that_has_waited_longest() -> None:
-    scheduler = Scheduler(slots=2)
-    for number in range(4):
-        scheduler.submit(submit(number, (1,), 1))
-    first, second = scheduler.admit(), scheduler.admit()
-    assert first is not None
-    assert second is not None
-    assert [(one.request, slot) for one, slot in (first, second)] == [(0, 0), (1, 1)]
-    assert scheduler.admit() is None
-    assert scheduler.cancel(2)
-    assert not scheduler.cancel(2)
-    scheduler.release(1)
-    third = scheduler.admit()
-    assert third is not None
-    assert (third[0].request, third[1]) == (3, 1)
 
 
 def test_events_reach_the_request_that_they_name() -> None:
@@ -264,16 +122,6 @@ def rejected_at_3(coordinator: Coordinator, token: int = 20) -> list[object]:
     return coordinator.handle(Judged(0, token, request=1))
 
 
-def test_a_foreseen_rejection_finds_its_branch_pending() -> None:
-    coordinator = working()
-    coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
-    coordinator.handle(branch())
-    coordinator.handle(branch(after=(3, 30), tokens=(31,)))
-    (forward,) = [c for c in rejected_at_3(coordinator) if isinstance(c, Forward)]
-    assert forward.tokens == (20, 21, 22), "what was prepared for this outcome is verified at once"
-    assert (coordinator.epoch, coordinator.counts.foreseen, coordinator.counts.resyncs) == (1, 1, 0)
-
-
 def test_a_branch_that_the_verdict_has_overtaken_still_counts() -> None:
     coordinator = working(window="fixed")
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
@@ -349,70 +197,6 @@ def test_what_a_draft_repeats_beside_a_branch_that_came_is_not_put_behind_it() -
 
 
 # ---- proposers and stop policies ----
-
-
-@dataclass
-class Fixed:
-    """A proposer that always guesses the same token, as many times as it may."""
-
-    token: int
-    most: int = 3
-    chains: bool = False
-    device: torch.device = field(default=torch.device("cpu"))
-
-    def measure(self, brief: bool) -> tuple[float, float]:
-        return 1e-6, 1e-6
-
-    def open(self, command: Open) -> None: ...
-
-    def rollback(self, length: int, request: int) -> None: ...
-
-    def launch(self, command: Draft, after: Launched | None = None) -> Launched:
-        return command  # type: ignore[return-value]
-
-    def collect(self, launched: Launched) -> Drafted:
-        assert isinstance(launched, Draft)
-        return Drafted((self.token,) * min(self.most, launched.budget), request=launched.request)
-
-
-@pytest.mark.parametrize("window", ["stream", "fixed"])
-@pytest.mark.parametrize("token", [0, 5])
-def test_a_proposer_that_always_guesses_a_token_changes_no_text(token: int, window: str) -> None:
-    """Under a direct rule: what is guessed decides how fast a text comes, and nothing else."""
-    asked = submit(1, (3, 1), 60, method="pearl", rule="coupled", window=window)
-    schedule = Schedule(1, 0, Fixed(token))
-    assert schedule.run([asked])[1] == alone(submit(1, (3, 1), 60, rule="coupled"))
-    assert schedule.counts[1].accepted == sum(one == token for one in schedule.texts[1][1:])
-    assert len(schedule.draft.order) < schedule.counts[1].drafted, "several tokens of a forward"
-
-
-class Unsure:
-    """Stops after every second token; notes what it is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[Features] = []
-
-    def stop(self, features: Features) -> bool:
-        self.seen.append(features)
-        return features.index == 1
-
-    def confidence(self, features: Features) -> None: ...
-
-    def end_window(self, accepted: int) -> None: ...
-
-
-@pytest.mark.parametrize(("method", "rule"), [("sd", "coupled"), ("pearl", "ratio")])
-def test_a_stop_policy_ends_windows_and_changes_no_text(method: str, rule: str) -> None:
-    """A target that waits for a full window is told that there is no more to wait for."""
-    policy, draft = Unsure(), alpha_pair(VOCAB, 0.5)[1]
-    asked = submit(1, (3, 1), 40, method=method, rule=rule, window="fixed", gamma=6)
-    schedule = Schedule(1, 0, ModelProposer(ToyRunner(VOCAB, draft), VOCAB, lambda opened: policy))
-    assert schedule.run([asked])[1] == alone(asked)
-    assert max(features.index for features in policy.seen) == 1
-    for features in policy.seen:
-        assert list(features.top) == sorted(features.top, reverse=True)
-        assert 0 < features.top[0] <= 1
-        assert features.entropy >= 0
 
 
 def drafting(*tokens: int) -> Drafter:

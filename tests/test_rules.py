@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 
 import click
 import pytest
@@ -20,41 +20,28 @@ from pearl.config.decoding import with_registered_rules
 from pearl.decoding.rules import make_block_half, make_draft_half, make_target_half, ratio
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.engine import processes
-from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
-from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.simulate import paired_executors
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.spec.rules import (
-    MAX_PARAMETERS,
-    RULES,
-    Needs,
-    Parameter,
-    Parameters,
-    RuleSpec,
-    Unit,
-    find,
-    markdown_table,
-    register,
-)
-from pearl.text.tokenizer import GenerationDefaults
-from tests import lenient_rule, test_worker
+from pearl.spec.rules import MAX_PARAMETERS, RULES, Needs, Parameter, Parameters, RuleSpec, Unit, find, register
+from tests import lenient_rule
+from tests import loops as worker_loops
+from tests.loops import MakeLoops, loops, submission
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
-from tests.test_verification import NEVER, TARGET, p_value
-from tests.test_worker import MakeLoops, loops, submission
+from tests.test_verification import NEVER, TARGET, WAYS, p_value
+from tests.virtual import WARM, decoded, first_order
 
 __all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
 DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
-WARM = Sampling(1.0, seed=3)
 FAR = torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64  # a draft that is refused half of what it says
-TABLES = [(each, lambda seen, each=each: each[seen[-1]]) for each in (TARGET, FAR)]
+PAIR = first_order(TARGET, FAR)
 
 
 @pytest.fixture(autouse=True)
@@ -77,28 +64,26 @@ def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, Nex
 def text(
     rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0, alpha: float = 0.3
 ) -> list[int]:
-    executors = paired_executors(*(ToyRunner(32, pair) for pair in overlapping(32, alpha, draft)))
-    submit = Submit(1, (0,), 101, RequestOptions("pearl", rule=rule, parameters=parameters, sampling=sampling))
-    return simulate(submit, *executors, Timing(1.0, lambda _: 4.0)).tokens
+    asked = RequestOptions("pearl", rule=rule, parameters=parameters)
+    return decoded(overlapping(32, alpha, draft), 32, asked, sampling).tokens
 
 
 # ---- a third rule, end to end ----
 
 
-@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
 def test_a_third_rule_and_its_parameter_go_through_the_runtime(
-    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both workers' loops over the codec, nothing of which has heard of it: one file and one registration."""
-    monkeypatch.setattr(test_worker, "alpha_pair", overlapping)
+    monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()
     front, texts, rates = pair.front(), [], []
     for request, (rule, *values) in enumerate([("ratio",), ("lenient",), ("lenient", 0.5), ("lenient", 1.0)]):
         parameters = tuple(("epsilon", value) for value in values)
-        submit = submission(100, method, request=request, rule=rule, parameters=parameters)  # type: ignore[arg-type]
+        submit = submission(100, request=request, rule=rule, parameters=parameters)  # type: ignore[arg-type]
         told = front.ask(submit)
-        assert told.tokens == test_worker.simulated(submit, alpha=0.3)
+        assert told.tokens == worker_loops.simulated(submit, alpha=0.3)
         texts.append(told.tokens)
         rates.append(told.statistics.acceptance_rate)
     assert texts[0] == texts[1], "at epsilon 0, its default, it is ratio"
@@ -108,14 +93,14 @@ def test_a_third_rule_and_its_parameter_go_through_the_runtime(
 @pytest.mark.parametrize("method", ["pearl", "sd"])
 def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Both workers' loops and the codec: the texts are those that the machines alone give."""
-    monkeypatch.setattr(test_worker, "alpha_pair", overlapping)
+    monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()
     front = pair.front()
     for request, rule in enumerate(RULES):
         submit = submission(60, method, request=request, rule=rule, gamma=3)
         told = front.ask(submit)
-        assert told.tokens == test_worker.simulated(submit, alpha=0.3), rule
+        assert told.tokens == worker_loops.simulated(submit, alpha=0.3), rule
         assert told.statistics.num_accepted_draft_tokens > 0, rule
 
 
@@ -155,12 +140,9 @@ def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, windo
     """Drafts come and go while it is written; and how many went."""
     sampling = Sampling(1.0, seed=seed)
     decoding = RequestOptions(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
-    target, _ = paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))
-
-    def draft() -> DraftExecutor:
-        return paired_executors(*(ToyRunner(len(each), nexts) for each, nexts in TABLES))[1]
-
-    pair = Pair([Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))], target, draft)
+    make = lambda: paired_executors(*(ToyRunner(3, each) for each in PAIR))  # noqa: E731
+    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))
+    pair = Pair([submit], make()[0], lambda: make()[1])
     chance, pick, lost = random.Random(seed), at_random(seed), 0
     while not pair.done:
         if pair.drafter is not None:
@@ -173,18 +155,20 @@ def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, windo
     return pair.results[1].tokens, lost
 
 
-WAYS = pytest.mark.parametrize(("method", "window"), [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")])
+KEEPING = [rule for rule in DRAFTED if rule != "ratio" and (find(rule).is_exact or rule in EXACT_AT)]
 
 
-@WAYS
-@pytest.mark.parametrize("rule", [name for name in DRAFTED if find(name).is_exact or name in EXACT_AT])
+@pytest.mark.parametrize(
+    ("rule", "method", "window"),
+    [*(("ratio", *way) for way in WAYS), *((rule, *way) for rule, way in zip(KEEPING, cycle(WAYS), strict=False))],
+)
 def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(rule: str, method: str, window: str) -> None:
     texts, lost = zip(*(text_that_loses_drafts(rule, seed, 300, method, window) for seed in range(3)), strict=True)
     assert sum(lost) > 10
     assert p_value(list(texts)) > NEVER
 
 
-@WAYS
+@pytest.mark.parametrize(("method", "window"), WAYS)
 def test_that_would_notice_a_correction_from_the_target(
     method: str, window: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +187,7 @@ def test_a_text_that_loses_its_draft_comes_to_its_end_under_every_rule(monkeypat
     )
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     with Engine(config=config) as engine:
-        for rule in NAMES[:-1]:
+        for rule in ("ratio", "joint", "bild"):  # of tokens, of blocks, and biased
             decoding = DecodingConfig(method="pearl", rule=rule)
             for is_killed in (True, False):
                 while not is_killed and engine.generate([[1]], params, decoding=decoding)[0].statistics.draft_lost:
@@ -305,15 +289,6 @@ def test_what_a_rule_does_not_take_is_refused_in_one_line(given: dict[str, objec
     assert "\n" not in str(caught.value)
 
 
-def test_parameters_travel_with_a_request() -> None:
-    section = with_registered_rules(DecodingConfig)
-    chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
-    defaults = GenerationDefaults()
-    submit = submit_from(1, [1, 2], 100, SamplingParams(seed=1), defaults, chosen)
-    own = RequestOptions("auto", "stream", None, "lenient", (("epsilon", 0.25),), *chosen.guesses)
-    assert submit.options == own.changed(sampling=submit.options.sampling)
-
-
 # ---- the registry itself ----
 
 
@@ -354,17 +329,3 @@ def test_halves_are_not_made_of_what_is_unknown(make: object) -> None:
         for sampling in (WARM, Sampling()):
             with pytest.raises(RequestError, match=r"choose one of|takes no parameters|it takes epsilon"):
                 make(name, sampling, parameters)  # type: ignore[operator]
-
-
-def test_the_table_says_what_is_declared() -> None:
-    lines = markdown_table().splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [f"`{name}`" for name in NAMES]
-    assert lines[2].split("|")[2].strip().endswith("(default)")
-    assert [cell.strip() for cell in lines[-1].split("|")[3:-1]] == [
-        "no",
-        "yes",
-        "token",
-        "its distribution",
-        "epsilon (float in [0, 1], default 0)",
-    ]
-    assert len({line.count("|") for line in lines}) == 1

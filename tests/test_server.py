@@ -28,7 +28,8 @@ from pearl.server.answers import Answer
 from pearl.server.figures import Figures
 from pearl.server.timeline import MOST_VIEWERS, Timeline
 from tests.browser import CHROMIUM, Browser
-from tests.served import BOUND, LONG, MODEL, SLOWLY, Served, body, message, serving, text_of, until
+from tests.conftest import eventually
+from tests.served import BOUND, MODEL, Served, body, message, serving, text_of
 
 PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=40)
 
@@ -154,8 +155,8 @@ def test_texts_are_written_side_by_side_and_clients_take_turns(engine: Engine) -
         assert [text_of(chunks, index) for index in range(5)] == wanted
         order = [chunk["choices"][0]["index"] for chunk in chunks]
         assert sum(a != b for a, b in pairwise(order)) > 5, "they come as they are made, not one after the other"
-        prompts = [f"{i % 10}{i // 10}{i % 7}" for i in range(24)]
-        with ThreadPoolExecutor(24) as pool:
+        prompts = [f"{i % 10}{i // 10}{i % 7}" for i in range(12)]
+        with ThreadPoolExecutor(12) as pool:
             got = list(pool.map(lambda prompt: several.post(prompt=prompt, max_tokens=30).json(), prompts))
         assert [one["choices"][0]["text"] for one in got] == written(engine, *prompts, max_tokens=30)
         several.until_running(0)
@@ -168,23 +169,6 @@ def test_texts_are_written_side_by_side_and_clients_take_turns(engine: Engine) -
                 several.until_running(3, waiting=7)
             waits = [each.result(BOUND).json()["usage"]["pearl"]["queue_seconds"][0] for each in (*own, others)]
         assert waits[-1] < max(waits), "it came last, and waited for less than the last of the other client's"
-
-
-def test_a_text_does_not_wait_for_a_long_one_beside_it() -> None:
-    """Others begin while it is being written, and it goes on."""
-    with (
-        serving(64, slots=3, **SLOWLY) as served,
-        httpx.stream(
-            "POST", f"{served.url}/v1/completions", json=body() | LONG | {"stream": True}, timeout=BOUND
-        ) as long,
-    ):
-        pieces = long.iter_lines()  # kept: an iterator that is dropped closes the stream
-        next(pieces)
-        for _ in range(3):
-            assert served.post(max_tokens=5).status_code == 200
-        assert served.figure("vllm:num_requests_running") == 1
-        made = served.figure("vllm:generation_tokens_total")
-        until(lambda: served.figure("vllm:generation_tokens_total") > made)
 
 
 def test_pieces_come_as_they_are_made(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +253,7 @@ def test_others_do_not_wait_for_long_work(served: Served, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
             patch.setattr(*((place, work) if isinstance(place, str) else (place, "whole", work)))
             asked = pool.submit(served.post)
-            until(lambda: served.figure("vllm:num_requests_running") == 0)
+            eventually(lambda: served.figure("vllm:num_requests_running") == 0)
             assert httpx.get(f"{served.url}/health", timeout=BOUND / 2).status_code == 200
             assert not asked.done()
             ended.set()
@@ -360,10 +344,7 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
     """A text streams, the timeline moves, and no script fails; `PEARL_SCREENSHOT` keeps a picture of it."""
-    with (
-        serving(target_pace=0.03, draft_pace=0.008) as served,
-        Browser(served.url, tmp_path / "profile") as browser,
-    ):
+    with serving(target_pace=0.03, draft_pace=0.008) as served, Browser(served.url, tmp_path / "profile") as browser:
         assert browser.sees("$('model').textContent") == MODEL
         browser.run("$('look').click()")
         browser.sees("looking && $('looking').textContent === ''")
@@ -384,7 +365,7 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
         assert browser.run("$('waiting').textContent") in ("0", "-")
         browser.run("$('look').click()")
         browser.sees("!looking && $('live').hidden")
-        until(lambda: not list(served.service.engine.directory.glob("trace-*")))
+        eventually(lambda: not list(served.service.engine.directory.glob("trace-*")))
         assert browser.said == []
 
 
@@ -418,7 +399,7 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
 
     with Served(engine, method="pearl") as served:  # under auto the draft may rest
         seen = watch(served, lambda: served.post(**asked), all_seen)
-        until(lambda: not list(engine.directory.glob("trace-*")))
+        eventually(lambda: not list(engine.directory.glob("trace-*")))
         assert served.is_well()
         assert watch(served, lambda: served.post(**asked), lambda seen: bool(tokens(seen)))
     assert len(tokens(seen)) == 40
@@ -429,14 +410,11 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
     assert all(event["from"] < event["to"] for event in seen if "of" in event)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """New texts wait for it. It waited for a pause, and then failed because the workers did not answer."""
+    slots = 2
     monkeypatch.setattr("pearl.engine.recording._RECORD_SECONDS", 0.5)
-    with (
-        serving(target_pace=0.05, draft_pace=0.01, slots=slots) as served,
-        ThreadPoolExecutor(2 * slots) as pool,
-    ):
+    with serving(target_pace=0.05, draft_pace=0.01, slots=slots) as served, ThreadPoolExecutor(2 * slots) as pool:
         is_over = threading.Event()
 
         def load() -> set[int]:
@@ -447,13 +425,13 @@ def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.Mo
 
         loads = [pool.submit(load) for _ in range(2 * slots)]
         try:
-            until(lambda: served.figure("vllm:num_requests_waiting") == slots)
+            eventually(lambda: served.figure("vllm:num_requests_waiting") == slots)
             seen = watch(served, lambda: None, lambda seen: any("tokens" in event for event in seen))
         finally:
             is_over.set()
         assert not any("problem" in event for event in seen)
         assert [each.result(BOUND) for each in loads] == [{200}] * 2 * slots
-        until(lambda: not list(served.service.engine.directory.glob("trace-*")))
+        eventually(lambda: not list(served.service.engine.directory.glob("trace-*")))
 
 
 def test_the_number_of_viewers_is_bounded_and_shared(

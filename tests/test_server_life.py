@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import os
 import re
 import shutil
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -24,10 +21,9 @@ from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.errors import ConfigError, TargetLost
 from pearl.extras import installing
 from pearl.server import listen
-from pearl.server.listen import Server, bind
-from pearl.transport import descriptors
-from tests.conftest import TOY
-from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, target_of, until
+from pearl.server.listen import bind
+from tests.conftest import TOY, eventually
+from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, target_of
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 
@@ -39,7 +35,7 @@ def test_a_lost_engine_is_reported() -> None:
         served.until_running()
         os.kill(target_of(served.service.engine), signal.SIGKILL)
         assert unfinished.result(BOUND).status_code == 503
-        until(lambda: served.get("/health").status_code == 503)
+        eventually(lambda: served.get("/health").status_code == 503)
         response = served.post()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
 
@@ -48,7 +44,7 @@ def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
     """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
     with serving(target_timeout=3.5, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
         unfinished = pool.submit(lambda: served.post(**LONG))
-        until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        eventually(lambda: served.figure("vllm:generation_tokens_total") > 0)
         os.kill(target_of(served.service.engine), signal.SIGSTOP)
         assert unfinished.result(BOUND).status_code == 503
 
@@ -59,7 +55,7 @@ def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch)
     with chatting_engine(**SLOWLY) as engine, ThreadPoolExecutor(2) as pool:
         with Served(engine) as served:
             first = pool.submit(lambda: served.post(stream=True, **LONG))
-            until(lambda: served.figure("vllm:generation_tokens_total") > 0)
+            eventually(lambda: served.figure("vllm:generation_tokens_total") > 0)
             second = pool.submit(served.post)
             served.until_running(waiting=1)
         assert "shutting down" in first.result(BOUND).text.strip().split("\n\n")[-1]
@@ -69,7 +65,7 @@ def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)])
 def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", TOY, "--draft", TOY]
-    settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.3"]
+    settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.1"]
     server = subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     url = next(line.split()[-1] for line in server.stderr if line.startswith("OpenAI's API: "))
@@ -89,36 +85,6 @@ def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) ->
     assert f"\n| {code} | |" in (LAUNCH.parent / "pearl" / "protocol" / "README.md").read_text()
 
 
-def test_a_lack_of_descriptors_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was thousands of tracebacks a second: asyncio tries as often as connections may wait."""
-    resource = descriptors.resource
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    limits: list[object] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append((what, limit)))
-
-    async def lacks(server: Server) -> None:
-        await server.startup([])
-        for _ in range(1000):
-            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            context = {"message": "socket.accept() out of system resource", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
-
-    with closing(bind("127.0.0.1:0", None, 8, None)) as door, chatting_engine() as engine:
-        served = Served(engine, door)
-        served.server.config.load()
-        monkeypatch.setattr(asyncio, "run", lambda coroutine: coroutine.close())
-        door.serve(engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
-        monkeypatch.undo()
-        served.server.lifespan = served.server.config.lifespan_class(served.server.config)
-        asyncio.run(lacks(served.server))
-        served.service.close()
-    assert limits == [(resource.RLIMIT_NOFILE, (most, most))]
-    assert served.server.config.backlog <= 128
-    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "Too many open files. Raise the limit" in logged.message
-    assert logged.exc_info is None
-
-
 def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some time after its target is lost, even while nobody asks, with the error that has its exit code."""
     monkeypatch.setattr(listen, "LOST_SECONDS", 0.1)
@@ -132,7 +98,7 @@ def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> No
     with chatting_engine() as engine, ThreadPoolExecutor(1) as pool:
         door = bind("127.0.0.1:0", None, 8, None)
         ended = pool.submit(door.serve, engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
-        until(answers)
+        eventually(answers)
         os.kill(target_of(engine), signal.SIGKILL)
         assert isinstance(ended.exception(BOUND), TargetLost)
 

@@ -95,9 +95,3 @@ def test_what_is_missing_can_be_installed_as_told(monkeypatch: pytest.MonkeyPatc
     assert re.fullmatch(r"pip install 'matplotlib[^']+'", extras.installing("plot"))
     for path in (ROOT / "pearl").rglob("*.py"):
         assert "pip install 'pearl-runtime[" not in path.read_text(), path
-
-
-@pytest.mark.parametrize(("name", "kept"), [("Dockerfile", "/cache"), ("pearl.service", "/var/cache/pearl")])
-def test_models_from_the_hub_outlive_a_container_and_a_service(name: str, kept: str) -> None:
-    said = (ROOT / "launch" / name).read_text()
-    assert f"PEARL_CACHE={kept} HF_HOME={kept}/huggingface" in said

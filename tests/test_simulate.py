@@ -1,4 +1,4 @@
-"""Under the virtual clock the text depends on what should decide it, and on nothing else (invariants 3, 5, 10)."""
+"""The virtual clock: what overlaps, how often a draft is right, texts of models that guess. Toys: test_texts."""
 
 from __future__ import annotations
 
@@ -12,91 +12,31 @@ import torch
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import ModelRunner
-from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
+from pearl.models.toy import alpha_pair, coin_pair
 from pearl.protocol.events import Odds
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import METHODS
 from tests.pairwise import combined
-from tests.replace import replace
 from tests.tiny import tiny_model
+from tests.virtual import TIMINGS, decoded
 
-VOCAB = 12
-TOKENS = 60
 PROMPT = (1, 2, 3)
-DRAFTING = [name for name, method in METHODS.items() if method.drafts]
-WINDOWS = [("stream", None), ("fixed", 1), ("fixed", 2), ("fixed", 7)]
-TIMINGS = [
-    Timing(1.0, lambda _: 4.0),
-    Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1),
-    Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
-    Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
-]
-
-
-def decode(
-    decoding: RequestOptions, timing: Timing, seed: int = 5, temperature: float = 1.0, **contexts: int
-) -> Outcome:
-    target, draft = alpha_pair(VOCAB, 0.7)
-    executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + TOKENS, replace(decoding, sampling=Sampling(temperature, seed=seed)))
-    return simulate(submit, *executors, timing, **contexts)  # type: ignore[arg-type]
-
-
-@cache
-def plain(seed: int, temperature: float) -> list[int]:
-    """Target-only decoding."""
-    return decode(RequestOptions("ar"), TIMINGS[0], seed, temperature).tokens
-
-
-@combined
-@pytest.mark.parametrize("method", ["pearl", "pearl-no-pre-verify"])
-def test_sampled_text_is_a_function_of_the_seed(method: str, combined: Any) -> None:
-    """Not of window, timing, delay or policy - while draws in sequence would make it one of all four."""
-    texts = {seed: decode(RequestOptions(), TIMINGS[0], seed).tokens for seed in range(5)}
-    assert len(set(map(tuple, texts.values()))) == 5
-    for (window, gamma), timing, seed in combined(WINDOWS, TIMINGS, range(2)):
-        found = decode(RequestOptions(method, window, gamma), timing, seed).tokens
-        assert found == texts[seed], (window, gamma, timing.seed)
-
-
-@combined
-@pytest.mark.parametrize("method", DRAFTING)
-def test_coupled_and_greedy_texts_are_plain_decoding(method: str, combined: Any) -> None:
-    """Whatever the draft does: the target's draw is always what is committed."""
-    accepted = 0
-    for (window, gamma), timing, (rule, temperature) in combined(
-        WINDOWS, TIMINGS[:3], [("coupled", 1.0), ("ratio", 0.0)]
-    ):
-        outcome = decode(RequestOptions(method, window, gamma, rule), timing, temperature=temperature)
-        assert outcome.tokens == plain(5, temperature), (window, gamma, rule, timing.seed)
-        accepted += outcome.counts.accepted
-    assert accepted > 0
-
-
-@pytest.mark.parametrize("method", DRAFTING)
-def test_a_shorter_draft_context_changes_no_greedy_text(method: str) -> None:
-    """Crossed amid a window; and one that the prompt has filled already."""
-    for window, gamma in WINDOWS:
-        for context in range(1, len(PROMPT) + 12, 2):
-            decoding = RequestOptions(method, window, gamma)
-            outcome = decode(decoding, TIMINGS[1], temperature=0.0, draft_context=context)
-            assert outcome.tokens == plain(5, 0.0), (window, gamma, context)
-            assert outcome.counts.drafted == 0 or context > len(PROMPT)
 
 
 def test_the_simulation_overlaps_what_pearl_overlaps() -> None:
     """PEARL is faster than alternation, and each ablation lies between - or the simulator compares nothing."""
-    seconds = {method: decode(RequestOptions(method, "fixed", 4), TIMINGS[0]).seconds for method in METHODS}
+    seconds = {
+        method: decoded(
+            alpha_pair(12, 0.7), 12, RequestOptions(method, "fixed", 4), SAMPLINGS["sampled"], 60, prompt=PROMPT
+        ).seconds
+        for method in METHODS
+    }
     for between in ("pearl-no-post-verify", "pearl-no-pre-verify", "sd"):
         assert seconds["pearl"] < seconds[between] < seconds["ar"]
 
 
-SAMPLINGS = {
-    "greedy": Sampling(0.0),
-    "sampled": Sampling(1.0, seed=5),
-    "nucleus": Sampling(0.7, 20, 0.9, seed=5),
-}
+SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.0, seed=5), "nucleus": Sampling(0.7, 20, 0.9, seed=5)}
 SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
 
 
@@ -106,10 +46,8 @@ SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
 )
 def test_a_pair_of_coins_has_its_rate_under_every_rule(rule: str, name: str) -> None:
     """Of 4,000 positions judged: four standard deviations are 0.019."""
-    target, draft = coin_pair(64, 0.9)
-    executors = paired_executors(ToyRunner(64, target), ToyRunner(64, draft))
-    decoding = RequestOptions("pearl", "fixed", 4, rule, sampling=SAMPLINGS[name])
-    counts = simulate(Submit(1, PROMPT, 4000, decoding), *executors, TIMINGS[0]).counts
+    decoding = RequestOptions("pearl", "fixed", 4, rule)
+    counts = decoded(coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 4000, prompt=(1, 2, 3)).counts
     assert counts.judged > 3900
     assert counts.accepted / counts.judged == pytest.approx(0.9, abs=0.019)
 
@@ -153,16 +91,3 @@ def test_all_that_guesses_writes_one_text(kind: str, rule: str, temperature: flo
         assert (outcome.tokens, outcome.counts.resyncs) == (expected, 0), guessing
         seen += outcome.counts.odds or Odds()
     assert (seen.rejections > 0) == (rule == "ratio")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_as_many_are_rejected_as_the_models_distributions_say(kind: str) -> None:
-    """Theorem 1 of Yin et al. at every position that was judged."""
-    found, odds = 0, Odds()
-    for seed in range(20):
-        decoding = RequestOptions("pearl", "stream", 3, "ratio", sampling=Sampling(1.5, top_k=5, seed=seed))
-        counts = decode_model(kind, decoding, TIMINGS[0]).counts
-        assert counts.odds is not None
-        found, odds = found + counts.rejected, odds + counts.odds
-    assert odds.variance > 4, "too little was in doubt to say anything"
-    assert abs(found - odds.rejections) < 4 * odds.variance**0.5

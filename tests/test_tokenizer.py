@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -62,10 +59,6 @@ def defaults(directory: Path, **options: Any) -> GenerationDefaults:
 
 
 class TestHFTokenizer:
-    def test_a_raw_prompt_has_the_tokenizers_own_bos(self) -> None:
-        assert byte_fallback().encode("the cat") == backend_of(byte_fallback())("the cat").input_ids
-        assert byte_fallback().encode("the cat")[0] == 0
-
     def test_special_and_unknown_tokens_have_no_text(self) -> None:
         """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
         tokenizer = byte_level()
@@ -85,9 +78,6 @@ class TestHFTokenizer:
         assert tokenizer.token(last) == "<far>"
         assert tokenizer.vocab_size == last + 1
 
-    def test_no_chat_template(self) -> None:
-        assert byte_level().apply_chat([{"role": "user", "content": "hello"}]) is None
-
     def test_chat(self, checkpoint: Path) -> None:
         (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         tokenizer, _ = load_tokenizer(str(checkpoint))
@@ -98,22 +88,6 @@ class TestHFTokenizer:
 
 
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_who_serves_others_meanwhile_can_go_on(keeps: bool, tmp_path: Path, cache: Path) -> None:
-    """A long prompt is made into tokens in a thread: with the interpreter lock held nobody got a token for seconds."""
-    backend_of(byte_level()).save_pretrained(tmp_path)
-    LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
-    tokenizer = [load_tokenizer(str(tmp_path))[0] for _ in range(1 + keeps)][-1]
-    assert isinstance(tokenizer, CachedTokenizer) == keeps
-    with ThreadPoolExecutor() as pool:
-        began = last = time.monotonic()
-        encoded, longest = pool.submit(tokenizer.encode, "7 a!" * 200_000), 0.0
-        while not encoded.done():
-            time.sleep(0.001)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert longest < max(0.3, (last - began) / 2), f"{longest:.2f} of {last - began:.2f} s"
 
 
 @pytest.fixture
@@ -181,16 +155,6 @@ class TestCachedTokenizer:
             file.write_text(damage.ljust(file.stat().st_size * is_padded))
             assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
             assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
-
-    def test_vocabularies_are_compared_without_reading_tokens(
-        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What a draft needs at a start, and what a target needs of its draft."""
-        made, _ = load_tokenizer(str(checkpoint))
-        kept, other = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        monkeypatch.setattr(CachedTokenizer, "_tokenizer", property(lambda self: pytest.fail("read")))
-        check_same_vocabulary(kept, other, "kept", "other")
-        assert vocabulary_digest(kept, kept.vocab_size) == vocabulary_digest(made, made.vocab_size)
 
     @pytest.mark.parametrize(
         ("template", "is_plain"),
@@ -276,13 +240,7 @@ class TestCachedTokenizer:
 
     @pytest.mark.parametrize(
         ("raises", "quoted"),
-        [
-            ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
-            ("{{ {}.popitem() }}", "SecurityError|KeyError|access to"),
-            ("{{ 1 // 0 }}", "ZeroDivisionError"),
-            ("{{ 'x'.index('y') }}", "ValueError: substring not found"),
-            ("{{ messages[9].content }}", "has no element 9"),
-        ],
+        [("{{ 1 + 'a' }}", "TypeError: unsupported operand"), ("{{ messages[9].content }}", "has no element 9")],
     )
     def test_whatever_a_template_raises_is_told(self, cache: Path, checkpoint: Path, raises: str, quoted: str) -> None:
         (checkpoint / "chat_template.jinja").write_text(raises)
@@ -300,12 +258,6 @@ class TestCachedTokenizer:
         for each in (made, kept):
             assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
             assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
-
-    def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
-        for _ in range(2):
-            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
 
     def test_on_a_full_disk_all_works(self, cache: Path, checkpoint: Path) -> None:
         """The tokenizers library raises a bare Exception. A limit on a file's size stands for the disk's."""
@@ -335,21 +287,6 @@ class TestToyTokenizer:
         ids = data.draw(st.lists(st.integers(0, 199)))
         assert tokenizer.encode(tokenizer.decode(ids)) == ids
 
-    def test_other_characters_are_some_token(self) -> None:
-        assert ToyTokenizer(32).encode("0avw ") == [0, 10, 31, ord("w") % 32, 0]
-
-    @pytest.mark.parametrize("size", [0, -1, 10**9])
-    def test_sizes_that_cannot_be(self, size: int) -> None:
-        with pytest.raises(ModelError, match="toy vocabulary"):
-            ToyTokenizer(size)
-
-    def test_no_token_reads_as_an_unfinished_character(self) -> None:
-        """The detokenizer would hold it back; a surrogate could not even be printed."""
-        tokenizer = ToyTokenizer(100_000)
-        text = tokenizer.decode(range(100_000))
-        assert "\ufffd" not in text
-        assert len(set(text.encode().decode())) == 100_000
-
 
 class TestVocabularies:
     def test_padding_on_either_side_is_fine(self) -> None:
@@ -366,12 +303,6 @@ class TestVocabularies:
             check_same_vocabulary(target, draft, "big", "small")
         assert vocabulary_digest(target, 5) == vocabulary_digest(draft, 5)
         assert vocabulary_digest(target, 6) != vocabulary_digest(draft, 6)
-
-    def test_of_checkpoints(self, checkpoint: Path) -> None:
-        again, _ = load_tokenizer(str(checkpoint))
-        check_same_vocabulary(byte_level(), again, "a", "b")
-        with pytest.raises(ModelError, match="token 3 is"):
-            check_same_vocabulary(byte_level(), byte_fallback(), "a", "b")
 
 
 class Renumbered(ToyTokenizer):
@@ -462,27 +393,8 @@ class TestLoading:
         with pytest.raises(ModelError, match="is not int"):
             load_tokenizer("toy:vocab=many")
 
-    def test_a_directory_without_a_tokenizer(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"could not be loaded.*tokenizer\.json"):
-            load_tokenizer(str(tmp_path))
-
     def test_a_broken_generation_config(self, checkpoint: Path) -> None:
         """transformers reads one that it cannot parse as none at all: the checkpoint's EOS would be lost."""
         (checkpoint / "generation_config.json").write_text("{")
         with pytest.raises(ModelError, match="could not be loaded"):
             load_tokenizer(str(checkpoint))
-
-    def test_no_such_model(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="no such"):
-            load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))
-
-
-def test_a_missing_sentencepiece_is_told(tmp_path: Path) -> None:
-    """transformers says that tiktoken is missing."""
-    if find_spec("sentencepiece"):
-        pytest.skip("it is not missing here")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    with pytest.raises(ModelError, match=r"tokenizer\.model is sentencepiece's: pip install sentencepiece"):
-        load_tokenizer(str(tmp_path))

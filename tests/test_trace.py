@@ -10,47 +10,36 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pearl.cli import cli
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import ConfigError, TargetLost, TraceError
 from pearl.lab.simulate import Outcome
-from pearl.models.runner import Feed, feed_chain
-from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages
-from pearl.protocol.coordinator import Coordinator
-from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
-from pearl.protocol.messages import Begin, DraftTokens, Provenance, Source, Submit, Verdict
-from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.sequence import extend_digest
+from pearl.protocol.messages import Provenance, Source, Verdict
+from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
 from pearl.trace.latency import latencies, latency
 from pearl.trace.reading import Slice, Trace, read, read_document
 from pearl.trace.recorder import GPU, LOOP, Part, Record, Recorder, part_path, part_paths, where_and_what
 from pearl.trace.replay import replay
 from pearl.trace.report import report
-from pearl.trace.tracer import Tracer, _TimedOnGpu
+from pearl.trace.tracer import Tracer
 from pearl.trace.validate import problems
 from pearl.worker.recording import Recordings
 from tests.replace import replace
-from tests.traced import PROMPT, VOCAB, altered, recorded, simulated
+from tests.traced import PROMPT, altered, recorded, simulated
 
-METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
+METHODS = ("ar", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 TOY = "toy:vocab=32,alpha=0.5,context=4096"
 BOUND = 60.0
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
@@ -96,23 +85,6 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
             "owners.target": 0,
         },
     ),
-    "a slow draft sets the pace": (
-        PEARL_5,
-        {"t_target": 2.0},
-        {"target.busy": 0.4, "pace.draft works": 0.6, "draft.busy": 1, "overlap": 0.4},
-    ),
-    "a round of sd with messages under way: 4 + 0.5 + 5 + 0.5": (
-        SD_4,
-        {"delay": 0.5},
-        {
-            "target.busy": 5 / 10,
-            "target.waits.transport": 0.5 / 10,
-            "target.waits.draft tokens": 4.5 / 10,
-            "draft.busy": 4 / 10,
-            "draft.waits.transport": 0.5 / 10,
-            "pace.message on its way": 0.5 / 10,
-        },
-    ),
     "a row is held where a forward ends before the token that it judges is there": (
         RequestOptions("pearl", "fixed", 1),
         {"t_target": 0.5},
@@ -142,20 +114,6 @@ def test_known_shares_are_reported(tmp_path: Path, name: str) -> None:
         assert flat.get(key, 0) == pytest.approx(value, abs=0.02), key
 
 
-def test_what_ssd_prepared_is_counted(tmp_path: Path) -> None:
-    """Prepared tokens that the target took count as accepted, though the epoch began with a bonus token."""
-    outcome, trace = recorded(tmp_path / "t.json", RequestOptions("ssd", gamma=4, branches=7), t_target=9.0, alpha=0.8)
-    assert problems(json.loads(trace.path.read_text())) == []
-    assert replay(trace).difference is None
-    found, counts = report(trace), outcome.counts
-    assert counts.foreseen + counts.foreseen_bonuses > 10
-    assert (found.accepted, found.judged) == (counts.accepted, counts.judged)
-    assert found.prepared > counts.sources[Source.BRANCH] > 0
-    assert found.draft is not None
-    assert found.draft.busy > 0.6, "in sd it would be 4 of 13"
-    assert any(one.name == "prepare" and "accepted" in one.args.get("branches", ()) for one in trace.draft)
-
-
 # ---- what adds up in any run ----
 
 
@@ -163,14 +121,15 @@ def test_what_ssd_prepared_is_counted(tmp_path: Path) -> None:
 def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) -> None:
     cases = itertools.product((("stream", "ratio"), ("fixed", "coupled")), (0.0, 0.3))
     for number, ((window, rule), delay) in enumerate(cases):
-        decoding = RequestOptions(method, window, rule=rule)
+        decoding = RequestOptions(method, window, rule=rule, branches=7 if method == "ssd" else 0)
         outcome, trace = recorded(tmp_path / f"{number}.json", decoding, alpha=0.8, tokens=120, delay=delay)
         assert problems(json.loads(trace.path.read_text())) == []
         found, counts = report(trace), outcome.counts
         assert found.tokens == len(outcome.tokens) == 120
         assert (found.judged, found.accepted) == (counts.judged, counts.accepted)
         assert found.rejected == counts.judged - counts.accepted
-        assert found.drafted >= counts.drafted
+        assert found.drafted + found.prepared >= counts.drafted
+        assert method != "ssd" or found.prepared > counts.sources[Source.BRANCH] > 0
         assert found.histogram == counts.runs
         assert sum(found.steps.values()) == sum(found.owners.values()) == outcome.target_steps
         assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
@@ -234,23 +193,6 @@ def test_flows_counters_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
     assert GPU not in {track for _, track in named}
 
 
-def test_verdicts_are_arrows_from_target_to_draft(tmp_path: Path) -> None:
-    """Those that reject among them; each is read after its way."""
-    _, trace = recorded(tmp_path / "t.json", RequestOptions("pearl"), alpha=0.8, tokens=100, delay=0.25)
-    corrections = [one.end for one in trace.target if one.name == "decide" and chrome.is_rejection(one.args)]
-    assert [arrow.sent for arrow in trace.verdicts if arrow.is_rejection] == pytest.approx(corrections)
-    assert len(trace.verdicts) > len(corrections) > 5
-    assert all(arrow.read - arrow.sent == pytest.approx(0.25) for arrow in trace.verdicts)
-
-
-def test_outcomes_have_colours_in_perfetto(run: tuple[Outcome, Path]) -> None:
-    """It derives a slice's hue from its name alone: of these green, red and orange."""
-    names = {"accepted": "draft token accepted", "rejected": "draft token rejected", "discarded": "draft token unused"}
-    assert names == chrome.DRAFTED
-    assert set(names.values()) <= {e["name"] for e in _events(json.loads(run[1].read_text()), "X")}
-    assert {"draft"} == {one.name for one in read(run[1]).draft if "fate" in one.args} - {"prefill"}
-
-
 # ---- replay ----
 
 
@@ -271,38 +213,6 @@ def test_replay_notices_another_decision(
     assert difference is not None
     assert difference.worker == worker
     assert difference.recorded != difference.replayed
-
-
-def test_replay_of_an_unknown_event(run: tuple[Outcome, Path], tmp_path: Path) -> None:
-    def change(document: dict[str, Any]) -> None:
-        _decisions(document, 1)[0]["event"] = {"type": "Telepathy"}
-
-    with pytest.raises(TraceError, match="Telepathy"):
-        replay(read(altered(run[1], tmp_path / "t.json", change)))
-
-
-def test_what_comes_after_the_end_and_what_waits_for_it(tmp_path: Path) -> None:
-    """A late draft token is counted by the request that is over; a queued request begins in the same turn."""
-    path = tmp_path / "t.json"
-    time = iter(range(0, 10**9, 1000))
-    coordinator = Coordinator()
-    r = recorder(part_path(path, "target", 1), clock=lambda: next(time))
-    decide = Tracer(r).deciding(coordinator)
-    options = RequestOptions("pearl", sampling=Sampling(seed=5))
-    decide(DraftJoined(100))
-    for number in (1, 2):
-        decide(Submit(number, PROMPT, len(PROMPT) + 1, options))
-    for event in (Forwarded(1.0, request=1), DraftTokens(1, 0, 3, (4,)), Judged(1, None, request=1)):
-        decide(event)
-    decide(DraftTokens(1, 0, 4, (5,)))
-    assert coordinator.counts.stale == 1
-    late = DraftTokens(2, 0, 4, (5,))
-    for event in (Forwarded(1.0, request=2), DraftTokens(2, 0, 3, (4,)), Judged(1, None, request=2), late):
-        decide(event)
-    r.close()
-    chrome.merge(path)
-    assert replay(read(path)).difference is None
-    assert [one.name for one in read(path).requests] == ["request 1", "request 2"]
 
 
 # ---- the validator ----
@@ -343,12 +253,6 @@ def test_planted_faults_are_found(run: tuple[Outcome, Path]) -> None:
         assert any(words in problem for problem in problems(document)), (words, problems(document)[:3])
 
 
-@settings(max_examples=50)
-@given(st.recursive(st.none() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-def test_the_validator_takes_anything(document: Any) -> None:
-    assert problems(document)
-
-
 # ---- broken files ----
 
 
@@ -376,10 +280,7 @@ def test_a_broken_file_is_named_for_what_it_is(run: tuple[Outcome, Path], tmp_pa
     for command in ("report", "show --png it.png", "replay", f"compare {path}"):
         result = CliRunner().invoke(cli, ["trace", *command.split(), str(path)])
         assert isinstance(result.exception, TraceError)
-
-
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
+    path = tmp_path / "none.json"
     with pytest.raises(TraceError, match="does not exist"):
         read(path)
     with pytest.raises(TraceError, match="nothing to make"):
@@ -455,9 +356,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     assert len(r._queue) <= 128
 
 
-@pytest.mark.parametrize("offset", [10**9, -(10**12)])
-def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None:
+def test_two_hosts_are_brought_to_one_clock(tmp_path: Path) -> None:
     """The draft's clock is ahead by `offset`; the quickest ping tells it to within half of its way."""
+    offset = -(10**12)
     path = tmp_path / "t.json"
     before = report(recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=50)[1])
     outcome, (target, draft) = simulated(path, RequestOptions("pearl"), alpha=0.8, tokens=50)
@@ -486,57 +387,6 @@ def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None
     after = report(trace)
     assert after.overlap == pytest.approx(before.overlap, abs=1e-6)
     assert after.judged == outcome.counts.judged
-
-
-# ---- the GPU's own time, and the thread beside the loop ----
-
-
-class FakeEvent:
-    """A CUDA event: records when it was reached on a device that lags behind the host."""
-
-    device = 0.0
-
-    def record(self) -> None:
-        self.at = FakeEvent.device
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return other.at - self.at
-
-
-class FakeGpuRunner(ToyRunner):
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        FakeEvent.device += 7.0  # milliseconds
-        return super().forward(feeds)
-
-
-def test_gpu_time_is_read_where_the_loop_synchronises_anyway(tmp_path: Path) -> None:
-    r = recorder(tmp_path / "p")
-    runner = _TimedOnGpu(FakeGpuRunner(VOCAB, alpha_pair(VOCAB, 0.5)[0]), Tracer(r), FakeEvent)
-    feed_chain(runner, [1, 2], 1)
-    runner.synchronize()
-    runner.synchronize()
-    feed_chain(runner, [3], 1)
-    runner.rollback(2)
-    runner.synchronize()
-    assert runner.length() == 2
-    r.close()
-    records = list(Part(tmp_path / "p").records())
-    assert [(record.track, record.end - record.start) for record in records] == [(GPU, 7_000_000)] * 2
-
-
-def test_what_ran_beside_the_loop_is_shown_one_after_the_other(tmp_path: Path) -> None:
-    """The second was done on its device long before the loop collected it."""
-    now = 0
-    r = recorder(tmp_path / "p", clock=lambda: now)
-    tracer = Tracer(r)
-    for now, event in ((10_000_000, Drafted((1,), 0.004, draw=0.001)), (12_000_000, Drafted((2,), 0.004, draw=0.001))):  # noqa: B007
-        tracer.beside(event)
-    tracer.beside(None)
-    r.close()
-    slices = [(x.name, x.start, x.end) for x in Part(tmp_path / "p").records()]
-    assert [(name, end - start) for name, start, end in slices[:2]] == [("forward", 4_000_000), ("draw", 1_000_000)]
-    assert all(start >= before for (_, _, before), (_, start, _) in itertools.pairwise(slices))
-    assert len(slices) == 4
 
 
 # ---- real processes ----
@@ -570,33 +420,6 @@ def test_real_workers_record_what_the_statistics_say(tmp_path: Path) -> None:
     assert trace.metadata["config"]["target"] == TOY
     assert set(trace.metadata["versions"]) >= {"pearl", "torch", "python"}
     assert all(worker["ended"] for worker in trace.metadata["workers"])
-
-
-def test_a_draft_that_its_target_runs_ahead_of_is_judged_in_the_trace_too(toy: Engine, tmp_path: Path) -> None:
-    """No slice judges its tokens: they are compared with what the target drew, before or after they came."""
-    toy.start_trace(tmp_path / "t.json")
-    decoding = DecodingConfig(method="pearl", rule="coupled")
-    (result,) = toy.generate([[1, 2, 3]], SHORT.model_copy(update={"max_tokens": 200}), decoding=decoding)
-    toy.stop_trace()
-    trace = read(tmp_path / "t.json")
-    assert problems(json.loads(trace.path.read_text())) == []
-    found, s = report(trace), result.statistics
-    assert found.tokens == 200
-    assert {k: n for k, n in s.target_steps.items() if n and k != "prefill"} == found.steps
-    # What was under way when the text ended counts in the trace alone.
-    assert 0 <= found.accepted - s.num_accepted_draft_tokens <= 16
-    assert 0 <= found.judged - s.num_judged_draft_tokens <= 16
-    assert replay(trace).difference is None
-    assert {one.name for one in trace.target} >= {"guess", "sample"}
-
-
-def test_rows_over_a_process_group_are_recorded(tmp_path: Path) -> None:
-    spec, path = "toy:vocab=400,alpha=0.5", tmp_path / "t.json"
-    with Engine(spec, spec, trace=str(path), tensors="gloo") as engine:
-        engine.generate([[1, 2, 3]], SHORT, method="pearl")
-    assert any(s.name == "send row" for s in read(path).draft)
-    events = json.loads(path.read_text())["traceEvents"]  # by whichever thread of the target has read the message
-    assert any(event["name"] == "receive rows" for event in events)
 
 
 def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
@@ -634,8 +457,7 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
-        assert engine._launcher.draft._restarts.total() == 1
-        engine.stop_trace()
+        assert engine._launcher.draft._restarts.total() == 1  # and closing the engine ends the recording
     trace = read(path)
     assert len(trace.metadata["workers"]) == len(trace.drafts) + 1 >= 2
     assert replay(trace).difference is None
@@ -647,18 +469,6 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
 
 
 # ---- recordings begun and ended while an engine runs ----
-
-
-def test_off_means_that_nothing_is_recorded(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even taken down and thrown away: that would cost a worker as much as recording."""
-    assert toy.config.trace is None
-    monkeypatch.setattr(Tracer, "record", lambda *_: pytest.fail("recorded"))
-    drafter = Drafter(100)
-    begin = Begin(1, 0, (1, 2), 5, extend_digest(0, (1, 2)), RequestOptions())
-    assert Tracer().deciding(drafter)(begin) == Drafter(100).handle(begin)
-    assert Tracer().computing(lambda command: command)(5) == 5
-    toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    assert not list(toy.directory.glob("*.part"))
 
 
 def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_path: Path) -> None:
@@ -677,15 +487,6 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
     assert not list(toy.directory.glob("*.part"))
 
 
-def test_a_recording_waits_for_a_text_that_is_being_ended(toy: Engine, tmp_path: Path) -> None:
-    with toy.stream([1, 2, 3], LONG.model_copy(update={"max_tokens": None}), method="pearl") as stream:
-        next(stream)
-    toy.start_trace(tmp_path / "t.json")
-    toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    toy.stop_trace()
-    assert report(read(tmp_path / "t.json")).requests == 1
-
-
 def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no trace is being recorded"):
         toy.stop_trace()
@@ -699,40 +500,6 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
     toy.generate([[1, 2, 3]], SHORT, method="pearl")
     toy.stop_trace()
     assert replay(read(tmp_path / "t.json")).difference is None
-
-
-def test_closing_the_engine_ends_a_recording_and_a_draft_that_joined_is_in_it(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    with Engine(TOY, TOY) as engine:
-        assert engine._launcher.draft is not None
-        first = engine._launcher.draft.worker.pid
-        engine.start_trace(path)
-        long = SHORT.model_copy(update={"max_tokens": 100})  # more than a part keeps in memory
-        engine.generate([[1, 2, 3]], long, method="pearl")
-        os.kill(first, signal.SIGKILL)
-        deadline = time.monotonic() + BOUND
-        while len(list(engine.directory.glob("*draft*.part"))) < 2:
-            engine.generate([[1, 2, 3]], SHORT, method="pearl")
-            assert time.monotonic() < deadline
-        engine.generate([[1, 2, 3]], SHORT, method="pearl")
-    trace = read(path)
-    assert len(trace.drafts) == 2
-    assert replay(trace).difference is None
-
-
-def test_a_late_echo_of_a_wish_that_was_given_up_is_no_answer(
-    toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wish that failed is taken back; what the workers say to that comes while the next one waits."""
-    with monkeypatch.context() as patched:
-        patched.setattr("pearl.engine.recording._RECORD_SECONDS", 0.0)
-        for _ in range(3):
-            with pytest.raises(TraceError, match="do not answer"):
-                toy.start_trace(tmp_path / "given up.json")
-    toy.start_trace(tmp_path / "kept.json")
-    toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    toy.stop_trace()
-    assert report(read(tmp_path / "kept.json")).requests == 1
 
 
 def recordings(directory: Path) -> tuple[Recordings, Tracer, list[Any]]:
@@ -774,33 +541,3 @@ def test_a_recording_that_is_given_up_before_it_begins_never_does(tmp_path: Path
     assert not posted
     tracer.stop()
     assert [path.name for path in tmp_path.iterdir()] == ["2.part"]
-
-
-KILLED_FRONT = """
-import sys, time
-from pathlib import Path
-from pearl.engine.attach import attach
-engine = attach(Path(sys.argv[1]))
-engine.start_trace(sys.argv[2])
-print("recording", flush=True)
-time.sleep(1000)
-"""
-
-
-def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_FRONT, str(toy.directory), str(tmp_path / "a.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
-        assert front.stdout is not None
-        assert front.stdout.readline() == "recording\n"
-        front.kill()
-    deadline = time.monotonic() + BOUND
-    while True:
-        toy.generate([[1, 2, 3]], SHORT, method="pearl")  # the target learns of it when it has something to say to it
-        try:
-            toy.start_trace(tmp_path / "b.json")
-            break
-        except TraceError:
-            assert time.monotonic() < deadline
-    toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    toy.stop_trace()
-    assert report(read(tmp_path / "b.json")).requests == 1

@@ -9,30 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 from itertools import product
+from math import log
 from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio, tokenwise
 from pearl.decoding.rules.biased import OptTarget, UnoTarget
-from pearl.decoding.rules.direct import DirectDraft, DirectDraw
+from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.decoding.sampling import pick, pick_on_device, race_rows, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
-from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES
-from tests.replace import replace
+from tests.virtual import NEVER, decoded, first_order
 
-NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 GRID = 64
 
 # ---- enumeration ----
@@ -52,10 +50,7 @@ CASES = [
 
 
 def committed(
-    target: tuple[int, ...],
-    draft: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    rule: TokenTarget | None = None,
+    target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rule: TokenTarget | None = None
 ) -> list[Fraction]:
     """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction."""
     rule = rule or RatioTarget(Sampling(1.0))
@@ -88,17 +83,13 @@ def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
     return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
 
 
-BIASED: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
+RULES_OF_64THS: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
 
 
-@pytest.mark.parametrize(("rule", "epsilon"), BIASED)
+@pytest.mark.parametrize(("rule", "epsilon"), RULES_OF_64THS)
 @pytest.mark.parametrize(("target", "draft"), CASES)
 def test_bias_and_rejections_are_as_told(
-    rule: Any,
-    target: tuple[int, ...],
-    draft: tuple[int, ...],
-    epsilon: int,
-    monkeypatch: pytest.MonkeyPatch,
+    rule: Any, target: tuple[int, ...], draft: tuple[int, ...], epsilon: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
     judge = rule(Sampling(1.0)) if rule is RatioTarget else rule(Sampling(1.0), epsilon / 64)
@@ -129,10 +120,7 @@ def lenient(u: float, target_prob: float, draft_prob: float) -> bool:
     return u * draft_prob <= target_prob
 
 
-PLANTED_IN_RULE: dict[str, Any] = {
-    "accepts": lenient,
-    "residual": lambda target_probs, draft_probs: target_probs,
-}
+PLANTED_IN_RULE: dict[str, Any] = {"accepts": lenient, "residual": lambda target_probs, draft_probs: target_probs}
 
 
 @pytest.mark.parametrize("name", PLANTED_IN_RULE)
@@ -210,24 +198,6 @@ def test_a_device_draws_as_the_host(name: str, sampling: Sampling, monkeypatch: 
         assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("order", [1, -1])
-def test_rows_that_came_by_two_ways_are_judged_together(order: int) -> None:
-    """Dense ones lie on the GPU, where they were received, and sparse ones on the host."""
-    target = torch.randn(2, 40, generator=torch.Generator().manual_seed(1)).cuda()
-    logits = target if order > 0 else target.flip(0)
-    rows = [row if i else row.cpu() for i, row in enumerate(torch.softmax(target, -1))][::order]
-    assert RatioTarget(Sampling(1.0)).judge(logits, [3, 4], rows, 0).accepted == 2
-
-
-def test_a_run_is_judged_up_to_its_first_rejection() -> None:
-    rule = make_target_half("coupled", Sampling())
-    logits = torch.eye(4)
-    assert rule.judge(logits, [0, 1, 2, 3], [None] * 4, 0) == Judgement(4, None)
-    assert rule.judge(logits, [0, 1, 0, 3], [None] * 4, 0) == Judgement(2, 2)
-
-
 def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
     """(how often the draft's token is accepted, total variation distance) on one pair of distributions."""
     sampling = Sampling(1.0, seed=1)
@@ -250,35 +220,19 @@ def test_acceptance_rates_are_the_papers() -> None:
     assert (1 - distance) / (1 + distance) - error < coupled < 1 - distance + error
 
 
-def test_without_shared_draws_the_bound_of_coupled_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: the draft draws with a key of its own. The text stays right, so only acceptance can tell."""
-
-    def own(self: DirectDraft, logits: Any, positions: Any, tops: Any = ()) -> list[tuple[torch.Tensor, None]]:
-        return [(self._draw(row, at + 1_000_000), None) for row, at in zip(logits, positions, strict=True)]
-
-    monkeypatch.setattr(DirectDraft, "draft", own)
-    rate, distance = acceptance("coupled")
-    assert rate < (1 - distance) / (1 + distance) - 3 / 4000**0.5
-
-
 # ---- whole runs ----
 
 Table = torch.Tensor  # [vocab, vocab]: the distribution after each token
 TARGET = torch.tensor([[32, 16, 16], [8, 40, 16], [2, 30, 32]]) / 64
 DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
-COIN_TARGET = torch.tensor([[0.5, 0.5]] * 2)
-COIN_DRAFT = torch.tensor([[0.9, 0.1]] * 2)
-FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)
 
 
-def generate(
-    decoding: RequestOptions, seed: int, tokens: int, target: Table = TARGET, draft: Table = DRAFT
-) -> list[int]:
-    executors = paired_executors(
-        ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
-    )
-    submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=Sampling(1.0, seed=seed)))
-    return simulate(submit, *executors, FOUR_TO_ONE).tokens
+def run(decoding: RequestOptions, seed: int, tokens: int) -> Outcome:
+    return decoded(first_order(TARGET, DRAFT), 3, decoding, Sampling(1.0, seed=seed), tokens)
+
+
+def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
+    return [run(decoding, seed, tokens).tokens for seed in range(count)]
 
 
 def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> float:
@@ -304,93 +258,79 @@ def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> 
     return float(stats.chi2.sf(statistic, freedom))
 
 
-def one_long(decoding: RequestOptions, tokens: int = 1200) -> float:
-    return p_value([generate(decoding, seed, tokens // 3) for seed in range(3)])
+def biased_law(rule: str, value: float) -> Table:
+    """What each token is committed by under a rule that is not exact."""
+    accepted = torch.where(TARGET.ge(value), DRAFT, 0.0) if rule == "bild" else torch.minimum(DRAFT, TARGET + value)
+    rest = (TARGET - DRAFT).relu() if rule == "opt" else TARGET
+    return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
 
 
-def many_short(decoding: RequestOptions, texts: int = 500) -> float:
-    return p_value([generate(decoding, seed, 3) for seed in range(texts)])
-
-
-DECODINGS = [
+WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
+EXACT = [
     *(RequestOptions(m, "fixed", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 2, 4)),
     *(RequestOptions(m, "stream", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 4)),
     *(RequestOptions(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
     RequestOptions("ar"),
     *(RequestOptions(m, "stream", 2, "coupled") for m in ("pearl", "sd")),
+    *(RequestOptions(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS),
+    *(
+        RequestOptions("sd", "fixed", 4, draft_stop="threshold", stop_parameters=(("confidence", least),))
+        for least in (0.3, 0.6)
+    ),
+]
+BIASED = [
+    (RequestOptions("pearl", window, 4, rule, ((name, given),)), biased_law(rule, value))
+    for rule, name, given, value in (
+        *(("opt", "epsilon", 0.125, 0.125), ("uno", "epsilon", 0.125, 0.125), ("bild", "rollback", -log(0.3), 0.3)),
+    )
+    for window in ("stream", "fixed")
 ]
 
 
-def name(decoding: RequestOptions) -> str:
-    return f"{decoding.method}-{decoding.window}-{decoding.gamma}-{decoding.rule}"
+def name(value: object) -> str:
+    return f"{value.method}-{value.window}-{value.gamma}-{value.rule}" if isinstance(value, RequestOptions) else ""
 
 
-@pytest.mark.parametrize("decoding", DECODINGS, ids=name)
+@pytest.mark.parametrize("decoding", EXACT, ids=name)
 def test_long_texts_have_the_targets_distribution(decoding: RequestOptions) -> None:
-    assert one_long(decoding) > NEVER
+    assert p_value(texts(decoding, 3, 400)) > NEVER
 
 
-@pytest.mark.parametrize("decoding", DECODINGS[6::3], ids=name)
+@pytest.mark.parametrize("decoding", EXACT[6::3], ids=name)
 def test_the_first_tokens_have_the_targets_distribution(decoding: RequestOptions) -> None:
     """Jointly: the prompt's own rows are judged in a way of their own."""
-    assert many_short(decoding) > NEVER
+    assert p_value(texts(decoding, 500, 3)) > NEVER
 
 
-PEARL = RequestOptions("pearl", "fixed", 4)
-
-
-def biased_law(rule: str, epsilon: float, target: Table = TARGET, draft: Table = DRAFT) -> Table:
-    """What each token is committed by under a rule that is not exact."""
-    accepted = torch.minimum(draft, target + epsilon)
-    rest = (target - draft).relu() if rule == "opt" else target
-    return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
-
-
-@pytest.mark.parametrize("window", ["stream", "fixed"])
-@pytest.mark.parametrize("rule", ["opt", "uno"])
-def test_biased_texts_have_the_distribution_that_is_told(rule: str, window: str) -> None:
+@pytest.mark.parametrize(("decoding", "law"), BIASED, ids=name)
+def test_biased_texts_have_the_distribution_that_is_told(decoding: RequestOptions, law: Table) -> None:
     """And not the target's: what chi-square says of the one it does not say of the other."""
-    decoding = RequestOptions("pearl", window, 4, rule, (("epsilon", 0.125),))
-    law = biased_law(rule, 0.125)
-    assert 0.05 < float((law - TARGET).relu().sum(-1).max()) < 0.25
-    texts = [generate(decoding, seed, 800) for seed in range(3)]
-    assert p_value(texts, law) > NEVER
-    assert p_value(texts) < NEVER
+    written = texts(decoding, 3, 900)
+    assert p_value(written, law) > NEVER
+    assert p_value(written) < NEVER
 
 
-def rejections(decoding: RequestOptions, target: Table = TARGET, draft: Table = DRAFT, texts: int = 6) -> float:
+def rejections(decoding: RequestOptions) -> float:
     """How many standard deviations more were rejected than the distributions at hand let expect."""
     found, odds = 0, Odds()
-    for seed in range(texts):
-        executors = paired_executors(
-            ToyRunner(len(target), lambda seen: target[seen[-1]]), ToyRunner(len(draft), lambda seen: draft[seen[-1]])
-        )
-        submit = Submit(1, (0,), 601, replace(decoding, sampling=Sampling(1.0, seed=seed)))
-        counts = simulate(submit, *executors, FOUR_TO_ONE).counts
+    for seed in range(6):
+        counts = run(decoding, seed, 600).counts
         assert counts.odds is not None
         found, odds = found + counts.rejected, odds + counts.odds
     return (found - odds.rejections) / odds.variance**0.5
 
 
-@pytest.mark.parametrize("rule", ["ratio", "opt", "uno"])
 @pytest.mark.parametrize(
-    ("method", "window"),
-    [*((m, w) for m in ("pearl", "pearl-no-pre-verify") for w in ("stream", "fixed")), ("sd", "fixed")],
+    ("method", "rule", "window"),
+    [
+        *(("pearl", "ratio", "stream"), ("pearl", "opt", "fixed"), ("pearl", "uno", "stream")),
+        *(("pearl-no-pre-verify", "opt", "stream"), ("pearl-no-pre-verify", "ratio", "fixed"), ("sd", "uno", "fixed")),
+    ],
 )
 def test_as_many_are_rejected_as_the_distributions_say(method: str, rule: str, window: str) -> None:
     """Theorem 1 of Yin et al. at each position judged; a bonus token or a direct draw counts on neither side."""
     parameters = () if rule == "ratio" else (("epsilon", 0.1),)
     assert abs(rejections(RequestOptions(method, window, 3, rule, parameters))) < 4
-
-
-def test_the_count_of_rejections_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance that is lenient by 0.2; and one random number for two positions."""
-    with monkeypatch.context() as planted:
-        planted.setattr(ratio, "accepts", generous)
-        assert rejections(PEARL) < -4
-    assert abs(rejections(PEARL, COIN_TARGET, COIN_DRAFT)) < 4
-    monkeypatch.setitem(RULES, "ratio", replace(RULES["ratio"], target=f"{__name__}:ReusedDraw"))
-    assert rejections(PEARL, COIN_TARGET, COIN_DRAFT) < -4
 
 
 def generous(u: float, target_prob: float, draft_prob: float) -> bool:
@@ -402,49 +342,4 @@ def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPat
     """The same as under enumeration, in whole runs. (u = 0 is rare, so here acceptance is lenient by 0.2.)"""
     planted = PLANTED_IN_RULE | {"accepts": generous}
     monkeypatch.setattr(ratio, bug, planted[bug])
-    assert one_long(PEARL, 3000) < NEVER
-
-
-@pytest.mark.parametrize("twin", [Purpose.DRAFT, Purpose.ACCEPT])
-def test_chi_square_notices_a_correction_that_shares_its_draw(twin: Purpose, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: CORRECTION has the key of the draw that led to the rejection."""
-
-    def key(self: RatioTarget, position: int, purpose: Purpose) -> int:
-        return draw_key(self.sampling, position, twin if purpose is Purpose.CORRECTION else purpose)
-
-    monkeypatch.setattr(RatioTarget, "_key", key)
-    target = torch.tensor([[16, 24, 24]] * 3) / 64
-    draft = torch.tensor([[32, 16, 16]] * 3) / 64
-    texts = [generate(PEARL, seed, 600, target, draft) for seed in range(3)]
-    assert p_value(texts, target) < NEVER
-
-
-def test_chi_square_notices_a_first_token_that_nobody_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted bug: the draft's own first token, sampled at its prefill, is committed as it is."""
-    judge = RatioTarget.judge
-
-    def trusting(self: RatioTarget, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
-        return Judgement(len(tokens), None) if start == 1 else judge(self, logits, tokens, rows, start)
-
-    assert many_short(PEARL) > NEVER
-    monkeypatch.setattr(RatioTarget, "judge", trusting)
-    assert many_short(PEARL) < NEVER
-
-
-class ReusedDraw(RatioTarget):
-    """Official PEARL's bug: after a token accepted in pre-verify, the next position is judged by the same u."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        super().__init__(sampling)
-        self._accepted_alone = -1
-
-    def judge(self, logits: Any, tokens: Any, rows: Any, start: int) -> Judgement:
-        self._shared = start if self._accepted_alone == start - 1 else -1
-        judgement = super().judge(logits, tokens, rows, start)
-        self._accepted_alone = start if len(tokens) == judgement.accepted == 1 else -1
-        return judgement
-
-    def _key(self, position: int, purpose: Purpose) -> int:
-        if purpose is Purpose.ACCEPT and position == self._shared:
-            position -= 1
-        return super()._key(position, purpose)
+    assert p_value(texts(RequestOptions("pearl", "fixed", 4), 3, 1000)) < NEVER

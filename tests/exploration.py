@@ -1,0 +1,368 @@
+"""Every state that a pair of state machines can come to: exhaustive, up to a short text (test_model_check)."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from pearl.protocol.auto import Auto
+from pearl.protocol.auto_text import AutoText
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.draft_view import DraftView
+from pearl.protocol.drafter import Counts as DraftCounts
+from pearl.protocol.drafter import Drafter, DraftMachine
+from pearl.protocol.events import Drafted
+from pearl.protocol.fed_tokens import FedTokens
+from pearl.protocol.feeding import Feeding
+from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
+from pearl.protocol.options import Sampling
+from pearl.protocol.proposals import ProposalStore
+from pearl.protocol.request import Counts as TargetCounts
+from pearl.protocol.request import Request
+from pearl.protocol.request_machine import RequestMachine
+from pearl.protocol.scheduler import Scheduler
+from pearl.protocol.sequence import TokenSequence
+from pearl.protocol.speeds import Speeds
+from tests.protocol_pair import Pair, check_counts
+from tests.replace import replace
+from tests.scripted import LOST, PROMPT, Cache, ScriptDraft, ScriptTarget, script, submission
+
+TEXT = script(len(PROMPT) + 4)
+DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
+OPEN_UP = (
+    *(Coordinator, RequestMachine, Request, DraftView, AutoText, Feeding, FedTokens, Scheduler, ProposalStore),
+    *(Drafter, DraftMachine),
+    TokenSequence,
+    *(ScriptTarget, ScriptDraft, Cache, Pair),
+)
+# With a fixed window, and without a clock, these never decide what happens next.
+INDIFFERENT = (TargetCounts, DraftCounts, Speeds, Auto)
+# What was, and references to machines that the coordinator or the drafter has, and to a request that its machine has.
+_LEFT_OUT = ("log", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
+
+
+def freeze(value: object) -> object:
+    """A hashable picture of all that decides what can happen next."""
+    return (_FREEZERS.get(type(value)) or _freezer(value))(value)
+
+
+def _freezer(value: object) -> Callable[[Any], object]:
+    """How to picture what is of this value's type: found once, for half of the time goes into pictures."""
+    found: Callable[[Any], object]
+    kind = type(value)
+    if isinstance(value, INDIFFERENT) or callable(value):
+        found = _nothing
+    elif isinstance(value, OPEN_UP):
+        found = _opened
+    elif isinstance(value, dict):
+        found = _items
+    elif kind in (list, tuple, deque):
+        found = _sequence
+    else:
+        found = _itself
+    _FREEZERS[kind] = found
+    return found
+
+
+def _nothing(value: object) -> None:
+    return None
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+def _opened(value: object) -> object:
+    return tuple([freeze(v) for k, v in vars(value).items() if k not in _LEFT_OUT])
+
+
+def _items(value: dict[Any, Any]) -> object:
+    return tuple([(k, freeze(v)) for k, v in value.items()])
+
+
+def _sequence(value: Iterable[object]) -> object:
+    return tuple([v if type(v) is int else freeze(v) for v in value])
+
+
+_FREEZERS: dict[type, Callable[[Any], object]] = {}
+
+
+class _Saver(pickle.Pickler):
+    """Saves a state. What never changes (messages, commands, states' names) is only referred to, not copied."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Enum) or (is_dataclass(value) and hasattr(value, "__slots__")):
+            try:
+                number = _NUMBERS.setdefault((type(value), value), len(_KEPT))
+            except TypeError:  # it holds what changes
+                return NotImplemented
+            if number == len(_KEPT):
+                _KEPT.append(value)
+            return _kept, (number,)
+        return NotImplemented
+
+
+_NUMBERS: dict[tuple[type, object], int] = {}
+_KEPT: list[object] = []
+
+
+def _kept(number: int) -> object:
+    return _KEPT[number]
+
+
+def saved(state: object) -> bytes:
+    file = BytesIO()
+    _Saver(file, pickle.HIGHEST_PROTOCOL).dump(state)
+    return file.getvalue()
+
+
+class FaultyPair(Pair):
+    """A pair to which each of `faults` happens once, or never, at any time."""
+
+    faults: tuple[str, ...] = ()
+
+    @property
+    def moves(self) -> list[str]:
+        return super().moves + [fault for fault in self.faults if self._possible(fault)]
+
+    def _possible(self, fault: str) -> bool:
+        match fault:
+            case "kill":
+                return self.drafter is not None
+            case "join":
+                return self.drafter is None
+            case "repeat tokens":
+                return any(isinstance(m, DraftTokens) for m in self.to_target)
+            case "repeat verdict":
+                return any(isinstance(m, Verdict) for m in self.to_draft)
+            case "garble verdict":
+                return bool(self.to_draft) and isinstance(self.to_draft[0], Verdict)
+            case "lose to target" | "lose two to target":  # but not the news that a draft has come or gone
+                return isinstance(self.to_target and self.to_target[0], (DraftTokens, Resync))
+            case "lose to draft" | "lose two to draft":
+                return bool(self.to_draft)
+            case "repeat branch" | "lose branch" | "delay branch":
+                return any(isinstance(m, DraftTokens) and m.after for m in self.to_target)
+            case "foul branch":
+                return self.drafter is not None
+            case "fail":
+                return self.target_answer is not None
+            case "choke":
+                return isinstance(self.draft_answer, Drafted) and bool(self.draft_answer.tokens)
+            case "cancel" | "cancel next":
+                return True
+        raise AssertionError(fault)
+
+    def move(self, move: str) -> None:
+        self.log.clear()
+        if move not in self.faults:
+            super().move(move)
+            return
+        self.faults = tuple(fault for fault in self.faults if fault != move)
+        match move:
+            case "kill":
+                self.kill_draft()
+            case "join":
+                self.join_draft()
+            case "repeat tokens":
+                self.to_target.append(next(m for m in self.to_target if isinstance(m, DraftTokens)))
+            case "repeat branch" | "lose branch" | "delay branch":
+                branch = next(m for m in self.to_target if isinstance(m, DraftTokens) and m.after)
+                if move != "repeat branch":
+                    self.to_target.remove(branch)
+                if move != "lose branch":
+                    self.to_target.append(branch)
+                self.lossy = move == "lose branch"
+            case "foul branch":
+                self._foul()
+            case "repeat verdict":
+                self.to_draft.append(next(m for m in self.to_draft if isinstance(m, Verdict)))
+            case "garble verdict":
+                self.to_draft[0] = replace(self.to_draft[0], digest=self.to_draft[0].digest ^ 1)  # type: ignore
+            case "lose to target" | "lose two to target":
+                self.lossy = bool(self.to_target.popleft())
+            case "lose to draft" | "lose two to draft":
+                self.lossy = bool(self.to_draft.popleft())
+            case "fail":
+                self.fail_target()
+            case "choke":
+                self.draft_answer = Drafted(failure="not finite")
+            case "cancel" | "cancel next":
+                self.tell_target(Cancel(1 + (move == "cancel next")))
+        self.check_invariants()
+
+    def _foul(self) -> None:
+        """For what will come next the draft sends what will not follow: it has never drafted that."""
+        for machine in self.coordinator.running.values():
+            request, position = machine.request, machine.sequence.committed
+            if position + 1 >= request.submit.limit:
+                continue
+            after = position, self.target.text[position]
+            foul = DraftTokens(request.number, request.epoch, position + 1, (LOST,), source=Source.BRANCH, after=after)
+            self.to_target.append(foul)
+
+
+class System(NamedTuple):
+    """Of the whole system: its two sides by number, what is on the wires, and what may still go wrong."""
+
+    target: int
+    draft: int
+    to_target: tuple[object, ...]
+    to_draft: tuple[object, ...]
+    stalls: int
+    lossy: bool
+    faults: tuple[str, ...]
+
+
+class Side:
+    """What one side can be like, each numbered once. `names`: the attributes of a pair that are this side's."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._numbers: dict[object, int] = {}
+        self._saved: list[bytes] = []
+        self._shown: list[dict[str, Any]] = []
+
+    def number(self, pair: FaultyPair) -> int:
+        values = {name: getattr(pair, name) for name in self._names}
+        picture = tuple([freeze(value) for name, value in values.items() if name != "results"]), _outcomes(values)
+        number = self._numbers.setdefault(picture, len(self._saved))
+        if number == len(self._saved):
+            self._saved.append(saved(values))
+            self._shown.append(pickle.loads(self._saved[-1]))
+        return number
+
+    def put(self, number: int, pair: FaultyPair, *, is_changed: bool) -> None:
+        """Gives the pair this side: its own copy, or one that is only to be looked at."""
+        vars(pair).update(pickle.loads(self._saved[number]) if is_changed else self._shown[number])
+
+
+def _outcomes(values: dict[str, Any]) -> object:
+    """What has become of each request: it decides nothing, but a side that has seen a fault is not one that has not."""
+    results = values.get("results", {})
+    return tuple([(number, len(one.tokens), one.end and one.end.reason) for number, one in results.items()])
+
+
+class Exploration:
+    """Every state that a pair can come to, whatever happens in whatever order.
+
+    What a side does depends on itself and on the message that it takes, so each such move is computed once; where the
+    other side was at that time matters for invariants only, which are checked for every two sides that meet.
+    """
+
+    _MOVES_OF_TARGET, _MOVES_OF_DRAFT = ("submit", "to_target", "target"), ("to_draft", "draft")
+
+    def __init__(self, start: FaultyPair) -> None:
+        self._all_faults, self._new_draft = start.faults, start.new_draft
+        self._target = Side("coordinator", "target", "target_answer", "submits", "results")
+        self._draft = Side("drafter", "draft", "draft_answer")
+        self._known: dict[tuple[object, ...], tuple[int, tuple[object, ...]]] = {}
+        self._met: set[tuple[int, int]] = set()
+        self._start = self._state(start)
+
+    def finals(self) -> Iterator[FaultyPair]:
+        """Every state from which nothing can move, however it is reached. Fails where that is a deadlock."""
+        seen, stack = {self._start}, [self._start]
+        while stack:
+            state = stack.pop()
+            moves = self._pair(state).moves
+            if not [move for move in moves if move not in self._all_faults]:
+                yield self._pair(state, "target", "draft")
+            for move in moves:
+                after = self._after(state, move)
+                if after not in seen:
+                    seen.add(after)
+                    stack.append(after)
+
+    def _state(self, pair: FaultyPair) -> System:
+        wires = tuple(pair.to_target), tuple(pair.to_draft)
+        numbers = self._target.number(pair), self._draft.number(pair)
+        return System(*numbers, *wires, pair.stalls, pair.lossy, pair.faults)
+
+    def _pair(self, state: System, *changed: str) -> FaultyPair:
+        """The pair in that state. Only the sides named may be changed."""
+        pair = FaultyPair.__new__(FaultyPair)
+        self._target.put(state.target, pair, is_changed="target" in changed)
+        self._draft.put(state.draft, pair, is_changed="draft" in changed)
+        pair.to_target, pair.to_draft = deque(state.to_target), deque(state.to_draft)
+        pair.stalls, pair.lossy, pair.faults = state[-3:]
+        pair.new_draft, pair.log = self._new_draft, []
+        return pair
+
+    def _after(self, state: System, move: str) -> System:
+        if move in self._MOVES_OF_TARGET:
+            after = self._after_target(state, move)
+        elif move in self._MOVES_OF_DRAFT:
+            after = self._after_draft(state, move)
+        else:  # a fault may change anything
+            pair = self._pair(state, "target", "draft")
+            pair.move(move)
+            return self._state(pair)
+        if (after.target, after.draft) not in self._met:
+            self._pair(after).check_invariants()
+            self._met.add((after.target, after.draft))
+        return after
+
+    def _after_target(self, state: System, move: str) -> System:
+        taken = state.to_target[:1] if move == "to_target" else ()
+        key = "target", state.target, move, taken, self._has_draft(state)  # what is sent to no draft is not sent
+        if key not in self._known:
+            pair = self._pair(state, "target")
+            pair.move(move)
+            self._known[key] = self._target.number(pair), tuple(pair.to_draft)[len(state.to_draft) :]
+        number, sent = self._known[key]
+        rest, stalls = state.to_target[len(taken) :], 0 if taken else state.stalls
+        return state._replace(target=number, to_target=rest, to_draft=state.to_draft + sent, stalls=stalls)
+
+    def _after_draft(self, state: System, move: str) -> System:
+        taken = state.to_draft[:1] if move == "to_draft" else ()
+        key = "draft", state.draft, move, taken
+        if key not in self._known:
+            pair = self._pair(state, "draft")
+            pair.move(move)
+            self._known[key] = self._draft.number(pair), tuple(pair.to_target)[len(state.to_target) :]
+        number, sent = self._known[key]
+        return state._replace(draft=number, to_target=state.to_target + sent, to_draft=state.to_draft[len(taken) :])
+
+    def _has_draft(self, state: System) -> bool:
+        return self._pair(state).drafter is not None
+
+
+def explore(
+    method: str,
+    window: str,
+    gamma: int,
+    wrong: Collection[int],
+    text: tuple[int, ...] = TEXT,
+    faults: tuple[str, ...] = (),
+    origins: set[tuple[Provenance, ...]] | None = None,
+    **ahead: Any,
+) -> int:
+    """Explores one pair to the end, checks every way it can end; how many there are.
+
+    `ahead`: `look_ahead`, `branches` and `rule` of the request; `unguessed` and `trees` of `ScriptTarget`, `foresees`
+    and `stops` of `ScriptDraft`.  `origins`: takes the provenances of the texts.
+    """
+    target = {name: ahead.pop(name) for name in ("unguessed", "trees") if name in ahead}
+    drafts = ahead.pop("foresees", ()), ahead.pop("stops", ())
+    sampling = Sampling(1.0 if ahead.get("rule") in ("ratio", "joint") else 0.0)
+    submit = submission(text, method, window=window, gamma=gamma, sampling=sampling, **ahead)
+    pair = FaultyPair([submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, *drafts))
+    pair.faults = faults
+    ends = 0
+    for final in Exploration(pair).finals():
+        assert final.done, f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+        result = final.results[1]
+        assert tuple(result.tokens) == text[len(PROMPT) :]
+        check_counts(result, runs_ahead="look_ahead" in ahead)
+        if origins is not None:
+            origins.add(tuple(result.provenance))
+        assert faults or result.counts.resyncs == 0
+        ends += 1
+    return ends

@@ -1,0 +1,225 @@
+"""Scripted executors: they decode a known text, and fail where a command disagrees with their copy of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from pearl.protocol.events import (
+    Draft,
+    Drafted,
+    Forward,
+    Forwarded,
+    Guess,
+    Guessed,
+    Judge,
+    Judged,
+    Keep,
+    Open,
+    Rollback,
+    Sample,
+    Sampled,
+    Spread,
+)
+from pearl.protocol.messages import Source, Submit
+from pearl.protocol.options import RequestOptions
+from pearl.protocol.proposals import Proposal
+
+PROMPT = (3, 1)
+WRONG = 1_000  # what a scripted draft says where it is wrong
+OTHER = 1_001  # what it thinks might be said where it is right
+LOST = 2_000  # what a scripted model says in a context that is not the script's
+
+
+def script(length: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    """A text of `length` tokens in all, no two of them alike after the prompt."""
+    return (*prompt, *range(10, 10 + length - len(prompt)))
+
+
+TEXT = script(30)
+
+
+def submission(text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any) -> Submit:
+    """Asks for the rest of `text`. `settings`: fields of RequestOptions or of Submit."""
+    ours = {k: v for k, v in settings.items() if k in RequestOptions.__struct_fields__}
+    fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {k: v for k, v in settings.items() if k not in ours}
+    return Submit(prompt=tuple(text[:prompt]), options=RequestOptions(method, **ours), **fields)
+
+
+class Executor(Protocol):
+    def execute(self, command: object) -> object | None: ...
+
+
+class Cache:
+    """The mirror of a KV cache: tokens instead of keys and values."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def rollback(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens), "a rollback may only shorten"
+        del self.tokens[length:]
+
+    def feed(self, start: int, tokens: Sequence[int]) -> None:
+        assert len(self.tokens) == start, "the cache does not hold what the command says"
+        assert tokens, "a forward of nothing"
+        self.tokens += tokens
+
+
+class ScriptTarget:
+    """A target that would write `text`. A row can be used only if the last forward kept it.
+
+    It guesses, where asked to, at each place: a wrong token, and the two right ones but for positions in `unguessed`.
+    """
+
+    def __init__(self, text: Sequence[int], unguessed: Collection[int] = (), trees: bool = True) -> None:
+        self.text = tuple(text)
+        self.unguessed = frozenset(unguessed)
+        self.trees = trees
+        self.cache = Cache()
+        self.told: list[int] = list(text)  # what it was told to guess after
+        self.contexts: list[tuple[int, ...]] = []  # of each token of the last forward, itself included
+        self.fed: tuple[int, ...] = ()
+        self.parents: tuple[int, ...] | None = None  # of a tree that waits
+        self.rows = 0
+
+    def execute(self, command: object) -> object | None:
+        match command:
+            case Open() | Spread():
+                return None
+            case Rollback(length):
+                self.cache.rollback(length)
+                self.parents = None
+                return None
+            case Keep(path):
+                assert self.parents is not None, "no tree waits"
+                assert [self.parents[node] for node in path] == [-1, *path[:-1]], "no path"
+                self.cache.tokens += [self.fed[node] for node in path]
+                self.parents = None
+                return None
+            case Guess():
+                return self._guess(command)
+            case Forward():
+                return self._forward(command)
+            case Judge(start, tokens, _, nodes):
+                for i, (token, node) in enumerate(zip(tokens, nodes, strict=True)):
+                    if token != self._says(start + i, node):
+                        return Judged(i, self._says(start + i, node), request=command.request)
+                return Judged(len(tokens), None, request=command.request)
+            case Sample(position, node, follow):
+                return self._sample(position, node, follow, command.request)
+        raise AssertionError(command)
+
+    def _forward(self, command: Forward) -> Forwarded:
+        start, tokens, parents = command.start, command.tokens, command.parents
+        assert 0 <= command.rows <= len(tokens)
+        assert len(self.cache.tokens) == start, "the cache does not hold what the command says"
+        self.contexts, self.fed, self.rows, self.parents = [], tokens, command.rows, parents
+        for token, parent in zip(tokens, parents or range(-1, len(tokens) - 1), strict=True):
+            self.contexts.append((*(self.contexts[parent] if parent >= 0 else self.cache.tokens), token))
+        assert len(set(self.contexts)) == len(self.contexts), "one token twice"
+        if parents is None:
+            self.cache.feed(start, tokens)
+        else:
+            assert self.trees
+        return Forwarded(request=command.request)
+
+    def _guess(self, command: Guess) -> Guessed:
+        text = self.told[: command.base] + list(command.tokens)
+        assert len(self.told) >= command.base
+        self.told = text
+        tokens: list[int] = []
+        parents: list[int] = []
+        places = range(command.committed, len(text) + 1) if self.trees else [len(text)]
+        for place in places:
+            above, end = place - 1, min(command.limit, place + 2)
+            right = [p for p in range(place, end) if self.unguessed.isdisjoint(range(place, p + 1))]
+            taken = place < len(text) and text[place : place + 1] == list(self.text[place : place + 1])
+            if self.trees and place < command.limit:
+                tokens.append(WRONG + 1)
+                parents.append(above)
+            for position in () if taken else right:
+                tokens.append(self.text[position])
+                parents.append(above)
+                above = len(text) + len(tokens) - 1
+        sources = (Source.NGRAM,) * len(tokens)
+        return Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), sources, request=command.request)
+
+    def _sample(self, position: int, node: int, follow: bool, request: int) -> Sampled:
+        says = [self._says(position, node)]
+        while follow and (*self.contexts[node], says[-1]) in self.contexts:
+            node = self.contexts.index((*self.contexts[node], says[-1]))
+            says.append(self._says(position + len(says), node))
+        return Sampled(tuple(says), request=request)
+
+    def _says(self, position: int, node: int) -> int:
+        assert node >= len(self.fed) - self.rows, "no row was kept for this position"
+        assert self.contexts[node] == self.text[:position], "the row is of another context"
+        return self.text[position]
+
+
+class ScriptDraft:
+    """A draft that writes the same text, but for the positions in `wrong`.
+
+    `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
+    `stops`: positions behind which its stop policy ends drafting.
+    """
+
+    def __init__(
+        self,
+        text: Sequence[int],
+        wrong: Collection[int] = (),
+        foresees: Collection[int] = (),
+        stops: Collection[int] = (),
+    ) -> None:
+        self.text = tuple(text)
+        self.wrong = frozenset(wrong)
+        self.foresees = frozenset(foresees)
+        self.stops = frozenset(stops)
+        self.cache = Cache()
+        self.branches: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def execute(self, command: object) -> object | None:
+        match command:
+            case Open():
+                return None
+            case Rollback(length):
+                self.cache.rollback(length)
+                self.branches = {after: tokens for after, tokens in self.branches.items() if after[0] <= length}
+                return None
+            case Draft(start, tokens, budget, pending, hedge, bonus):
+                if tokens or not hedge:
+                    self.cache.feed(start, tokens)
+                if hedge:
+                    return self._hedged(pending, hedge, bonus)
+                if not budget:
+                    return Drafted()
+                known = len(self.cache.tokens)
+                branches = self._prepared(known - pending, known + budget)
+                return Drafted((self._says(self.cache.tokens),), branches=branches, paused=known in self.stops)
+        raise AssertionError(command)
+
+    def _says(self, prefix: Sequence[int]) -> int:
+        position = len(prefix)
+        if tuple(prefix) != self.text[:position]:
+            return LOST
+        return WRONG if position in self.wrong else self.text[position]
+
+    def _hedged(self, pending: int, depth: int, bonus: bool) -> Drafted:
+        """One token more for each outcome, while there is any to prepare for."""
+        before, known = dict(self.branches), len(self.cache.tokens)
+        branches = self._prepared(known - pending, len(self.text), depth, bonus)
+        return Drafted(branches=branches, paused=self.branches == before)
+
+    def _prepared(self, committed: int, until: int, depth: int = 99, bonus: bool = False) -> tuple[Proposal, ...]:
+        """One token more for each outcome that is foreseen and open."""
+        known = self.cache.tokens
+        opened = {(p, self.text[p] if known[p] == WRONG else OTHER): () for p in self.foresees if p < len(known)}
+        if bonus and len(known) in self.foresees and len(known) < len(self.text):
+            opened[len(known), self.text[len(known)]] = ()
+        every = {after: tokens for after, tokens in (opened | self.branches).items() if after[0] >= committed}
+        for after, tokens in every.items():
+            if after[0] + 1 + len(tokens) < until and len(tokens) < depth:
+                every[after] = (*tokens, self._says([*known[: after[0]], after[1], *tokens]))
+        self.branches = every
+        return tuple(Proposal(after[0] + 1, tokens, after=after) for after, tokens in every.items() if tokens)

@@ -1,0 +1,413 @@
+"""Drafts that lie, stall, lack memory, lose messages or leave: the request goes on, and its text is the target's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch
+
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
+from pearl.errors import DraftLost, RemoteProtocolError, RequestError, TransportError
+from pearl.execution.target import TargetExecutor
+from pearl.models.runner import Feed
+from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.events import Open
+from pearl.protocol.messages import Begin, Committed, DraftTokens, Finished, Heartbeat, Message, Pong, Resync, Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from pearl.protocol.speeds import Speeds
+from pearl.transport.base import Endpoint
+from pearl.transport.memory import memory_channels
+from pearl.worker.draft_link import DraftLink, weigh
+from pearl.worker.health import DraftHealth
+from pearl.worker.settings import TargetSettings
+from tests.loops import (
+    BOUND,
+    CONTEXT,
+    DIGEST,
+    GREEDY,
+    PROMPT,
+    WARM,
+    FakeDraft,
+    Hanging,
+    MakeLoops,
+    Told,
+    first,
+    loops,
+    simulated,
+    sparse,
+    submission,
+)
+from tests.replace import replace
+
+__all__ = ["loops"]  # a fixture
+
+NAN, VOCAB = float("nan"), 512
+
+
+LIES: dict[str, DraftTokens | list[bytes]] = {
+    "no msgpack": [b"\xc1"],
+    "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
+    "beyond draft_until": DraftTokens(0, 0, len(PROMPT), (1,) * 1000),
+    "a token that is none": DraftTokens(0, 0, len(PROMPT), (100_000,), rows=(sparse([1], [1.0]),)),
+    "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
+    "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([32], [1.0]),)),
+    "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([1], [NAN]),)),
+    "more ids than a dense one has room for": DraftTokens(
+        0, 0, len(PROMPT), (1,), rows=(sparse([1] * 17, [1.0] * 17),)
+    ),
+    "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(PackedRow(b"\0" * 4 * 32),)),
+    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(AnnouncedRow(),)),
+}
+
+
+def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> None:
+    """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
+    vocab = 1 << 18
+    executor = TargetExecutor(ToyRunner(vocab, alpha_pair(32, 0.5)[0]))
+    link = DraftLink(TargetSettings(vocab, CONTEXT, DIGEST, 1.0, True), executor, None)
+    link.peer = b"draft"
+
+    def examined(*rows: PackedRow) -> DraftTokens:
+        message = link.examined(b"draft", DraftTokens(1, 0, 3, (1,) * len(rows), rows=rows))
+        assert isinstance(message, DraftTokens)
+        return message
+
+    many, few = (examined(*(sparse([1], [1.0]) for _ in range(count))) for count in (2048, 8))
+    assert sum(row.nbytes for row in many.rows) == 8 * 2048
+    assert {type(row) for row in few.rows} == {torch.Tensor}, "beside a forward, as the rows of any window are"
+    assert weigh(few) > 8 * 4 * vocab
+    with pytest.raises(RemoteProtocolError, match="no distribution"):
+        examined(*[sparse([1], [1.0])] * 2047, sparse([1], [2.0]))
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
+    """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(40))
+    fake.say(LIES[lie])
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
+
+
+def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops) -> None:
+    """No token to verify, and none to wait for."""
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(40, "pearl-no-post-verify"))
+    row = sparse([1], [1.0])
+    fake.say(
+        *(DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ())))
+    )
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert len(told.tokens) == 40
+
+
+STALLING: dict[str, tuple[float, Callable[[int], list[Message]]]] = {  # draft_timeout; what it sends, again and again
+    "answers": (0.05, lambda number: [Pong(number, number)]),
+    "reports that it drafts": (0.05, lambda number: [Heartbeat(number, "drafting", 0)]),
+    "reports that it reads": (0.05, lambda number: [Heartbeat(number, "prefill", 9, 1e9)]),
+    "drafts what has been": (0.05, lambda number: [DraftTokens(1, number, 0, (1,))]),
+    "asks for the prefix": (BOUND, lambda number: [Resync(1, number)]),
+    "leaves gaps": (BOUND, lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))]),
+    "joins": (BOUND, lambda _: [Heartbeat(0, "calibrated", 1, 1e-3)]),
+    "rests": (BOUND, lambda _: [*[Heartbeat(0, "waiting", 0)] * 2, DraftTokens(77, 0, 3, (1,))]),
+}
+
+
+@pytest.mark.parametrize("way", STALLING)
+def test_a_draft_that_lives_and_sends_no_token_is_given_up(loops: MakeLoops, way: str) -> None:
+    """In bounded time, and before many whole prefixes have been sent to it."""
+    draft_timeout, messages = STALLING[way]
+    pair = loops(draft_timeout=draft_timeout)
+    fake, front, told, has_ended = FakeDraft(pair), pair.front(), Told(), threading.Event()
+    front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 4, "coupled")))
+    first(fake.endpoint, Begin)
+
+    def speak() -> None:
+        for number in range(100_000):
+            # Many at once, then until the request has ended, for some ways count only while the target waits.
+            if has_ended.wait(0.0 if draft_timeout == BOUND and number < 200 else 0.005):
+                return
+            with suppress(TransportError):
+                for message in messages(number):
+                    fake.endpoint.send(message)
+
+    with ThreadPoolExecutor(1) as speaking:
+        spoken = speaking.submit(speak)
+        try:
+            front.until(Finished, told)
+        finally:
+            has_ended.set()
+        spoken.result()
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(40, "ar"))
+    received = [message for batch in iter(lambda: fake.endpoint.receive(0.1), []) for _, message in batch]
+    assert sum(isinstance(message, Begin) for message in received) < 30
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeLoops, rule: str) -> None:
+    """Where the rule needs none they are dropped. They ended the target: a branch had fewer of them than tokens."""
+    pair = loops()
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 64, rule, branches=4)))
+    row = sparse([1], [1.0])
+    branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
+    main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
+    fake.say(main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    if rule == "coupled":
+        assert told.tokens == simulated(submission(40, "ar"))
+
+
+def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
+    """Nobody can have told it what the rule needs, and numbers can be guessed."""
+    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
+    link = DraftLink(TargetSettings(32, CONTEXT, DIGEST, 1.0, True), executor, None)
+    rows = (torch.ones(32) / 32,)
+    without = DraftTokens(1, 0, 3, (5,))
+    assert link.with_needed_rows(without) is None
+    executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=WARM), request=1))
+    assert link.with_needed_rows(replace(without, rows=rows)) == without
+    executor.execute(Open(PROMPT, RequestOptions(sampling=WARM), request=1))
+    assert link.with_needed_rows(replace(without, rows=rows)) == replace(without, rows=rows)
+    with pytest.raises(RemoteProtocolError, match="what the rule needs"):
+        link.with_needed_rows(without)
+
+
+# ---- drafts that come and go ----
+
+
+def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
+    """It is given the whole prefix; what its predecessor sends when it wakes up is ignored."""
+    pair = loops()
+    hanging, front = pair.draft(), pair.front()
+    hanging.after = len(hanging.fed) + 10
+    front.endpoint.send(submission(300, sampling=GREEDY))
+    front.until(Committed)
+    pair.draft()
+    told = Told()
+    front.until(Finished, told)
+    text = simulated(submission(300, sampling=GREEDY))
+    assert told.tokens == text[-len(told.tokens) :]
+    assert told.statistics.num_draft_tokens > 20, "the second one drafted"
+    assert told.statistics.resyncs >= 1
+    hanging.release.set()
+    again = front.ask(submission(300, request=2))
+    assert again.tokens == simulated(submission(300))
+    assert not again.statistics.draft_lost
+
+
+class Ailing(Hanging):
+    """A model that is `pause` seconds slower from forward `after` on."""
+
+    pause = 0.0
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        if len(self.fed) >= self.after:
+            time.sleep(self.pause)
+        self.fed.append(len(feeds[0].tokens))
+        return ToyRunner.forward(self, feeds)
+
+
+@pytest.mark.parametrize("method", ["sd", "pearl"])
+def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: str) -> None:
+    """It sends tokens and beats, so it is not silent; but each token costs more than it can save."""
+    pair = loops(draft_timeout=1000.0)
+    draft = pair.draft(kind=Ailing)
+    assert isinstance(draft, Ailing)
+    front = pair.front()
+    draft.after, draft.pause = len(draft.fed) + 10, 0.2
+    told = front.ask(replace(submission(100, method, GREEDY), decoding=RequestOptions(method, gamma=4)))
+    assert told.tokens == simulated(submission(100, sampling=GREEDY))
+    assert told.statistics.draft_lost
+    assert told.statistics.provenance["direct"] > 50
+    pair.wait_lost()
+
+
+class Chainwise(Hanging):
+    """A model that takes no trees, and a quarter of a millisecond for each token."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, tree_nodes=0)
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        time.sleep(0.00025 * len(feeds[0].tokens))
+        return super().forward(feeds)
+
+
+def test_draft_that_searches_widely_is_not_taken_for_slow(loops: MakeLoops) -> None:
+    """A token of a block takes it 50 times what a token takes, for each sequence is a forward of its own."""
+    pair = loops()
+    pair.draft(kind=Chainwise)
+    widest = (("tau", 0.0), ("depth", 8), ("width", 16))
+    told = pair.front().ask(replace(submission(24), decoding=RequestOptions("sd", rule="joint", parameters=widest)))
+    assert told.statistics.num_draft_tokens > 8 * 8, "more blocks than slow tokens would end a draft"
+    assert not told.statistics.draft_lost
+
+
+@pytest.mark.parametrize(("rule", "chains"), [("ratio", False), ("coupled", True)])
+def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
+    loops: MakeLoops, rule: str, chains: bool
+) -> None:
+    """Anybody who finds one could otherwise have the draft ended for all, each time, until it is given up."""
+    pair = loops()
+    draft = pair.draft(chains=chains)
+    fine = draft._distribution
+    draft._distribution = lambda tokens: fine(tokens) * (NAN if 30 in tokens[:4] else 1.0)
+    front = pair.front()
+    poisoned = replace(submission(40, rule=rule), prompt=(1, 2, 30))
+    for request in range(3):
+        told = front.ask(replace(poisoned, request=request))
+        assert told.statistics.draft_lost
+        assert told.tokens == simulated(replace(poisoned, decoding=RequestOptions("ar", rule=rule)))
+        sound = submission(120, rule=rule, request=100 + request)
+        told = front.ask(sound)
+        assert not told.statistics.draft_lost
+        assert told.statistics.num_accepted_draft_tokens
+        assert told.tokens == simulated(sound)
+    front.endpoint.send(replace(poisoned, request=7))
+    front.endpoint.send(replace(sound, request=8))  # begins while the draft may still be at the one before
+    for _ in range(2):
+        told = Told()
+        front.until(Finished, told)
+    assert told.tokens == simulated(sound)
+
+
+class _Crammed(Hanging):
+    """A draft with memory for one sequence at a time; and for none of the text that begins with 9."""
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        if len(feeds) > 1 or [*self._tokens[feeds[0].slot], *feeds[0].tokens][0] == 9:
+            raise torch.OutOfMemoryError("no memory is left")
+        return super().forward(feeds)
+
+
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chains: bool) -> None:
+    """And goes on: a text for which it has none alone is the target's."""
+    pair = loops(slots=3, alpha=0.9)
+    pair.draft(kind=_Crammed, chains=chains)
+    fronts = [pair.front() for _ in range(3)]
+    for front, begin in zip(fronts, (1, 9, 2), strict=True):
+        front.endpoint.send(Submit(1, (begin, 4), 62, RequestOptions("pearl", sampling=Sampling(0.0))))
+    drafted = []
+    for front in fronts:
+        front.until(Finished, told := Told())
+        assert len(told.tokens) == 60
+        drafted.append(told.statistics.num_draft_tokens)
+    assert min(drafted[0], drafted[2]) > 0 == drafted[1]
+    assert fronts[0].ask(submission(20, request=2)).statistics.num_draft_tokens, "the draft was lost"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried."),
+        RuntimeError("[enforce] can't allocate memory: you tried"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+    ids=["gpu", "cpu", "graph or pinned", "cublas", "cudnn"],
+)
+def test_forward_without_memory_fails_its_request_only(loops: MakeLoops, error: Exception) -> None:
+    pair = loops(expects_draft=False)
+    front, model = pair.front(), pair.target_model
+    fine = model._distribution
+
+    def starved(_: Sequence[int]) -> torch.Tensor:
+        raise error
+
+    model._distribution = starved
+    with pytest.raises(RequestError, match="Shorten the prompt") as caught:
+        front.ask(submission(20, "ar"))
+    assert caught.value.args[1:] == ("OutOfMemory",)
+    model._distribution = fine
+    assert front.ask(submission(20, "ar", request=2)).tokens == simulated(submission(20, "ar"))
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_slow_tokens_are_counted_by_request(requests: int) -> None:
+    """A forward for four that was slow is one slow forward: eight of them end a draft, not two."""
+    health, speeds = DraftHealth(10.0), Speeds()
+    health.calibrated(0.001)
+    for _ in range(2):
+        for _ in range(7):
+            for request in range(requests):
+                health.took(request, 0.5, speeds)
+        health.took(0, 0.001, speeds)
+    for _ in range(7):
+        for request in range(requests):
+            health.took(request, 0.5, speeds)
+    with pytest.raises(DraftLost, match=r"500 ms a token, where 1\.0 ms are usual"):
+        health.took(0, 0.5, speeds)
+
+
+def test_a_lost_message_is_made_good_while_the_draft_works_for_others(
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is never at rest then: what shows the loss is that it goes on with the others only."""
+    monkeypatch.setattr("pearl.worker.health._NEGLECTED", 20)
+    monkeypatch.setattr(DraftHealth, "stalled", lambda *_: False)  # which would notice once the others have ended
+    pair = loops(slots=2)
+    lost: list[Message] = []
+
+    def lossy(endpoint: Endpoint) -> Endpoint:
+        send = endpoint.send
+
+        def sometimes(message: Message, peer: bytes | None = None) -> None:
+            fits = isinstance(message, DraftTokens) and (message.request, message.start) == (1, len(PROMPT) + 5)
+            if fits and not lost:
+                lost.append(message)
+            else:
+                send(message, peer)
+
+        endpoint.send = sometimes  # type: ignore[method-assign]
+        return endpoint
+
+    pair.draft(wrap=lossy)
+    pair.wait_ready()
+    one, other = pair.front(), pair.front()
+    one.endpoint.send(submission(12, window="fixed", gamma=1))  # type: ignore[arg-type]
+    asked = [submission(400, sampling=Sampling(1.0, seed=number), request=number) for number in range(1, 40)]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(one.until, Finished, told := Told())
+        for request in asked:
+            if not done.done():
+                other.ask(request)
+        done.result(BOUND)
+    assert lost
+    assert told.tokens == simulated(submission(12))
+    assert told.statistics.resyncs == 1
+
+
+def test_dead_channel_leaves_the_target_alone(loops: MakeLoops) -> None:
+    """Announced rows that never come: the channel dies, the draft with it, the request does not."""
+    ends = memory_channels(VOCAB, 0.5)
+    pair = loops(vocab=VOCAB, channel=lambda rank: ends[rank])
+    fake = FakeDraft(pair)
+    front = pair.front()
+    front.endpoint.send(submission(30))
+    fake.say(DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
+    told = Told()
+    front.until(Finished, told)
+    assert told.statistics.draft_lost
+    assert told.tokens == simulated(submission(30, "ar"), VOCAB)
