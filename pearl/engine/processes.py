@@ -32,6 +32,7 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
+COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
 _LOOK_SECONDS = 0.2  # between two checks of a draft
 _EXIT_SECONDS = 5.0  # for the last status lines of ranks that exit
@@ -67,7 +68,7 @@ class Worker:
         self._states: set[str] = set()
         self._changed = threading.Condition()
         self._process = Popen(
-            [sys.executable, "-m", "pearl.worker"],
+            COMMAND,
             stdin=PIPE,
             stdout=PIPE,
             env=_environment(settings.model.part(settings.rank)) | {DIRECTORY: str(settings.directory)},
