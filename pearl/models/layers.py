@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pearl.models.matrices import Matrix, Rounding, matrix, normalise, swiglu
-from pearl.models.matrix_cache import MatrixCache
 from pearl.models.probe import Heads, attention_is_invariant, least_rows, probe_rows
 from pearl.models.shard import Group
 
@@ -48,9 +47,9 @@ class _Layer:
     down: Matrix
 
     @staticmethod
-    def of(layer: Any, rounding: Rounding, cached: MatrixCache) -> _Layer:
+    def of(layer: Any, rounding: Rounding) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        one = partial(matrix, rounding=rounding, laid=cached.laid)
+        one = partial(matrix, rounding=rounding)
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
         return _Layer(
@@ -81,7 +80,6 @@ class DecoderLayers:
         model: PreTrainedModel | Decoder,
         group: Group,
         rounding: Rounding,
-        cached: MatrixCache,
         cache_dtype: torch.dtype,
     ) -> None:
         config, inner = model.config, model.model
@@ -93,9 +91,9 @@ class DecoderLayers:
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self._residual = torch.float32 if rounding else model.dtype
         self.embedding = inner.embed_tokens.weight
-        self._layers = [_Layer.of(layer, rounding, cached) for layer in inner.layers]
+        self._layers = [_Layer.of(layer, rounding) for layer in inner.layers]
         self._norm = inner.norm.weight
-        self._head = matrix(model.lm_head, rounding=rounding, wide=True, laid=cached.laid)
+        self._head = matrix(model.lm_head, rounding=rounding, wide=True)
 
     def __len__(self) -> int:
         return len(self._layers)
