@@ -30,12 +30,12 @@ from pearl.protocol.events import Forward, Open, Phase, Sample
 from pearl.protocol.messages import DraftTokens, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
-from pearl.transport.memory import memory_channels
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
 from pearl.worker.startup import allow_expandable_segments
 from tests.loops import Loops
+from tests.memory_transport import memory_channels
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model

@@ -37,7 +37,6 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode
 from pearl.transport.gate import AT_ONCE, Account
 from pearl.transport.keys import OWN_KEYS, read_keys
-from pearl.transport.memory import MemoryEndpoint, memory_hub
 from pearl.worker import admission
 from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
@@ -46,6 +45,7 @@ from pearl.worker.notices import Notices
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
+from tests.memory_transport import MemoryEndpoint, memory_hub
 from tests.replace import replace
 from tests.test_transport import show_keys
 

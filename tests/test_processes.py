@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -211,22 +210,6 @@ def test_worker_that_dies_while_loading_is_told(anew: None, temporary: Path, mon
     with pytest.raises(PearlError, match=r"target worker was killed by signal 9; .* lack of memory"):
         Engine(TOY, TOY)
     assert children() <= before
-
-
-def test_the_log_says_where_a_start_went(
-    anew: None, temporary: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line of each process, whose parts add up to what it took in all."""
-    with caplog.at_level("DEBUG", "pearl.engine"), Engine(TOY, TOY, log_level="debug"):
-        pass
-    lines = [*capfd.readouterr().err.splitlines(), *caplog.messages]
-    found = [re.search(r"start-up took (.*) s \((.*) s of CPU\): (.*)", line) for line in lines]
-    starts = [match.groups() for match in found if match]
-    assert len(starts) == 3
-    for took, _, parts in starts:
-        assert len(parts.split(", ")) == 5
-        seconds = [float(part.rpartition(" ")[2]) for part in parts.split(", ")]
-        assert sum(seconds) == pytest.approx(float(took), abs=0.05)
 
 
 def test_start_has_a_bound(temporary: Path) -> None:

@@ -54,7 +54,6 @@ from pearl.protocol.speeds import Speeds
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel
-from pearl.transport.memory import memory_channels, memory_hub
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
@@ -64,6 +63,7 @@ from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.conftest import greedy_text
+from tests.memory_transport import memory_channels, memory_hub
 from tests.replace import replace
 from tests.tiny import tiny_model
 

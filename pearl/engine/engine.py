@@ -22,7 +22,6 @@ from pearl.errors import PearlError
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.text.tokenizer import GenerationDefaults
-from pearl.worker.startup import Startup
 
 log = logging.getLogger(__name__)
 
@@ -72,20 +71,14 @@ class Engine:
         return engine
 
     def _start(self, launcher: Launcher, progress: Progress) -> None:
-        client, startup = None, Startup()
-        startup.passed("until here")
+        client = None
         try:
             address = launcher.launch(progress)
-            startup.passed("checks and launch")
             self.tokenizer, self.defaults = _load_tokenizer(launcher.config, progress)
-            startup.passed("tokenizer")
             deadline = launcher.wait_until_ready()
-            startup.passed("waiting for the workers")
             client = Client(address, launcher)
             client.meet(deadline)
             launcher.keep()
-            startup.passed("meeting")
-            log.debug("%s", startup)
         except BaseException:
             (client or launcher).close()
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
-from pearl.engine.preflight import check_classifier, check_datastore, check_models, check_profile, check_toys
+from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks
 from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
@@ -108,11 +108,7 @@ class LocalLauncher(Launcher):
 
     def launch(self, progress: Progress) -> str:
         config, directory = self.config, self.directory
-        check_classifier(config)
-        check_models(config, ("target",) if self._others_elsewhere else config.roles, progress)
-        check_toys(config)
-        check_profile(config)
-        check_datastore(config, progress)
+        check(config, ("target",) if self._others_elsewhere else config.roles, progress)
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
         keys = ensured_keys(config.control, config.keys, directory)

@@ -48,7 +48,6 @@ from pearl.worker.profile import times
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.settings import TargetSettings, WorkerSettings
-from pearl.worker.startup import Startup
 from pearl.worker.target import TargetWorker
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ _LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "d
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
-def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
+def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = listen(settings.address, _keys(settings))
@@ -78,10 +77,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
             digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
-            startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
             store = _datastore(config, tokenizer, runner.vocab_size)
-            startup.passed("model")
             worker = TargetWorker(
                 endpoint,
                 TargetExecutor(
@@ -101,7 +98,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
                     config.slots,
                     has_classifier=config.disco is not None,
                 ),
-                ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
+                ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
                 tracer=tracer,
                 channel=partial(make_channel, runner.vocab_size) if make_channel else None,
@@ -115,21 +112,18 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
         tracer.stop()
 
 
-def run_follower(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
+def run_follower(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
     device = place(settings.config, settings.role, settings.rank)
     pin(settings.config, settings.role, settings.rank)
     group = _group(settings, device)
     assert group is not None
-    startup.passed("device and ranks")
     runner = make_runner(settings.model, device, silent, group)
-    startup.passed("model")
-    log.debug("%s", startup)
     with torch.inference_mode():
         follow(runner, group)
 
 
-def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
+def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = connect(settings.address, _keys(settings))
@@ -143,11 +137,9 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-            startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
             store = _datastore(config, tokenizer, runner.vocab_size)
             policies = partial(make_policy, classifier=classifier_of(config))
-            startup.passed("model")
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
@@ -166,7 +158,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
                 endpoint,
                 Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
                 welcomed,
-                ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
+                ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
                 heartbeat_seconds=min(1.0, config.draft_timeout / 4),
                 tracer=tracer,
@@ -180,12 +172,6 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
-
-
-def _tell_ready(lifeline: Lifeline, startup: Startup, device: str, dtype: str) -> None:
-    startup.passed("meeting and measuring")
-    log.debug("%s", startup)
-    lifeline.tell("ready", device=device, dtype=dtype)
 
 
 def _keys(settings: WorkerSettings) -> Keys | None:
