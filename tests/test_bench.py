@@ -25,11 +25,10 @@ from pearl.errors import ConfigError, ModelError, RequestError, StartError
 from pearl.lab import theory
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
-from pearl.lab.bench.emulation import simulated
 from pearl.lab.bench.figures import document, figures
 from pearl.lab.bench.machine import Conditions, ForeignLoad, hardware, in_words
 from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, rows_for
-from pearl.lab.bench.runner import Measured, Plan, Sample, make_sample, measure
+from pearl.lab.bench.runner import Measured, Plan, Sample, make_sample, measure, simulated
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.lab.experiments.estimate import about
@@ -165,7 +164,8 @@ def test_generate_that_cannot_start_or_has_died_is_an_error(tiny_pair: EngineCon
     with pytest.raises(StartError, match="nowhere"):
         Generate(tiny_pair.model_copy(update={"target": "./nowhere"}), ONE, GenerationDefaults())
     system = Generate(tiny_pair, ONE, GenerationDefaults())
-    system._process.kill()
+    for process in system._process._processes.values():
+        process.kill()
     with pytest.raises(StartError, match="has ended"):
         system.decode(DecodingConfig(), [5], SamplingParams(temperature=0.0, max_tokens=2, seed=0))
 
@@ -309,7 +309,7 @@ def test_turns_that_do_not_fit_are_left_out_and_named(fake: type[FakeSystem]) ->
 
 
 def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> Sample:
-    return Sample(row, of, task, 0, 101, 10.0, 0.1, 100, 100 / rate, 0.0, **more)
+    return Sample(row, of, task, 0, 101, 10.0, 0.1, 100, 100 / rate, **more)
 
 
 def test_speedups_are_ratios_over_the_same_text() -> None:
@@ -347,7 +347,7 @@ def test_the_last_line_of_the_demo_agrees_with_itself(tmp_path: Path) -> None:
 def test_latencies_are_medians_over_texts_and_a_text_of_one_commit_has_no_rate() -> None:
     """Of a text of several turns: the median of its p50, the largest of its p99."""
     turns = [Decoded((1, 2, 3), 0.1, 2, 0.2, None, p50, p99) for p50, p99 in ((0.01, 0.5), (0.03, 0.2), (None, None))]
-    one = make_sample(row_of(AR), ABC[0], 0, turns, 0.0)
+    one = make_sample(row_of(AR), ABC[0], 0, turns)
     assert (one.itl_p50, one.itl_p99) == (0.02, 0.5)
     more = [sample(AR, i, 10.0, itl_p50=0.02, itl_p99=p99) for i, p99 in enumerate((0.1, 0.3, None))]
     (found,) = figures(plan_of([row_of(AR)]), Measured([one, *more]))
@@ -422,7 +422,6 @@ def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
         (("--rows", "fast"), "there are ar; sd"),
         (("--prompts", "a=/x", "--prompts", "a=/y"), "/x"),
         (("--limit", "1", "paper"), "go behind it: pearl bench paper"),
-        (("paper", "--from", "/nowhere.json"), "cannot read /nowhere.json"),
         (("paper", "--pair", "GPT"), "no pair is called 'GPT'"),
         (("paper", "--pairs", "/nowhere.yaml"), "cannot read the pairs"),
     ],

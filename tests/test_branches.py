@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import DecodingConfig
-from pearl.drafting.branches import Branch, Branches, Foresight
+from pearl.drafting.branches import Branches, Foresight, Seen
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ConfigError, NumericalError
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Drafted, Open, Seen
+from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal
@@ -381,16 +381,3 @@ def test_a_branch_is_whole_from_its_outcome_on() -> None:
 def test_settings_that_cannot_be(given_: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         DecodingConfig(**given_)
-
-
-def test_of_a_continuation_that_was_taken_back_nothing_is_told() -> None:
-    """Its rows were of another text: what a trace is told of a position must be of the text that stands before it."""
-    runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1], slots=2)
-    runner.forward([Feed((0, 1, 2, 3, 5, 1, 2), 0, 1)])
-    seen = [Seen(token, 3, ()) for token in (1, 2, 3)]
-    branches = Branches(runner, [1], Foresight())
-    branches._live[4, 5] = Branch((4, 5), 1, [1, 2, 3], [], seen)
-    assert branches.adopt(4, (5, 1, 2, 3), 0) == (1, 3)
-    branches.rollback(6)
-    assert branches.take_adopted() == [(5, seen[0]), (6, seen[1])]
-    assert branches.take_adopted() == []

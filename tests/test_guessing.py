@@ -230,14 +230,6 @@ def test_another_temperature_is_set_against_greedy() -> None:
     assert other["change"][0] < -0.5
 
 
-def test_shapes_are_cut_from_the_largest_trees_and_go_on_as_chains() -> None:
-    shapes = guesses._shapes([(-1, 0, 0, 1, 1), (-1,), (-1, 0)], most=8)
-    assert set(shapes) == {2, 4, 8}
-    assert shapes[4][0] == (-1, 0, 0, 1)
-    assert shapes[8][0] == (-1, 0, 0, 1, 1, 4, 5, 6)
-    assert all(len(shape) == size for size, some in shapes.items() for shape in some)
-
-
 def test_the_study_of_a_toy(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)

@@ -10,7 +10,7 @@ import pytest
 
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
-from pearl.lab import bench, theory
+from pearl.lab import theory
 from pearl.lab.bench.figures import figures
 from pearl.lab.bench.rows import Row
 from pearl.lab.bench.runner import Measured
@@ -82,18 +82,16 @@ def test_a_bad_file_of_pairs_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_closed_form_simulator_and_runtime_agree(tmp_path: Path) -> None:
     """In every cell; the runtime has each, is never faster than its simulation."""
-    file, out, written = tmp_path / "pairs.yaml", tmp_path / "it.json", tmp_path / "RESULTS.md"
+    file, out = tmp_path / "pairs.yaml", tmp_path / "it.json"
     file.write_text(
         '- {name: Small, tables: ["1", "3", "4", "5", "figure 2a"], config: toy, vocabulary: 500, draft_speed: 1000,'
         " target_speed: 250, window: 4, gamma: 4, published: {speedup: {pearl: 2.5, sd: 1.9, lookahead: 1.1},"
         " mean_accepted: {pearl: 5}, windows: {3: 500}, idle: {draft: 0.004, target: 0.004}}}\n"
     )
-    written.write_text("above\n<!-- paper -->\nstale\n<!-- /paper -->\nbelow\n")
-    arguments = ("--pairs", file, "--tokens", 50, "--repeats", 1, "--results", written, "--json", out)
+    arguments = ("--pairs", file, "--tokens", 50, "--repeats", 1, "--json", out)
     done = pearl("bench", "paper", *arguments)
     assert done.exit_code == 0, done.output
     made = json.loads(out.read_text())
-    assert made == json.loads((tmp_path / "paper.json").read_text())
     assert made["emulated"] is True
     assert list(made["tables"]) == ["1", "3", "4", "5", "7", "figure 2a"]
     for cell in (cell for rows in made["tables"].values() for cell in rows if cell["label"] != "lookahead"):
@@ -103,11 +101,6 @@ def test_closed_form_simulator_and_runtime_agree(tmp_path: Path) -> None:
         if cell["of_simulated"]:
             assert cell["of_simulated"][2] <= 1.01
     assert [cell["runtime"] for cell in made["tables"]["1"]][-1] is None
-    text = written.read_text()
-    assert text.startswith("above\n<!-- paper -->\nEMULATION")
-    assert text.endswith("<!-- /paper -->\nbelow\n")
-    assert "stale" not in text
-    assert pearl("bench", "paper", "--from", out).stdout == done.stdout, "an earlier run is printed as it was"
 
 
 def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,18 +110,6 @@ def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     made = json.loads(done.stdout)
     assert [cell["runtime"] for cell in made["tables"]["1"]] == [None] * 5
     assert [cell["simulator"] is None for cell in made["tables"]["1"]] == [False, False, False, True, True]
-
-
-def test_the_page_shows_its_run() -> None:
-    """If not: `pearl bench paper --from paper.json --results RESULTS.md`, in its folder, writes it anew."""
-    folder = Path(bench.__file__).parent
-    text, run = (folder / "RESULTS.md").read_text(), json.loads((folder / "paper.json").read_text())
-    assert page.page_with(text, run) == text
-    cell = next(cell for cell in run["tables"]["1"] if cell["runtime"])
-    cell["runtime"] += 1.0
-    assert page.page_with(text, run) != text, "a figure that changes changes the page"
-    with pytest.raises(ConfigError, match="between which"):
-        page.page_with("nothing", run)
 
 
 def test_a_table_has_a_row_for_each_pair_and_a_column_for_each_method() -> None:
@@ -142,10 +123,6 @@ def test_a_table_has_a_row_for_each_pair_and_a_column_for_each_method() -> None:
     first, _ = page.tables(result)
     assert first.columns == ["pair", "sd", "pearl, fixed", "ouroboros", "of simulated"]
     assert first.rows == [["A & B", "2.00/1.90/1.80", "2.00/1.90/2.10", "2.00", "0.950-0.990"]]
-    assert page.shortfall(result) == [
-        "1 of 2 runs reach the aim, 97% of the simulator's speed; the slowest is A & B, sd, gamma 4, accepted: 0.950."
-    ]
-    assert page.shortfall({"tables": {}}) == []
 
 
 # ---- studies of other papers ----

@@ -53,7 +53,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             torchrun.check_world(config)
             torchrun.die_with_torchrun()
         if rank:
-            torchrun.serve(config, rank, progress=lambda _: None)
+            torchrun.serve(config, progress=lambda _: None)
             yield None
             return
         with _show_progress(console, "starting the workers") as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,8 @@ from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import devices_of, occupy, pin, place, settled, shared_gpus, spreader
+from pearl.worker.profile import keeper
 from pearl.worker.profile import load as load_profile
-from pearl.worker.profile import times
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.settings import TargetSettings, WorkerSettings
@@ -68,7 +68,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        spread, profile, (known, keep) = spreader(config), load_profile(config), times(config)
+        spread, profile, keep = spreader(config), load_profile(config), keeper(config)
         taken = devices_of(config, model.role)
         if warning := shared_gpus(config):
             log.warning("%s", warning)
@@ -83,7 +83,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 endpoint,
                 TargetExecutor(
                     runner,
-                    partial(_text_stream, tokenizer),
+                    partial(TextStream, tokenizer),
                     store,
                     spread,
                     guides=_guides(model, runner.vocab_size),
@@ -102,7 +102,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 stopping=lifeline.closed.is_set,
                 tracer=tracer,
                 channel=partial(make_channel, runner.vocab_size) if make_channel else None,
-                profile=profile or known,
+                profile=profile,
                 measured=keep,
             )
             with torch.inference_mode():
@@ -149,7 +149,6 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
                     policies,
                     texts=config.slots,
                     datastore=store,
-                    noted=lambda: tracer.recorder is not None,
                     guides=_guides(model, runner.vocab_size),
                 )
                 return DraftExecutor(proposer), packer
@@ -235,10 +234,6 @@ def _loaded(
     runner = make_runner(model, device, progress, group)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
-
-
-def _text_stream(tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
-    return TextStream(tokenizer, prompt, stops)
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
