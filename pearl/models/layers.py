@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pearl.models.matrices import Matrix, Rounding, matrix, normalise, swiglu
-from pearl.models.matrix_cache import MatrixCache
 from pearl.models.probe import Heads, attention_is_invariant, least_rows, probe_rows
 from pearl.models.shard import Group
 
@@ -82,7 +81,6 @@ class DecoderLayers:
         model: PreTrainedModel | Decoder,
         group: Group,
         rounding: Rounding,
-        cached: MatrixCache,
         cache_dtype: torch.dtype,
         plain: bool = False,
     ) -> None:
@@ -92,7 +90,7 @@ class DecoderLayers:
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
         self._group, self.eps, self._cache_dtype = group, float(config.rms_norm_eps), cache_dtype
-        one = partial(matrix, rounding=rounding, laid=cached.laid, plain=plain)
+        one = partial(matrix, rounding=rounding, plain=plain)
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self._residual = torch.float32 if rounding else model.dtype
         self.embedding = inner.embed_tokens.weight

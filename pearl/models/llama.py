@@ -24,7 +24,6 @@ from pearl.models.feeds import Feed, Layout, lay_out
 from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.layers import DecoderLayers, Rope
 from pearl.models.matrices import Rounding, packs
-from pearl.models.matrix_cache import MatrixCache
 from pearl.models.probe import trees_are_chains
 from pearl.models.runner import Capabilities, check_feeds
 from pearl.models.shard import ALONE, Group
@@ -64,7 +63,6 @@ class LlamaRunner:
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         rounding: how matrices are rounded, or stored, on a CPU: see `matrices.matrix`.
-        cached: this model's matrices as laid out before, on this CPU.
         kernels: whether tokens that are no prompt's are computed by our own kernels (`decode`); None: on a GPU, if
             forwards are recorded, Triton is installed and they fit the model.
     """
@@ -79,7 +77,6 @@ class LlamaRunner:
         records: bool = True,
         record: Record | None = None,
         rounding: Rounding = "",
-        cached: MatrixCache | None = None,
         kernels: bool | None = None,
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
@@ -93,14 +90,14 @@ class LlamaRunner:
         self._decode: Decode | None = None
         # Products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each of them.
         cache_dtype = model.dtype if is_fixed else torch.float32
-        cached, is_invariant = cached or MatrixCache(), True
+        is_invariant = True
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, group, rounding, cached, cache_dtype, plain=bool(kernels))
+            self._layers = DecoderLayers(model, group, rounding, cache_dtype, plain=bool(kernels))
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             is_bf16 = packs(self._layers.embedding) and self.dtype == torch.bfloat16
             self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
             if not is_fixed:
-                least, is_invariant = cached.probed(self._layers.probe)
+                least, is_invariant = self._layers.probe()
                 self._least_rows = max(self._least_rows, least)
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             self._cos, self._sin = self._layers.angles(rotary, self._positions)

@@ -60,14 +60,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights in oneDNN's layout: multiplies rows of their dtype by them.
-
-    Attributes:
-        memory: what holds the matrix's memory, where it does not own it.
-    """
+    """Weights in oneDNN's layout: multiplies rows of their dtype by them."""
 
     matrix: torch.Tensor
-    memory: torch.Tensor | None = None
 
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
@@ -82,7 +77,6 @@ class Packed:
 
 
 Laid = Rounded | Packed  # weights in the layout of a kernel of this processor
-Make = Callable[[], Laid]
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -95,7 +89,6 @@ def matrix(
     *linears: Any,
     rounding: Rounding = "",
     wide: bool = False,
-    laid: Callable[[Make], Laid] = lambda make: make(),
     plain: bool = False,
 ) -> Matrix:
     """Return several linear layers with one input as one matrix, their outputs side by side.
@@ -106,7 +99,6 @@ def matrix(
         rounding: "int8": each row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": like "int4"
             where the weights are in 4 bits already, else unchanged (float32 on a CPU without bf16 instructions).
         wide: keep float32 results in float32.
-        laid: makes the matrix, or returns a cached one; the weights are then not read.
         plain: return a `Plain` one in any case.
 
     Raises `ModelError` for widths that "int8" and "int4" cannot have.
@@ -118,7 +110,7 @@ def matrix(
     widens = not rounding and _widens(weights[0])
     if plain or (not rounding and not widens and not packs(weights[0])):
         return Plain(_stacked(weights), bias)
-    product = laid(lambda: _lay_out(_stacked(weights), rounding))
+    product = _lay_out(_stacked(weights), rounding)
     if not rounding and not widens:
         assert isinstance(product, Packed)
         return lambda x, y: product(x, bias, y)
