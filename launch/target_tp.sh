@@ -7,8 +7,7 @@
 #   DEVICE=cpu TP=3 launch/target_tp.sh "Explain gravity to a beginner."         # the embedded pair, whose 9 heads 3 can share
 #   launch/target_tp.sh --dry-run ...                                            # only show the command
 #
-# Ranks 0 to TP-1 are the target's, the last is the draft's, and launches all that share it. TP must divide the model's heads
-# (see the README). GPUS (by default the first TP) and DRAFT_GPU (the next) take the place of the devices in a configuration
+# TP must divide the model's heads (see the README). GPUS (by default the first TP) and DRAFT_GPU (the next) take the place of the devices in a configuration
 # file.
 set -euo pipefail
 python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
@@ -16,7 +15,7 @@ dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
 tp=${TP:-2}
 target=cuda:${GPUS:-0-$((tp - 1))} draft=cuda:${DRAFT_GPU:-$tp}
 if [ "${DEVICE:-cuda}" = cpu ]; then target=auto draft=auto; fi
-command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$((tp + 1))" -m pearl generate
+command=("$python" -m pearl generate
     --target-tp "$tp" --target-device "$target" --draft-device "$draft" "$@")
 if [ -n "$dry" ]; then printf '%q ' "${command[@]}"; echo; exit; fi
 exec "${command[@]}"

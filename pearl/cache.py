@@ -11,11 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,7 +28,6 @@ CONVERTED = "converted"  # the bounded part of the cache; the embedded pair is o
 DEFAULT_GIGABYTES = 50.0
 FORMAT = 5  # increase it where the same files would be converted differently
 _SIZES = "sizes.json"
-_IN_USE = 24 * 3600.0  # seconds after its last use in which an optional entry must not displace another
 
 
 def silent(_message: str) -> None:
@@ -60,11 +56,10 @@ def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] 
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
 
 
-def converted(name: str, build: Build, progress: Progress, checksums: bool = False) -> Path:
+def converted(name: str, build: Build, progress: Progress) -> Path:
     """Like `built_once`, in the bounded part of the cache; a damaged directory is rebuilt.
 
     Removes the least recently used directories where all would take more than $PEARL_CACHE_GB (`DEFAULT_GIGABYTES`).
-    With `checksums`, `find` can check the contents of the files too.
     """
     bound = _bound()
     root = cache_directory() / CONVERTED
@@ -73,32 +68,20 @@ def converted(name: str, build: Build, progress: Progress, checksums: bool = Fal
         if (root / name).is_dir():
             progress(f"{name} in {root} is damaged: making it anew")
         build(building, progress)
-        (building / _SIZES).write_text(json.dumps(_contents(building, checksums)))
+        (building / _SIZES).write_text(json.dumps(_sizes(building)))
         _remove_oldest(root, bound - sum(_sizes(building).values()))
 
-    found = find(name, checksums)
-    return found or built_once(name, build_and_measure, progress, root, partial(_is_whole, checksums=checksums))
+    return find(name) or built_once(name, build_and_measure, progress, root, _is_whole)
 
 
-def find(name: str, checksums: bool = False) -> Path | None:
-    """What `converted` has made under this name with the same `checksums`; None where it is missing or damaged."""
+def find(name: str) -> Path | None:
+    """What `converted` has made under this name; None where it is missing or damaged."""
     final = cache_directory() / CONVERTED / name
-    if not _is_whole(final, checksums):
+    if not _is_whole(final):
         return None
     with suppress(OSError):  # another user's, or a read-only file system
         os.utime(final)
     return final
-
-
-def fits(size: int) -> bool:
-    """Whether `size` bytes fit beside all that was used within a day, and twice on the disk: for optional entries.
-
-    Otherwise two that are used in turn could displace one another at each start. Raises `ConfigError`, `OSError`.
-    """
-    root, oldest = cache_directory() / CONVERTED, time.time() - _IN_USE
-    root.mkdir(parents=True, exist_ok=True)
-    used = sum(each for last, each, _ in _conversions(root) if last > oldest)
-    return size + used <= _bound() and 2 * size <= shutil.disk_usage(root).free
 
 
 def built_once(
@@ -144,42 +127,23 @@ def _flush(directory: Path) -> None:
                 os.fsync(file.fileno())
 
 
-@contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> AbstractContextManager[object]:
     """Hold an exclusive lock; the kernel releases it when the holder dies."""
     lock = FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        return lock.acquire(blocking=False)
     except Timeout:
         progress("waiting for another process to prepare the model")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _contents(directory: Path, checksums: bool) -> dict[str, int | list[int]]:
-    """The size of each file; with `checksums`, [size, CRC-32]."""
-    sizes = _sizes(directory)
-    return {name: [size, _checksum(directory / name)] for name, size in sizes.items()} if checksums else {**sizes}
+        return lock.acquire()
 
 
 def _sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.name != _SIZES}
 
 
-def _checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while some := file.read(1 << 20):
-            total = zlib.crc32(some, total)
-    return total
-
-
-def _is_whole(directory: Path, checksums: bool) -> bool:
+def _is_whole(directory: Path) -> bool:
     try:
-        return bool(json.loads((directory / _SIZES).read_text()) == _contents(directory, checksums))
+        return bool(json.loads((directory / _SIZES).read_text()) == _sizes(directory))
     except (OSError, ValueError):
         return False
 
@@ -201,18 +165,12 @@ def _remove_oldest(root: Path, room: float) -> None:
 
     A process that has mapped their files keeps them until it ends.
     """
-    total = 0
-    for _, size, directory in sorted(_conversions(root), reverse=True):
-        total += size
-        if total > room:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _conversions(root: Path) -> list[tuple[float, int, Path]]:
-    """(time of last use, bytes, directory) of each."""
-    found = []
+    total, found = 0, []
     for directory in root.iterdir():
         with suppress(OSError):  # another process is removing it
             if directory.is_dir() and not directory.name.startswith("."):
                 found.append((directory.stat().st_mtime, sum(_sizes(directory).values()), directory))
-    return found
+    for _, size, directory in sorted(found, reverse=True):
+        total += size
+        if total > room:
+            shutil.rmtree(directory, ignore_errors=True)

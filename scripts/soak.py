@@ -22,10 +22,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import click
+import faulty
 import psutil
 from rich.console import Console
 from rich.progress import Progress
@@ -42,6 +43,7 @@ SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 METHODS = ("pearl", "pearl", "pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "ar")
 ROLES = ("target", "draft", "draft", "draft")  # a lost target ends the round
 INFLICTED = ("hang", "raise", "nan", "kill", "stop", "slow")  # by a worker on itself
+PHASES = ("prefill", "drafting", "verifying")
 FATAL = ("hang", "raise", "kill", "stop", "SIGKILL", "SIGSTOP")  # to a target
 SIGNALLED = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "SIGSTOP, SIGCONT")
 MOST_OF_AN_ENGINE = 6  # faults: later, its draft is restarted only after half a minute
@@ -64,11 +66,7 @@ class Toys:
 
     timeout = TIMEOUT["toy"]
 
-    def specs(self, role: str, fault: str) -> dict[str, str]:
-        specs = {"target": SPEC, "draft": SPEC}
-        specs[role] += fault
-        return specs
-
+    specs = {"target": SPEC, "draft": SPEC}  # noqa: RUF012
     settings = {"target_pace": 0.004, "draft_pace": 0.001}  # noqa: RUF012
 
     def request(self, noise: random.Random) -> tuple[list[int], int]:
@@ -91,7 +89,7 @@ class Real:
     _LENGTH = 60
 
     def __init__(self, target: str, draft: str) -> None:
-        self._target, self._draft = target, draft
+        self.specs = {"target": target, "draft": draft}
         noise = random.Random(0)
         params = SamplingParams(temperature=0, max_tokens=self._LENGTH, ignore_eos=True)
         with Engine(target, "none", log_level="error") as engine:
@@ -100,9 +98,6 @@ class Real:
             prompts = [[noise.choice(ids) for _ in range(noise.randint(10, 60))] for _ in range(4)]
             texts = engine.generate(prompts, params, method="ar")
         self._texts = {tuple(prompt): result.tokens for prompt, result in zip(prompts, texts, strict=True)}
-
-    def specs(self, role: str, fault: str) -> dict[str, str]:
-        return {"target": self._target, "draft": self._draft}
 
     def request(self, noise: random.Random) -> tuple[list[int], int]:
         return list(noise.choice(sorted(self._texts))), noise.randint(1, self._LENGTH)
@@ -125,21 +120,24 @@ class Soak:
         """One engine, from start to end."""
         noise, once = self.noise, self.directory / str(number)
         inflicted: Fault | None = None
-        named = ""
+        failing: AbstractContextManager[None] = nullcontext()
         role = noise.choice(ROLES)
         if isinstance(self.pair, Toys) and noise.random() < 0.5:
             inflicted = noise.choice(INFLICTED), role
-            named = f",fault={inflicted[0]}@{noise.choice(('prefill', 'drafting', 'verifying'))},once={once}"
+            failing = faulty.inflicted(role, f"{inflicted[0]}@{noise.choice(PHASES)}", once)
         had: list[Fault] = []  # faults of this engine
         try:
-            with Engine(
-                **self.pair.specs(role, named),  # type: ignore[arg-type]
-                **self.pair.settings,  # type: ignore[arg-type]
-                draft_timeout=self.pair.timeout,
-                target_timeout=2 * self.pair.timeout,
-                draft_restarts=MOST_OF_AN_ENGINE,
-                log_level="error",
-            ) as engine:
+            with (
+                failing,
+                Engine(
+                    **self.pair.specs,  # type: ignore[arg-type]
+                    **self.pair.settings,  # type: ignore[arg-type]
+                    draft_timeout=self.pair.timeout,
+                    target_timeout=2 * self.pair.timeout,
+                    draft_restarts=MOST_OF_AN_ENGINE,
+                    log_level="error",
+                ) as engine,
+            ):
                 if inflicted is not None:
                     had.append(inflicted)
                     self.ask(engine, had)

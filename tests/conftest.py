@@ -22,6 +22,9 @@ import psutil
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before our kernels are imported
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -42,12 +42,12 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel
-from pearl.transport.memory import memory_hub
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
+from tests.memory_transport import memory_hub
 from tests.replace import replace
 
 BOUND = 120.0  # seconds that anything here may take; far more than it does

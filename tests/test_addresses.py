@@ -13,8 +13,8 @@ import torch
 from pearl.errors import ConfigError, LocalProtocolError, TransportError
 from pearl.protocol.messages import Ping
 from pearl.transport.address import bind_address, check_bind, private_directory
-from pearl.transport.memory import memory_channels
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from tests.memory_transport import memory_channels
 from tests.test_transport import WAIT, directory, messages  # noqa: F401
 
 

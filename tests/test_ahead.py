@@ -20,8 +20,8 @@ from pearl.execution.draft import DraftExecutor
 from pearl.models.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Drafted, Open, Rollback, Seen
-from pearl.protocol.options import RequestOptions, Sampling, Shaping
+from pearl.protocol.events import Draft, Drafted, Open, Rollback
+from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from tests.tiny import tiny_model
 
@@ -277,40 +277,6 @@ SAMPLINGS = [
     Sampling(temperature=1.0, seed=3),
     Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
 ]
-
-
-SHAPED = Sampling(1.0, seed=3, shaping=Shaping(3, 1.5, 0.7, 0.4, ((2, -1.5), (5, 0.9))))  # its forwards are no chain
-
-
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
-@pytest.mark.parametrize("sampling", [*SAMPLINGS, SHAPED], ids=str)
-def test_a_trace_is_told_the_same_of_each_row_however_forwards_are_launched(rule: str, sampling: Sampling) -> None:
-    """Chained, one by one, with guesses and beside branches; and nothing where there is neither trace nor branch."""
-
-    def told(noted: bool, chains: bool = False, lookup: int = 0, branches: int = 0) -> dict[int, Seen]:
-        draft = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.6, order=2)[1], slots=8)
-        proposer = ModelProposer(draft, VOCAB, chains=chains, noted=lambda: noted)
-        seen: dict[int, Seen] = {}
-        with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
-            ahead.execute(
-                Open(PROMPT, RequestOptions(rule=rule, draft_lookup=lookup, branches=branches, sampling=sampling))
-            )
-            start, fed = 0, PROMPT
-            while start < 40:
-                event = ahead.execute(Draft(start, fed, 41 - start, start + len(fed) - len(PROMPT)))
-                assert isinstance(event, Drafted)
-                start, fed = start + len(fed) + event.cached, event.tokens[event.cached :]
-                assert event.fed > 0
-                seen |= dict(event.seen)
-        return {at: one for at, one in seen.items() if at <= 40}
-
-    plain = told(True)
-    assert sorted(plain) == list(range(len(PROMPT), 41))
-    assert all(len(one.rivals) == 4 and one.token not in one.rivals for one in plain.values())
-    assert told(True, chains=True) == plain == told(True, lookup=4) == told(False, branches=4)
-    assert told(True, chains=True, lookup=4) == plain
-    assert not told(False)
-    assert not told(False, chains=True)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 
 from pearl import AsyncEngine, SamplingParams
 from pearl.engine.asynchronous import AsyncStream
-from pearl.errors import ConfigError, EngineClosed, ModelError, PearlError, RequestError, TargetLost
+from pearl.errors import EngineClosed, ModelError, PearlError, RequestError, TargetLost
 from tests.conftest import TOY, greedy_text
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -88,8 +88,8 @@ async def mistakes_are_reported_where_they_are_made() -> None:
     with pytest.raises(EngineClosed, match="async with"):
         idle.stream([1])
     async with started() as engine:
-        with pytest.raises(ConfigError, match="temperature"):
-            engine.stream([1], temperature=0)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="temperature"):
+            await read(engine.stream([1], temperature=0))  # type: ignore[call-arg]
         with pytest.raises(PearlError):
             await read(engine.stream([99], GREEDY))
         stream = engine.stream([1], GREEDY)

@@ -21,7 +21,6 @@ from pearl.protocol.messages import Begin, Committed, DraftTokens, Finished, Hea
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
 from pearl.transport.base import Endpoint
-from pearl.transport.memory import memory_channels
 from pearl.worker.draft_link import DraftLink, weigh
 from pearl.worker.health import DraftHealth
 from pearl.worker.settings import TargetSettings
@@ -42,6 +41,7 @@ from tests.loops import (
     sparse,
     submission,
 )
+from tests.memory_transport import memory_channels
 from tests.replace import replace
 
 __all__ = ["loops"]  # a fixture

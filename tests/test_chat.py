@@ -533,8 +533,8 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) ->
 def test_a_second_front_attaches(toy: Engine) -> None:
     """Both use one engine, and closing the second one leaves it running."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    assert toy.directory in [card.directory for card in running_engines()]
-    with attach(find_card(str(toy.directory)).directory) as other:
+    assert str(toy.directory) in [card.directory for card in running_engines()]
+    with attach(Path(find_card(str(toy.directory)).directory)) as other:
         assert other.context == toy.context
         assert other.generate([[1, 2, 3]], params)[0].tokens == toy.generate([[1, 2, 3]], params)[0].tokens
     assert toy.generate([[1, 2, 3]], params)[0].tokens == greedy_text([1, 2, 3], 10)
@@ -645,11 +645,11 @@ def test_a_program_is_not_stopped_for_an_engine_that_is_gone(toy: Engine, runtim
 def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
     card = json.loads((toy.directory / "engine.json").read_text())
     put_card(runtime, "12345678", card)
-    changes = [("pid", float("inf")), ("config", {}), ("config", []), ("taken", {"target": 3})]
+    changes = [("pid", float("inf")), ("config", {}), ("config", []), ("places", {"target": 3})]
     changes += [("program", "\ud800"), ("address", None)]
     for number, damaged in enumerate(("[" * 100_000, "{}", *(card | {name: value} for name, value in changes))):
         put_card(runtime, str(23456780 + number), damaged)
-    assert [each.directory.name for each in running_engines()] == ["pearl-12345678"]
+    assert [Path(each.directory).name for each in running_engines()] == ["pearl-12345678"]
     assert f"{runtime}/pearl-12345678" in table(running_engines())
 
 

@@ -27,6 +27,7 @@ from pearl.lab.distill.prompts import read_prompts
 from pearl.spec.methods import METHODS
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
+from scripts import faulty
 from tests.conftest import TOY, greedy_text
 from tests.tiny import tiny_model
 
@@ -270,8 +271,9 @@ def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
         ("nan@drafting", "logits are not finite", "Try a wider dtype"),
     ],
 )
-def test_what_is_lost_is_told_once_with_what_to_do(fault: str, says: str, advice: str) -> None:
-    run = pearl("generate", "--target", f"{TOY},fault={fault}", "--draft", TOY, "--method", "ar", "1" * 48)
+def test_what_is_lost_is_told_once_with_what_to_do(fault: str, says: str, advice: str, pearl_here: Run) -> None:
+    with faulty.inflicted("target", fault):
+        run = pearl_here("generate", "--target", TOY, "--draft", TOY, "--method", "ar", "1" * 48)
     assert run.returncode == 4
     assert run.stderr.count(says) == 1, run.stderr
     assert advice in run.stderr

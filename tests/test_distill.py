@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from pearl.errors import ConfigError, DistillError
+from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.lab.distill.config import DistillConfig, load_config
+from pearl.lab.distill.learning import plan, rate
 from pearl.lab.distill.prompts import training_prompts
-from pearl.lab.distill.run import Distillation
-from pearl.lab.distill.storage import locked, read_answers
+from pearl.lab.distill.run import Distillation, _locked
 from pearl.models.loading import load_runner
 from pearl.models.runner import feed_chain
 from pearl.models.tokenizers import load_tokenizer
@@ -92,6 +92,10 @@ def weights(out: Path) -> bytes:
     return (out / "draft" / "model.safetensors").read_bytes()
 
 
+def answered(out: Path) -> Any:
+    return torch.load(out / "answers.pt")["rounds"]
+
+
 def agreements(out: Path) -> list[float]:
     return [json.loads(line)["held_out_agreement"] for line in (out / "log.jsonl").read_text().splitlines()]
 
@@ -127,12 +131,13 @@ def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
     assert about["settings"]["seed"] == 0
 
 
-def test_learning_makes_it_agree_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"
     start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
     size = {"rounds": 2, "held_out": 32, "answers_per_round": 64, "passes": 8, "learning_rate": 1e-2}
-    run(settings(out, init_from=start, optimizer="muon", **size))
+    run(settings(out, init_from=start, optimizer=optimizer, **size))
     found = agreements(out)
     assert len(found) == 3
     assert found[-1] > found[0] + 0.1
@@ -141,16 +146,28 @@ def test_learning_makes_it_agree_more(tmp_path: Path) -> None:
     assert agreements(copied)[0] == 1.0
 
 
+def test_shared_embeddings_stay_as_they_are(whole: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(Path(target()) / "model.safetensors", "pt") as theirs:
+        table = theirs.get_tensor("model.embed_tokens.weight")
+        first = theirs.get_tensor("model.layers.0.mlp.up_proj.weight")
+    with safe_open(whole / "draft" / "model.safetensors", "pt") as ours:
+        assert torch.equal(ours.get_tensor("model.embed_tokens.weight"), table.bfloat16())
+        assert not torch.equal(ours.get_tensor("model.layers.0.mlp.up_proj.weight"), first.bfloat16())
+
+
 def test_answers_alone_are_a_file_and_what_is_learnt_from_them_later_is_the_same(whole: Path, tmp_path: Path) -> None:
     path = Distillation(settings(tmp_path), Silent()).answer()
     assert path == tmp_path / "answers.jsonl"
     assert not (tmp_path / "draft").exists()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     tokenizer = load_tokenizer(target())[0]
-    names = ("round-000-000", "round-000-001")
-    answers = [one for name in names for one in read_answers(tmp_path / "answers" / f"{name}.pt")]
-    assert [record["text"] for record in records[:8]] == [tokenizer.decode(one.tokens) for one in answers]
-    assert [record["prompt"] for record in records[8:]] == json.loads((tmp_path / "prompts/round-001.json").read_text())
+    rounds = answered(tmp_path)
+    assert [record["text"] for record in records[:8]] == [
+        tokenizer.decode(one["tokens"]) for one in rounds["round-000"]["answers"]
+    ]
+    assert [record["prompt"] for record in records[8:]] == rounds["round-001"]["prompts"]
     run(settings(tmp_path), resume=True)
     assert weights(tmp_path) == weights(whole)
 
@@ -165,7 +182,7 @@ def test_a_seed_is_a_draft(whole: Path, tmp_path: Path) -> None:
     assert weights(tmp_path / "other") != weights(whole)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.99])
+@pytest.mark.parametrize("share", [0.02, 0.4, 0.7, 0.99])
 def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path, share: float) -> None:
     """In the middle of prompts, of answers, of learning; and again at once."""
     interrupted(whole, tmp_path, share)
@@ -176,7 +193,7 @@ def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path,
 
 
 def test_two_do_not_work_in_one_run(whole: Path) -> None:
-    with locked(whole), pytest.raises(DistillError, match="another process works"):
+    with _locked(whole), pytest.raises(DistillError, match="another process works"):
         run(settings(whole), resume=True)
 
 
@@ -188,7 +205,7 @@ def test_a_killed_process_loses_nothing(whole: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pearl", "distill", *flags]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + BOUND
-    while not list((tmp_path / "checkpoints").glob("step-*")) and time.monotonic() < deadline:
+    while not (tmp_path / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait(BOUND)
@@ -196,11 +213,23 @@ def test_a_killed_process_loses_nothing(whole: Path, tmp_path: Path) -> None:
     assert weights(tmp_path) == weights(whole)
 
 
+def test_a_plan_has_every_fresh_answer_and_fits() -> None:
+    config = DistillConfig(out="x", passes=3, batch_tokens=100)
+    lengths = [10 + i % 37 for i in range(60)]
+    batches = plan(config, 1, lengths, fresh=20)
+    chosen = [i for batch in batches for i in batch]
+    assert len(chosen) == 60
+    assert set(range(40, 60)) <= set(chosen)
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 100 for batch in batches)
+    assert batches == plan(config, 1, lengths, fresh=20) != plan(config, 2, lengths, fresh=20)
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    config = DistillConfig(out="x", warmup=0.1, decay=0.5)
+    assert [rate(config, at) for at in (0, 0.05, 0.1, 0.4, 0.75, 1)] == pytest.approx([0.01, 0.5, 1, 1, 0.5, 0.01])
+
+
 # ---- what goes wrong ----
-
-
-def checkpoints_of(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((out / "checkpoints").glob("*"))}
 
 
 @contextmanager
@@ -215,33 +244,46 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_keeps_what_was_saved(whole: Path, tmp_path: Path) -> None:
-    """Shards are small and checkpoints are not: the limit falls on the first checkpoint after the interruption."""
+    """Answers are small and checkpoints are not: the limit falls on the first checkpoint after the interruption."""
     interrupted(whole, tmp_path, 0.7)
-    before = checkpoints_of(tmp_path)
-    assert before
+    before = (tmp_path / "checkpoint.pt").read_bytes()
     resumed = Distillation(settings(tmp_path), Silent(), resume=True)
-    with files_of_at_most(100_000), pytest.raises(DistillError, match=r"cannot write .*checkpoints.*--resume"):
+    with files_of_at_most(100_000), pytest.raises(DistillError, match=r"cannot write .*checkpoint.*--resume"):
         resumed.run()
-    assert checkpoints_of(tmp_path) == before
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
     run(settings(tmp_path), resume=True)
     assert weights(tmp_path) == weights(whole)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_good(whole: Path, tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_model("llama-tied", chat=True), draft)
+    text = (draft / "tokenizer.json").read_text()
+    tokenizer = json.loads(text)
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="different vocabularies"):
+        Distillation(settings(tmp_path / "run", init_from=str(draft)), Silent())
+    assert not (tmp_path / "run" / "answers.pt").exists()  # nothing has begun that would be in the way
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "answers.pt"])
+def test_a_damaged_file_is_named_and_made_anew(whole: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole, out)
-    first, last = sorted((out / "checkpoints").glob("*"))
-    content = bytearray(last.read_bytes())
+    content = bytearray((out / name).read_bytes())
     content[len(content) // 2] ^= 1
-    last.write_bytes(content)
-    with pytest.raises(DistillError, match=rf"{last.name} is damaged: .*goes on from {first.name}"):
-        run(settings(out), resume=True)
-    last.write_bytes(content[:100])
-    with pytest.raises(DistillError, match="is damaged"):
-        run(settings(out), resume=True)
-    last.unlink()
+    for damaged in (content, content[:100]):
+        (out / name).write_bytes(damaged)
+        with pytest.raises(DistillError, match=rf"{name} is damaged: .*Remove it"):
+            run(settings(out), resume=True)
+    (out / name).unlink()
     run(settings(out), resume=True)
     assert weights(out) == weights(whole)
+    assert [one["tokens"] for one in answered(out)["round-001"]["answers"]] == [
+        one["tokens"] for one in answered(whole)["round-001"]["answers"]
+    ]
 
 
 def test_a_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -249,9 +291,8 @@ def test_a_loss_that_is_no_number_keeps_the_last_good_checkpoint(tmp_path: Path)
     config = settings(tmp_path, learning_rate=1e38, checkpoint_steps=1)
     with pytest.raises(DistillError, match=r"the loss is .* at step [1-9]"):
         run(config)
-    kept = sorted((tmp_path / "checkpoints").glob("*"))
-    assert kept
-    assert all(tensor.isfinite().all() for tensor in torch.load(kept[0])["weights"].values())
+    kept = torch.load(tmp_path / "checkpoint.pt")["weights"]
+    assert all(tensor.isfinite().all() for tensor in kept.values())
 
 
 def test_a_run_is_not_overwritten_nor_continued_otherwise(whole: Path) -> None:
@@ -305,6 +346,15 @@ def test_ordinary_prompts_are_not(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(ordinary))
     assert training_prompts([path]) == ordinary
+
+
+def test_given_prompts_are_asked(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(f"question number {word}" for word in ("one", "two", "three")))
+    run(settings(tmp_path / "run", prompts=(str(path),)))
+    asked = [answered(tmp_path / "run")[f"round-00{i}"]["prompts"] for i in range(2)]
+    assert asked[0][:2] == ["question number one", "question number three"]
+    assert asked[1][0] == "question number two"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pearl.cli import cli
 from pearl.errors import ModelError
-from pearl.lab.distill.answers import answer
+from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.draft import check_head
 from pearl.lab.distill.evaluate import evaluate, observe
 from pearl.lab.distill.learning import generator
@@ -107,7 +107,11 @@ def test_observations_are_what_a_look_at_each_token_says() -> None:
     """Brute force: both models on each prefix alone, sums over the vocabulary in Python."""
     target, draft = model(), model(noise=0.6)
     answers = [[11, 12, 13, 14, 15], [21], [31, 32, 33]]
-    seen = observe(target, draft, PROMPTS, answers)
+    given = [
+        Answer(prompt, tokens, torch.tensor(tokens)[:, None], torch.ones(len(tokens), 1))
+        for prompt, tokens in zip(PROMPTS, answers, strict=True)
+    ]
+    seen = observe(target, draft, given)
     expected = []
     for prompt, tokens in zip(PROMPTS, answers, strict=True):
         for i, token in enumerate(tokens):

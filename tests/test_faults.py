@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,7 @@ import pytest
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import NumericalError, PearlError, TargetLost
+from scripts import faulty
 from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text
 from tests.test_processes import children, gone, temporary
 
@@ -131,17 +132,19 @@ def pids(engine: Engine) -> dict[str, int]:
     return {"target": engine._launcher.target.pid, "draft": engine._launcher.draft.worker.pid}
 
 
-def engine_with(cell: Cell, once: Path, startup_timeout: float = BOUND) -> Engine:
-    """An engine to one of whose workers the fault of `cell` will happen, unless it is one of the test's own."""
+def inflicted(cell: Cell, once: Path) -> AbstractContextManager[None]:
+    """What makes the workers launched meanwhile do the fault of `cell`, unless it is one of the test's own."""
     phase = "start" if cell.phase == "start-up" else cell.phase
-    specs = {"target": TOY, "draft": TOY}
     if cell.phase not in ("idle", "shutdown"):
-        specs[cell.of] += f",fault={SELF_INFLICTED[cell.fault]}@{phase},once={once}"
-    elif cell.fault == "hang":
-        specs[cell.of] += ",fault=hang@drafting"
+        return faulty.inflicted(cell.of, f"{SELF_INFLICTED[cell.fault]}@{phase}", once)
+    return faulty.inflicted(cell.of, "hang@drafting") if cell.fault == "hang" else nullcontext()
+
+
+def engine_with(cell: Cell, startup_timeout: float = BOUND) -> Engine:
     patient = cell.fault == "SIGSTOP, SIGCONT" or cell.phase == "shutdown"
     return Engine(
-        **specs,  # type: ignore[arg-type]
+        TOY,
+        TOY,
         target_pace=0.004,
         draft_pace=0.001,
         draft_timeout=BOUND if patient else 1.0,
@@ -229,7 +232,7 @@ def check_not_started(cell: Cell, once: Path) -> None:
     silent = cell.fault in ("SIGSTOP", "hang")
     for bound in (6.0, 20.0, BOUND) if silent else (BOUND,):  # a busy machine may not come to the fault in the first
         with pytest.raises(PearlError, match=AILS[cell.fault]) as caught:
-            engine_with(cell, once, bound)
+            engine_with(cell, bound)
         assert caught.value.exit_code == 3
         if once.exists():
             return
@@ -267,11 +270,11 @@ def check_named(engine: Engine) -> None:
 @pytest.mark.parametrize("cell", those(PROCESS_FAULTS))
 def test_process_fault(cell: Cell, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     once = tmp_path_factory.mktemp("faults") / "struck"
-    with nothing_left(), waker() if cell.fault == "SIGSTOP, SIGCONT" else nullcontext():
+    with nothing_left(), inflicted(cell, once), waker() if cell.fault == "SIGSTOP, SIGCONT" else nullcontext():
         if cell.outcome == "refused":
             check_not_started(cell, once)
         else:
-            with engine_with(cell, once) as engine:
+            with engine_with(cell) as engine:
                 match cell.outcome:
                     case "identical":
                         check_survived(cell, engine)

@@ -28,10 +28,10 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
-from pearl.transport.memory import memory_channels
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
+from tests.memory_transport import memory_channels
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
@@ -140,7 +140,7 @@ def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: 
     decoding = RequestOptions("pearl", rule=rule, look_ahead=8, draft_lookup=6, branches=4)
     submit, done = Submit(1, (1, 2, 3), 203, replace(decoding, sampling=sampling)), []
     for at_once in (False, True):
-        target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)), noted=True)
+        target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)))
         draft.proposer.model.at_once = at_once  # type: ignore[attr-defined]
         done.append(simulate(submit, target, draft, Timing(1.0, lambda fed: 3.0)))
     assert Source.LOOKUP in done[0].counts.sources
@@ -235,7 +235,7 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
 
     def loops() -> Turns:
         target, draft = other_bits_by_size(0), other_bits_by_size(0)
-        proposer = VirtualProposer(draft, 256, timing.draft, texts=2)
+        proposer = VirtualProposer(draft, 256, lambda fed: timing.t_draft, texts=2)
         return Turns(TargetExecutor(target), DraftExecutor(proposer), timing, 2, draft.context)
 
     def submit(number: int) -> Submit:

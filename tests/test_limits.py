@@ -294,8 +294,7 @@ def test_a_text_whose_request_was_dropped_ends(engine: Engine, monkeypatch: pyte
         monkeypatch.setattr(engine.client.endpoint, "send", lambda message: None)
         dropped = engine.stream([1, 2, 3], GREEDY, method="ar")
         monkeypatch.undo()
-        with pytest.raises(RemoteProtocolError, match="too much"):
-            engine.client._dispatch(Error(-1, "RemoteProtocolError", "too much at once"))
+        engine.client.receive([(b"", Error(-1, "RemoteProtocolError", "too much at once"))])
         with pytest.raises(RemoteProtocolError, match="too much"):
             next(dropped)
         assert not dropped.is_open

@@ -30,12 +30,12 @@ from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import MAX_WINDOW
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode, received
-from pearl.transport.memory import memory_hub
 from pearl.worker.draft import DraftWorker
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
 from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, loops, submission
 from tests.loops import simulated as simulated_text
+from tests.memory_transport import memory_hub
 from tests.replace import replace
 from tests.test_codec import bad_values, good_values, placed, places
 

@@ -519,7 +519,7 @@ def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, mon
             self.kill()
 
     monkeypatch.setattr("pearl.engine.processes.Worker", Doomed)  # of the others; the first is a class of its own
-    monkeypatch.setattr("pearl.engine.launcher.check_models", lambda *arguments: None)  # ranks never share a toy
+    monkeypatch.setattr("pearl.engine.launcher.check", lambda *arguments: None)  # ranks never share a toy
     before = children()
     with pytest.raises(StartError, match="target rank 1 worker was killed by signal 9"):
         Engine("toy", "none", target_tp=2)

@@ -16,7 +16,6 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
 from pearl.drafting.proposer import Features
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
-from pearl.engine.preflight import check_classifier
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.experiments import stops
@@ -213,9 +212,9 @@ def test_a_classifier_is_kept_whole_and_is_for_its_pair(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"it\.disco is for draft embedded-draft, not other: make one with pearl disco"
     ):
-        check_classifier(EngineConfig(disco=str(path), draft="other"))
+        classifier_of(EngineConfig(disco=str(path), draft="other"))
     with pytest.raises(ConfigError, match="is for target embedded, not toy"):
-        check_classifier(EngineConfig(disco=str(path), target="toy:vocab=8", draft="toy:vocab=8"))
+        classifier_of(EngineConfig(disco=str(path), target="toy:vocab=8", draft="toy:vocab=8"))
     classifier(target=str(tmp_path)).write(path)
     assert read_classifier(path, f"{tmp_path}/.", "embedded-draft"), "the same directory by another name"
 

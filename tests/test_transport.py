@@ -28,8 +28,8 @@ from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME
 from pearl.transport.keys import Keys
 from pearl.transport.mailbox import Mailbox
-from pearl.transport.memory import memory_hub
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
+from tests.memory_transport import memory_hub
 
 WAIT = 20.0  # seconds: a bound for a slow machine, never reached where all is well
 

@@ -40,7 +40,6 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.transport.memory import memory_channels
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.rows import RowPacker, packed
@@ -63,6 +62,7 @@ from tests.loops import (
     sparse,
     submission,
 )
+from tests.memory_transport import memory_channels
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.tiny import tiny_model

@@ -30,7 +30,7 @@ from pearl.engine.processes import _environment
 _PR_SET_CHILD_SUBREAPER = 36
 # By no import.
 _READ_LATE = {
-    "PEARL_PLANTED",
+    "PEARL_FAULT",
     "PEARL_CACHE",
     "PEARL_CACHE_GB",
     "PEARL_DIRECTORY",
@@ -148,6 +148,10 @@ def _become(env: dict[str, str], directory: str, files: list[int]) -> None:
         from tests.planted import BUGS
 
         BUGS[bug]()
+    if "PEARL_FAULT" in os.environ:
+        from scripts.faulty import make_faulty
+
+        make_faulty()
     code = main()
     sys.stderr.flush()
     os._exit(code)

@@ -109,7 +109,6 @@ def _plan(
         repeats=repeats,
         together=not target.gpus,
         gamma=settings.decoding.gamma,
-        attempts=3 if toys else 1,
     )
 
 

@@ -31,15 +31,8 @@ def datastore() -> None:
 )
 @click.option("--out", required=True, type=_DIRECTORY, metavar="DIR", help="Directory to make.")
 @click.argument("files", nargs=-1, required=True)
-@click.option(
-    "--field",
-    "fields",
-    multiple=True,
-    metavar="NAME",
-    help="Field of JSONL records to take (may be given several times). [default: text, or else all that are texts]",
-)
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the tokenizer.")
-def build(tokenizer: str, out: Path, files: tuple[str, ...], fields: tuple[str, ...], trust_remote_code: bool) -> None:
+def build(tokenizer: str, out: Path, files: tuple[str, ...], trust_remote_code: bool) -> None:
     """Make a datastore out of FILES.
 
     A build that is killed leaves no datastore. Needs about 35 bytes of memory and 6 or 7 bytes of disk per token.
@@ -54,5 +47,5 @@ def build(tokenizer: str, out: Path, files: tuple[str, ...], fields: tuple[str, 
     except ModelError as error:
         raise ModelError(f"{error} Name the model whose tokens the datastore holds: --tokenizer MODEL.") from error
     with Bars() as bars:
-        header = corpus.build(out, files, fields, tokenizer, loaded, bars)
+        header = corpus.build(out, files, tokenizer, loaded, bars)
     say(f"{out}: {header.tokens - header.documents:,} tokens in {header.documents:,} documents")

@@ -106,8 +106,8 @@ def evaluate_draft(
     check_same_vocabulary(teacher.tokenizer, load_tokenizer(draft)[0], target, draft)
     model = load_model(draft, device=where, dtype=dtype).eval()
     with Bars() as bars:
-        bars.begin("answering", sum(-(-len(each) // batch) for each in asked.values()) * max_tokens)
-        found = evaluate(teacher, model, asked, limit=max_tokens, batch=batch, tick=lambda tokens: bars.advance(1))
+        bars.begin("answering", sum(map(len, asked.values())))
+        found = evaluate(teacher, model, asked, limit=max_tokens, batch=batch, tick=bars.advance)
     if as_json:
         sets = {name: asdict(of) for name, of in found.items()}
         click.echo(json.dumps({"target": target, "draft": draft, "max_tokens": max_tokens, "sets": sets}))

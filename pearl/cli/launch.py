@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -44,7 +45,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
     if connect is not None:
         if rank is not None:
             raise ConfigError("--connect does not work under torchrun: the engine is already running")
-        directory = find_card(connect).directory
+        directory = Path(find_card(connect).directory)
         with _show_progress(console, f"connecting to {directory}") as progress:
             engine = attach(directory, progress)
     else:
@@ -52,7 +53,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             torchrun.check_world(config)
             torchrun.die_with_torchrun()
         if rank:
-            torchrun.serve(config, rank, progress=lambda _: None)
+            torchrun.serve(config, progress=lambda _: None)
             yield None
             return
         with _show_progress(console, "starting the workers") as progress:

@@ -11,7 +11,6 @@ from typing import Any
 import click
 from msgspec import structs
 
-from pearl.document import parse_json
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
@@ -77,16 +76,6 @@ def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: S
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
         found += read_tasks(name, path, limit)
     return found
-
-
-def read_json(path: Path) -> Any:
-    """The parsed file. Raises `ConfigError` if it cannot be read or is not JSON."""
-    try:
-        return parse_json(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(f"{path} is not JSON") from None
 
 
 def write_json(path: Path, document: object) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pearl.cli.numbers import STDOUT, json_option, read_json, read_sets, write_json
+from pearl.cli.numbers import STDOUT, json_option, read_sets, write_json
 from pearl.cli.tables import Bars, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.papers import STUDIES
-from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, shortfall, tables, write_page
+from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, tables
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
 
 _COUNT = click.IntRange(min=1)
@@ -56,10 +57,6 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     help="With --paper sssd: a datastore for guesses; see pearl datastore.",
 )
 @click.option("--seed", type=int, default=0, metavar="N")
-@click.option("--results", "page", type=_PATH, help="Write the section of this page, and its JSON beside it.")
-@click.option(
-    "--from", "earlier", type=_PATH, help="Print, or write with --results, an earlier run's JSON; run nothing."
-)
 @json_option
 def paper(
     names: tuple[str, ...],
@@ -73,8 +70,6 @@ def paper(
     other: str | None,
     datastore: Path | None,
     seed: int,
-    page: Path | None,
-    earlier: Path | None,
     to: Path | None,
 ) -> None:
     """The paper's tables from this runtime, by EMULATION of its pairs.
@@ -89,14 +84,9 @@ def paper(
     if other is not None:
         guessed = read_sets(prompts, _GUESSED_QUICK if quick else _GUESSED, default=_SETS) if other == _GUESSES else []
         _study(other, read_sets(prompts, embedded["texts"], default=_SETS), embedded["tokens"], guessed, datastore, to)
-    elif earlier is not None:
-        try:
-            _show(read_json(earlier), page, to)
-        except (KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{earlier} is no result of pearl bench paper, or of another version") from None
     else:
         settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
-        _show(_run(_pairs(path, names), wanted or tuple(TABLES), settings), page, to)
+        _show(_run(_pairs(path, names), wanted or tuple(TABLES), settings), to)
 
 
 def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
@@ -116,22 +106,20 @@ def _run(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any])
             bars.say(pair.title)
             done.append(emulate.emulate(pair, wanted, bars, **settings))
     clock.stop()
-    about = {"kind": "paper", "emulated": True, "settings": settings}
-    result: dict[str, Any] = json.loads(json.dumps(about | clock.as_dict() | emulate.document(done)))
+    names = [name for name in TABLES if any(cells.get(name) for cells, _ in done)]
+    about = {"kind": "paper", "emulated": True, "settings": settings} | clock.as_dict()
+    tables = {name: [asdict(cell) for cells, _ in done for cell in cells[name]] for name in names}
+    result: dict[str, Any] = json.loads(json.dumps(about | {"tables": tables, "pairs": [one for _, one in done]}))
     return result
 
 
-def _show(result: dict[str, Any], page: Path | None, to: Path | None) -> None:
-    """Write and print a result. Beside the page goes the JSON of the run."""
+def _show(result: dict[str, Any], to: Path | None) -> None:
     if to is not None:
         write_json(to, result)
-    if page is not None:
-        write_page(page, result)
-        write_json(page.with_name("paper.json"), result)
     if to != STDOUT:
         for table in tables(result):
             _print(table)
-        for line in (*pair_lines(result), *shortfall(result), EXPLAINED, conditions(result)):
+        for line in (*pair_lines(result), EXPLAINED, conditions(result)):
             click.echo(line)
 
 

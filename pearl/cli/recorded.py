@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, Times, json_option, write_json
+from pearl.cli.numbers import STDOUT, Number, Times, json_option, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.tables import Bars, print_table
 from pearl.config import Settings
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _TOKENS = 128  # of an answer, without --max-tokens
 
-t_draft_option = click.option(
-    "--t-draft", type=Times(), help="Of a draft forward; 1:10,4:12: by tokens fed.  [default: 10]"
-)
+t_draft_option = click.option("--t-draft", type=Number(0), metavar="MS", help="Of a draft forward.  [default: 10]")
 t_target_option = click.option(
     "--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]"
 )
@@ -93,7 +91,7 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
 def stops(
     texts: Path,
     classifier: Path | None,
-    t_draft: dict[int, float] | None,
+    t_draft: float | None,
     t_target: dict[int, float] | None,
     to: Path | None,
 ) -> None:
@@ -161,9 +159,7 @@ def disco() -> None:
 @t_draft_option
 @t_target_option
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of the first weights.")
-def train(
-    texts: Path, out: Path, t_draft: dict[int, float] | None, t_target: dict[int, float] | None, seed: int
-) -> None:
+def train(texts: Path, out: Path, t_draft: float | None, t_target: dict[int, float] | None, seed: int) -> None:
     """Train a classifier on TEXTS, which pearl simulate record has written.
 
     Each token of the target's answers is an example: how the draft's distribution looks there, and whether its token

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 20  # texts whose luck is drawn together
 _COUNT = click.IntRange(min=1)
-_DRAFTERS = ("model", "lookup", "branch")  # names in `Totals.sources`
 
 
 @listed("Measure", "pearl simulate --t-draft 10 --t-target 1:50,8:60 --acceptance 0.7")
@@ -38,11 +37,6 @@ _DRAFTERS = ("model", "lookup", "branch")  # names in `Totals.sources`
     help="Decode texts that pearl simulate record wrote, at these times.",
 )
 @click.option(
-    "--datastore",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="With --texts: where look-ahead and lookup guess from too.",
-)
-@click.option(
     "--jitter", type=Number(0), default=0.0, metavar="X", help="Standard deviation of a forward, as a share of it."
 )
 @click.option("--delay", type=Number(0), default=0.0, metavar="MS", help="Of a message, one way.")
@@ -52,7 +46,6 @@ _DRAFTERS = ("model", "lookup", "branch")  # names in `Totals.sources`
 def simulate(
     ctx: click.Context,
     file: Path | None,
-    datastore: Path | None,
     jitter: float,
     delay: float,
     seed: int,
@@ -61,29 +54,20 @@ def simulate(
 ) -> None:
     """All methods side by side in virtual time, without a model.
 
-    Runs the real coordinator; only forwards and messages take time. Each model has its own device. Recorded texts
-    (--texts) are also decoded with look-ahead, lookup and branches, alone and together.
+    Runs the real coordinator; only forwards and messages take time. Each model has its own device.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
-    if datastore is not None and file is None:
-        raise ConfigError("--datastore is for recorded texts: name them with --texts")
     from pearl.lab.experiments.workload import compare
 
     began, workload = time.monotonic(), _workload(file, given, delay, jitter, seed)
-    guessed: list[Totals] = []
     with Bars() as bars:
         done = compare(workload, bars.step)
-        if file is not None:
-            bars.step("look-ahead, lookup and branches, alone and together")
-            guessed = _ablations(file, workload, datastore)
     if to is not None:
-        write_json(to, _document(workload, [*done, *guessed]))
+        write_json(to, _document(workload, done))
     if to != STDOUT:
         _print(workload, done, time.monotonic() - began)
-        if guessed:
-            _print_ablations(guessed, done[0])
 
 
 def _workload(file: Path | None, given: dict[str, Any], delay: float, jitter: float, seed: int) -> Workload:
@@ -102,22 +86,11 @@ def _workload(file: Path | None, given: dict[str, Any], delay: float, jitter: fl
     return independent(timing, acceptance, given["requests"] or 200, given["tokens"] or 128, seed, _BLOCK)
 
 
-def _ablations(file: Path, workload: Workload, directory: Path | None) -> list[Totals]:
-    from pearl.drafting.datastore import Datastore
-    from pearl.lab.experiments import texts
-    from pearl.models.recorded import read_texts
-
-    recorded = read_texts(file)
-    store = Datastore(directory, recorded.header.vocab_size, verified=True) if directory is not None else None
-    return list(texts.compare(recorded, workload.timing, workload.seed, store))
-
-
 def _document(workload: Workload, done: Sequence[Totals]) -> dict[str, Any]:
     """The result as JSON, in seconds."""
     timing = workload.timing
     settings = {
         "t_draft": timing.t_draft,
-        "t_draft_fed": {n: timing.draft(n) for n in (1, 2, 4, 8, 16)},
         "t_target": {n: timing.t_target(n) for n in (1, 2, 4, 8, 16)},
         "acceptance": workload.acceptance,
         "jitter": timing.jitter,
@@ -176,33 +149,5 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
     )
 
 
-def _print_ablations(done: Sequence[Totals], plain: Totals) -> None:
-    """`plain`: of `ar`; the first of `done` is `pearl` as published."""
-    guessers = sorted({name for totals in done for name in totals.guessed}, reverse=True)
-    drafted, guessed = ",\n".join(_DRAFTERS), ",\n".join(guessers)
-    rows = []
-    for totals in done:
-        over_ar = speedup(totals, plain, 1)
-        rows.append(
-            (
-                totals.name,
-                f"{totals.tokens_per_second:.{max(0, over_ar.digits - 1)}f}",
-                str(over_ar),
-                str(speedup(totals, done[0], 1)),
-                f"{totals.tokens_per_step:.{over_ar.digits}f}",
-                f"{totals.foreseen_share:.1%}" if totals.foreseen_share else "-",
-                ", ".join(str(totals.sources.get(name, 0)) for name in _DRAFTERS) if totals.accepted else "-",
-                ", ".join(str(totals.guessed.get(name, 0)) for name in guessers) if totals.guessed else "-",
-            )
-        )
-    columns = ("tokens/s", "over ar, 95%", "over published", "tokens\na step", "fore-\nseen", f"accepted:\n{drafted}")
-    print_table(
-        ("method", *columns, f"guessed:\n{guessed}"),
-        rows,
-        "foreseen: share of the rejections (of ssd: and bonus tokens) for whose outcome a branch was there; "
-        "accepted: tokens by who drafted them; guessed: tokens by who guessed them for the target",
-    )
-
-
-for command in (studies.check, recorded.record, studies.rejections, recorded.stops):
+for command in (recorded.record, studies.rejections, recorded.stops):
     simulate.add_command(command)

@@ -17,7 +17,6 @@ import torch
 from pearl.decoding.rules import DraftHalf
 from pearl.decoding.sampling import Shortlist, read_shortlist, shortlist
 from pearl.models.runner import ModelRunner
-from pearl.protocol.events import Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
@@ -31,6 +30,20 @@ _AGREED = (0.15, 0.15, 0.18, 0.24, 0.35, 0.43, 0.6, 0.75)
 _RIGHT = (0.22, 0.11, 0.07, 0.06)
 
 Outcome = tuple[int, int]  # (position, token): the target commits this token there
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The draft's row about a token drawn from it.
+
+    Attributes:
+        share: probability of the token among the likeliest, in eighths.
+        rivals: the likeliest other tokens, the likeliest first.
+    """
+
+    token: int
+    share: int
+    rivals: tuple[int, ...]
 
 
 def see(
@@ -130,7 +143,6 @@ class Branches:
         self._seen: dict[int, Seen] = {}  # by position: drafted tokens that the target has not judged
         self._bonus: tuple[int, Seen] | None = None  # the position whose token the target draws itself
         self._live: dict[Outcome, Branch] = {}
-        self._adopted: list[tuple[int, Seen]] = []
 
     @property
     def slots(self) -> set[int]:
@@ -149,7 +161,6 @@ class Branches:
             del self._seen[position]
         if self._bonus is not None and self._bonus[0] > length:
             self._bonus = None
-        self._adopted = [(position, seen) for position, seen in self._adopted if position <= length]
         self._drop(branch for branch in self._live.values() if branch.position > length)
         self._shared = {slot: min(shared, length) for slot, shared in self._shared.items()}
 
@@ -182,15 +193,8 @@ class Branches:
         self._shared = {each: min(shared, start) for each, shared in self._shared.items()} | {slot: start}
         self._free.append(slot)
         drafted = common_prefix(branch.tokens, tokens[1:])
-        adopted = list(enumerate(branch.seen[:drafted], start + 1))
-        self._seen |= dict(adopted)
-        self._adopted += adopted
+        self._seen |= dict(enumerate(branch.seen[:drafted], start + 1))
         return branch.slot, held
-
-    def take_adopted(self) -> list[tuple[int, Seen]]:
-        """(position, what its row says) of tokens that the text adopted from continuations since the last call."""
-        adopted, self._adopted = self._adopted, []
-        return adopted
 
     # ---- going on ----
 

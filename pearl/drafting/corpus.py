@@ -18,7 +18,6 @@ from pearl.errors import ConfigError
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
 
-DEFAULT_FIELD = "text"
 _PIECE = 1 << 18  # characters tokenized at once: a tokenizer's time and memory grow faster than the text
 _BATCH = 64  # pieces that wait for each other
 
@@ -62,16 +61,15 @@ def _below(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def documents(files: Iterable[File], fields: Sequence[str], watcher: Watcher) -> Iterator[str]:
-    """The texts of files. Skips files of a folder that are not UTF-8 text. Raises `ConfigError`, naming the file.
+def documents(files: Iterable[File], watcher: Watcher) -> Iterator[str]:
+    """The texts of files: of a JSONL record its "text", or if it has none all its texts, joined by blank lines.
 
-    Args:
-        fields: of JSONL records, joined by a blank line. Default: "text", or all texts of a record without it.
+    Skips files of a folder that are not UTF-8 text. Raises `ConfigError`, naming the file.
     """
     for file in files:
         try:
             if file.path.suffix in (".jsonl", ".ndjson"):
-                yield from _records(file.path, fields)
+                yield from _records(file.path)
             elif (text := _text(file)) is not None:
                 yield text
         except OSError as error:
@@ -91,7 +89,7 @@ def _text(file: File) -> str | None:
     return None
 
 
-def _records(path: Path, fields: Sequence[str]) -> Iterator[str]:
+def _records(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -100,20 +98,10 @@ def _records(path: Path, fields: Sequence[str]) -> Iterator[str]:
                 record = parse_json(line)
             except ValueError as error:
                 raise ConfigError(f"{path} line {number} is not JSON: {' '.join(str(error).split())[:200]}") from None
-            yield "\n\n".join(_strings(record, fields, f"{path} line {number}"))
-
-
-def _strings(record: Any, fields: Sequence[str], where: str) -> list[str]:
-    if isinstance(record, dict):
-        if missing := [name for name in fields if name not in record]:
-            raise ConfigError(
-                f"{where} has no field {missing[0]!r}; it has {' '.join(', '.join(record).split())[:200]}"
-            )
-        chosen = fields or ([DEFAULT_FIELD] if isinstance(record.get(DEFAULT_FIELD), str) else list(record))
-        record = [record[name] for name in chosen]
-    elif fields:
-        raise ConfigError(f"{where} is no record with fields")
-    return [text.encode("utf-8", "replace").decode() for text in _flat(record)]  # JSON may hold lone surrogates
+            if isinstance(record, dict):
+                text = record.get("text")
+                record = text if isinstance(text, str) else list(record.values())
+            yield "\n\n".join(_flat(record)).encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
 
 
 def _flat(value: Any) -> Iterator[str]:
@@ -173,15 +161,13 @@ def _pieces(text: str) -> Iterator[str]:
 # ---- datastores ----
 
 
-def build(
-    directory: Path, names: Sequence[str], fields: Sequence[str], spec: str, tokenizer: Tokenizer, watcher: Watcher
-) -> Header:
+def build(directory: Path, names: Sequence[str], spec: str, tokenizer: Tokenizer, watcher: Watcher) -> Header:
     """Make a datastore of the named files, folders and JSONL files. Raises `ConfigError`."""
     check_free(directory)
     size = tokenizer.vocab_size
     files = listed(names)
     watcher.begin("tokenizing", sum(file.size for file in files))
-    tokens, count = pack(documents(files, fields, watcher), tokenizer, width_of(size))
+    tokens, count = pack(documents(files, watcher), tokenizer, width_of(size))
     if not tokens:
         raise ConfigError(f"there is no text in {', '.join(names)[:200]}")
     watcher.begin("sorting", 1)

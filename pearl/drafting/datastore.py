@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pearl.document import parse_json
 from pearl.drafting.ngram import MOST_MATCHED
@@ -129,14 +129,8 @@ def _parsed(directory: Path, text: str) -> Header:
                 f"datastore {directory} has format {_line(version)[:20]}, this PEARL reads {_VERSION}: build it anew"
             )
         return Header.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except (KeyError, TypeError, IndexError):
-        why = "it is another program's"
-    except ValueError as error:
-        why = str(error)
-    raise ConfigError(f"datastore {directory} is damaged: {HEADER}: {_line(why)}")
+    except (ValueError, KeyError, TypeError, IndexError) as error:  # a ValidationError is a ValueError
+        raise ConfigError(f"datastore {directory} is damaged: {HEADER}: {_line(error)}") from None
 
 
 def _line(value: object) -> str:
@@ -208,7 +202,9 @@ class Datastore:
         found: dict[int, int] = {}
         last = first
         while length and len(found) < min(FEW, most):
-            first, last = self._widened(key[: length * width], first, last)
+            prefix = self._prefix(length * width)
+            first = bisect_left(order, key[: length * width], 0, first, key=prefix)
+            last = bisect_right(order, key[: length * width], last, key=prefix)
             stride = max(1, -(-(last - first) // (most - len(found))))
             for place in order[first:last:stride].tolist():
                 found.setdefault(place, length)
@@ -223,18 +219,6 @@ class Datastore:
             while suffix[: (longest + 1) * width] == key[: (longest + 1) * width] and longest * width < len(key):
                 longest += 1
         return longest
-
-    def _widened(self, key: bytes, first: int, last: int) -> tuple[int, int]:
-        """The range of the order around [first, last) whose suffixes begin with `key`, by exponential search."""
-        order, prefix, end = self.order, self._prefix(len(key)), len(self.order)
-        step = 1
-        while first - step >= 0 and prefix(order[first - step]) == key:
-            step *= 2
-        first = bisect_left(order, key, max(0, first - step), first, key=prefix)
-        step = 1
-        while last + step <= end and prefix(order[last + step - 1]) == key:
-            step *= 2
-        return first, bisect_right(order, key, last, min(end, last + step), key=prefix)
 
     def _prefix(self, size: int) -> Callable[[int], bytes]:
         """A function from the start of a suffix to its first `size` bytes."""

@@ -40,7 +40,6 @@ class ModelProposer:
         chains: whether a forward is launched before the one before has ended; None: if the runner can.
         texts: the most texts at once: the runner's other slots are for branches.
         datastore: a source of guesses beside the text.
-        noted: whether a trace wants `Drafted.seen`.
         guides: of texts that are held to a grammar.
     """
 
@@ -52,11 +51,10 @@ class ModelProposer:
         chains: bool | None = None,
         texts: int = 1,
         datastore: Datastore | None = None,
-        noted: Callable[[], bool] = lambda: False,
         guides: MakeGuide | None = None,
     ) -> None:
         self.chains = runner.capabilities.launches if chains is None else chains
-        self.model = DraftModel(runner, vocab_size, self.chains, runner.device.type != "cpu", noted)
+        self.model = DraftModel(runner, vocab_size, self.chains, runner.device.type != "cpu")
         self._policies, self._datastore, self._guides = policies, datastore, guides
         self._max_texts = texts
         self._texts: dict[int, Text] = {}  # by request

@@ -58,7 +58,6 @@ class DraftModel:
         chains: whether a forward is launched before the host knows the token that the last one drew.
         at_once: whether all rows of a forward are drawn from before the first is read, so that a device is waited for
             once; the host would compute draws in vain.
-        is_traced: whether a trace wants `Drafted.seen`.
         times: of forwards, by tokens fed.
         delay: seconds that the device idles if the next forward waits for the host.
     """
@@ -67,7 +66,6 @@ class DraftModel:
     vocab_size: int
     chains: bool
     at_once: bool
-    is_traced: Callable[[], bool]
     times: ForwardTimes = field(default_factory=ForwardTimes)
     delay: float = 0.0
 

@@ -1,6 +1,6 @@
 """An engine for asyncio: streams are read with `async for`, and cancelling the reading task cancels the text.
 
-One thread reads for all streams of an engine and passes their pieces to the event loop, which is never blocked.
+The engine's reading thread passes the pieces of all streams to the event loop, which is never blocked.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Unpack
 
 from pearl.config import SamplingParams
 from pearl.engine.engine import Engine
-from pearl.engine.request import Options, Prompt, as_prompts, check_options
+from pearl.engine.request import Options, Prompt, as_prompts
 from pearl.engine.stream import Piece, Result, Stream
-from pearl.errors import EngineClosed, PearlError, RequestError, StartError, TargetLost, TransportError
+from pearl.errors import EngineClosed, RequestError
 from pearl.quota import FairSemaphore
 
 log = logging.getLogger(__name__)
 
 _Event = Piece | BaseException | None  # a piece, or what ends the text; None: its end
-_Receiver = Callable[[_Event], None]
 
 
 class AsyncStream:
@@ -40,12 +39,12 @@ class AsyncStream:
     def __init__(
         self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None, options: Options, client: str = ""
     ) -> None:
-        check_options(options, params)
         _ = engine.engine  # raises if it is closed
         self._engine, self._client = engine, client
         self._request: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stream: Stream | None = None
         self._is_closed = self._has_ended = False
         self._read_since = self.waited = 0.0
@@ -72,6 +71,7 @@ class AsyncStream:
             self._is_closed = True
             if self._stream is not None:
                 self._stream.close()
+                self._pull()
 
     def fail(self, error: BaseException) -> None:
         """Iteration raises `error` after the pieces that have arrived. On the event loop's thread."""
@@ -83,8 +83,8 @@ class AsyncStream:
         request, self._request = self._request, None
         self._read_since = time.monotonic()
         await self._engine.slots.acquire(self._client)
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._engine.encoder, self._begin, loop, *request)
+        self._loop = asyncio.get_running_loop()
+        self._loop.run_in_executor(self._engine.encoder, self._begin, *request)
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -93,15 +93,8 @@ class AsyncStream:
         finally:
             self.close()
 
-    def _begin(
-        self, loop: asyncio.AbstractEventLoop, prompt: Prompt, params: SamplingParams | None, options: Options
-    ) -> None:
+    def _begin(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
         """In a thread, for a long prompt takes long to encode."""
-
-        def pass_on(event: _Event) -> None:
-            with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(self._on_event, event)
-
         try:
             engine = self._engine.engine
             # Both before taking the lock, for which the loop may wait.
@@ -109,14 +102,38 @@ class AsyncStream:
             engine.client.wait_to_send()
             with self._lock:
                 if self._is_closed:
-                    pass_on(None)
+                    self.pass_on(None)
                     return
                 stream = self._stream = engine.stream(tokens, params, **options)
             self.waited = time.monotonic() - self._read_since
-            loop.call_soon_threadsafe(self.on_begin)
-            self._engine.reader.add(stream, pass_on)
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self.on_begin)
+            self._engine.streams.add(self)
+            _ = self._engine.engine  # raises if it was closed meanwhile
+            stream.listener = self._pull
+            self._pull()  # for what has come before
         except BaseException as error:
-            pass_on(error)
+            self.pass_on(error)
+
+    def _pull(self) -> None:
+        """Pass on all pieces that have arrived."""
+        with self._lock:
+            stream = self._stream
+            while stream is not None and stream.listener is not None and stream.is_ready:
+                try:
+                    self.pass_on(next(stream))
+                    continue
+                except StopIteration:
+                    self.pass_on(None)
+                except BaseException as error:
+                    self.pass_on(error)
+                stream.listener = None
+
+    def pass_on(self, event: _Event) -> None:
+        """Give a piece, or what ends the text, to the event loop. From any thread."""
+        with suppress(RuntimeError):  # the loop has been closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._on_event, event)
 
     def _on_event(self, event: _Event) -> None:
         if self._has_ended:
@@ -125,6 +142,7 @@ class AsyncStream:
             self.on_piece(event)
         else:
             self._has_ended = True
+            self._engine.streams.discard(self)
             self._engine.slots.release()
             self.on_end()
         self._events.put_nowait(event)
@@ -142,13 +160,14 @@ class AsyncEngine:
 
     Attributes:
         slots: a place for each text in progress.
+        streams: these texts.
         encoder: the thread that prepares requests.
     """
 
     def __init__(self, target: str | None = None, draft: str | None = None, **settings: Any) -> None:
         self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
-        self._reader: Reader | None = None
+        self.streams: set[AsyncStream] = set()
         self.slots = FairSemaphore(0)
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
 
@@ -160,7 +179,7 @@ class AsyncEngine:
         return made
 
     def _open(self, engine: Engine) -> None:
-        self._engine, self._reader = engine, Reader(engine)
+        self._engine = engine
         self.slots = FairSemaphore(engine.config.slots)
 
     @property
@@ -169,13 +188,6 @@ class AsyncEngine:
         if self._engine is None:
             raise EngineClosed("this engine does not run: use it within `async with`")
         return self._engine
-
-    @property
-    def reader(self) -> Reader:
-        """The thread that reads. Raises `EngineClosed` outside of the context."""
-        if self._reader is None:
-            raise EngineClosed("this engine does not run: use it within `async with`")
-        return self._reader
 
     async def __aenter__(self) -> AsyncEngine:
         target, draft, settings = self._arguments
@@ -189,9 +201,10 @@ class AsyncEngine:
 
     def close(self) -> None:
         """No text begins any more, and those in progress fail; the engine itself stays open."""
-        if self._reader is not None:
-            self._reader.close()
-        self._engine = self._reader = None
+        self._engine = None
+        for stream in [*self.streams]:
+            stream.pass_on(EngineClosed("this engine has been closed; make another"))
+            stream.close()
         self.encoder.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, prompt: Prompt) -> list[int]:
@@ -203,7 +216,7 @@ class AsyncEngine:
     ) -> AsyncStream:
         """Generates one text, piece by piece; arguments as for `Engine.stream`. `client`: whose text it is.
 
-        Raises `ConfigError` for wrong options; other errors of `Engine.stream` are raised with the first piece.
+        Errors of `Engine.stream` are raised with the first piece.
         """
         return AsyncStream(self, prompt, params, options, client)
 
@@ -223,71 +236,3 @@ async def _read(stream: AsyncStream) -> Result:
     async for _ in stream:
         pass
     return stream.result
-
-
-class Reader:
-    """The thread that reads an engine's streams, and notices a lost engine even while there are none.
-
-    Attributes:
-        lost: why the engine cannot be used any more; empty while it runs.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.lost = ""
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._streams: dict[Stream, _Receiver] = {}
-        self._ended_by: BaseException | None = None
-        threading.Thread(target=self._run, name="pearl-text", daemon=True).start()
-
-    def add(self, stream: Stream, receiver: _Receiver) -> None:
-        """Reads `stream` to its end; calls `receiver` on the reader's thread."""
-        with self._lock:
-            error = self._ended_by
-            if error is None:
-                self._streams[stream] = receiver
-        if error is not None:
-            receiver(error)
-        else:
-            self._engine.client.wake()
-
-    def close(self) -> None:
-        """Ends the thread; texts in progress fail as those of a closed engine."""
-        self._end(EngineClosed("this engine has been closed; make another"))
-
-    def _end(self, error: BaseException) -> None:
-        with self._lock:
-            self._ended_by = self._ended_by or error
-            streams, self._streams = self._streams, {}
-        for stream, receiver in streams.items():
-            stream.close()
-            receiver(error)
-        self._engine.client.wake()
-
-    def _run(self) -> None:
-        while self._ended_by is None:
-            try:
-                self._engine.client.wait_for(lambda: self._ended_by is not None or bool(self._ready()))
-            except (EngineClosed, TargetLost, StartError, TransportError) as error:
-                self.lost = "" if isinstance(error, EngineClosed) else str(error)
-                self._end(error)
-            except PearlError as error:  # of no particular text: a refused message, for example
-                log.warning("%s", error)
-            for stream, receiver in self._ready():
-                self._pass_on(stream, receiver)
-
-    def _ready(self) -> list[tuple[Stream, _Receiver]]:
-        with self._lock:
-            return [(stream, receiver) for stream, receiver in self._streams.items() if stream.is_ready]
-
-    def _pass_on(self, stream: Stream, receiver: _Receiver) -> None:
-        try:
-            while stream.is_ready:
-                receiver(next(stream))
-            return
-        except StopIteration:
-            receiver(None)
-        except BaseException as error:
-            receiver(error)
-        with self._lock:
-            self._streams.pop(stream, None)

@@ -5,16 +5,16 @@ A user who can read that directory may use the engine; others cannot reach it.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pearl.errors import ConfigError
 from pearl.transport.address import is_local, is_private, private_directories
@@ -24,8 +24,7 @@ _HEADER = ("PID", "AGE", "TARGET", "DRAFT", "DEVICES", "PROGRAM", "DIRECTORY")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(msgspec.Struct, frozen=True):
     """What an engine reports of itself.
 
     Attributes:
@@ -34,17 +33,17 @@ class Card:
         address: where the engine listens.
         config: its settings, as JSON.
         places: role -> device and dtype ("" for a model without weights) as reported by its worker, if known.
-        age: seconds since the engine was ready.
+        directory, age: where the card is, and seconds since the engine was ready; of a card that was read.
     """
 
-    directory: Path
     pid: int
     started: int
     program: str
     address: str
     config: dict[str, Any]
     places: dict[str, dict[str, str]]
-    age: float
+    directory: str = ""
+    age: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -62,28 +61,18 @@ class Card:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `pearl ps --json` prints."""
-        named = {role: self.config[role] for role in ("target", "draft")}
-        placed = {
-            f"{role}_{what}": value
-            for role in self.roles
-            for what, value in zip(("device", "dtype"), self.place(role), strict=True)
-        }
-        known = {"pid": self.pid, "age_seconds": round(self.age, 1), "program": self.program}
-        return known | named | placed | {"directory": str(self.directory), "address": self.address}
+        document = {"pid": self.pid, "age_seconds": round(self.age, 1), "program": self.program}
+        document |= {role: self.config[role] for role in ("target", "draft")}
+        for role in self.roles:
+            document[f"{role}_device"], document[f"{role}_dtype"] = self.place(role)
+        return document | {"directory": self.directory, "address": self.address}
 
 
-def write_card(directory: Path, address: str, config: dict[str, Any], places: Mapping[str, dict[str, str]]) -> None:
+def write_card(directory: Path, address: str, config: dict[str, Any], places: dict[str, dict[str, str]]) -> None:
     """Write the card of an engine that this process holds."""
     pid = os.getpid()
-    card = {
-        "pid": pid,
-        "started": _started(pid),
-        "program": _program(sys.argv),
-        "address": address,
-        "config": config,
-        "taken": places,
-    }
-    (directory / _FILE).write_text(json.dumps(card))
+    card = Card(pid, _started(pid) or 0, _program(sys.argv), address, config, places)
+    (directory / _FILE).write_bytes(msgspec.json.encode(card))
 
 
 def read_card(directory: Path) -> Card | None:
@@ -94,20 +83,12 @@ def read_card(directory: Path) -> Card | None:
     try:
         if not is_private(directory):
             return None
-        given = json.loads(path.read_text())
-        card = Card(
-            directory,
-            int(given["pid"]),
-            int(given["started"]),
-            str(given["program"]),
-            str(given["address"]),
-            dict(given["config"]),
-            dict(given["taken"]),
-            max(0.0, time.time() - path.stat().st_mtime),
-        )
+        age = max(0.0, time.time() - path.stat().st_mtime)
+        card = msgspec.json.decode(path.read_bytes(), type=Card)
+        card = msgspec.structs.replace(card, directory=str(directory), age=age)
         card.to_json()  # fails here rather than later
-        table([card]).encode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        table([card])
+    except (OSError, ValueError, KeyError, RecursionError):
         return None
     return card if is_local(card.address) or card.config.get("keys") else None
 
@@ -119,7 +100,7 @@ def running_engines() -> list[Card]:
 
 def leftovers() -> list[Path]:
     """Directories of engines that were killed together with all their workers, which otherwise remove them."""
-    return [card.directory for card in _cards() if not card.alive]
+    return [Path(card.directory) for card in _cards() if not card.alive]
 
 
 def _cards() -> list[Card]:
@@ -171,7 +152,7 @@ def table(cards: Iterable[Card]) -> str:
 def _row(card: Card) -> tuple[str, ...]:
     devices = " + ".join(card.place(role)[0] for role in card.roles)
     models = (str(card.config["target"]), str(card.config["draft"]))
-    return (str(card.pid), _rounded(card.age), *models, devices, card.program, str(card.directory))
+    return (str(card.pid), _rounded(card.age), *models, devices, card.program, card.directory)
 
 
 def _rounded(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """The connection to a running target, shared by all streams of an engine. Launches nothing.
 
-Nothing runs in the background: a thread that waits for a message reads the socket for all who wait.
+A thread reads the socket, passes what arrives to the streams, and notices a lost target.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from pearl.engine.launcher import Launcher
 from pearl.engine.recording import Recording, logged_not_raised
@@ -36,11 +36,12 @@ from pearl.protocol.messages import (
 )
 from pearl.silence import SLACK, Silence
 from pearl.transport import connect
+from pearl.transport.base import Connection, Received
 from pearl.transport.keys import channel_keys
 
 log = logging.getLogger(__name__)
 
-_READ_SECONDS = 0.1  # longest wait at the socket, so that a dead target is noticed
+_READ_SECONDS = 0.1  # longest wait, so that a dead target is noticed
 
 
 class Client:
@@ -52,31 +53,35 @@ class Client:
 
     Attributes:
         ahead: requests of other clients that come before ours, as last reported.
+        lost: why the target cannot be used any more; empty while it can.
         trace_errors: why no trace was written at the end.
     """
 
     def __init__(self, address: str, launcher: Launcher) -> None:
         self._launcher, self._timeout = launcher, launcher.config.target_timeout
         self._owner = os.getpid()
-        self._turns = threading.Condition(threading.RLock())  # threads that wait to read the socket
-        self._is_reading = self.is_closed = False
+        self._changed = threading.Condition(threading.RLock())  # something has arrived, or is over
+        self._waiting = 0  # threads in `wait_until`
+        self._fault: PearlError | None = None  # of no request: for one of these
+        self.is_closed = False
         self._numbers = count(1)
         # Weak, so that a stream that its user has dropped is collected, and thereby cancelled.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
-        self._lost_because = ""
+        self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
         self.ahead = 0
         self.welcome: Welcome | None = None
         self.trace_errors: list[PearlError] = []
         self.recording = Recording(self, launcher.directory, is_taken=launcher.config.trace is not None)
         self.endpoint = connect(address, channel_keys(launcher.config.keys, launcher.directory))
+        self._reader = threading.Thread(target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text")
 
     def meet(self, deadline: float) -> None:
         """Returns once the target has answered. `deadline`: of time.monotonic(). Raises `StartError`."""
-        self._silence.heard()
         self.endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+        self._reader.start()
         try:
-            self.read_until(lambda: self.welcome is not None or time.monotonic() > deadline)
+            self.wait_until(lambda: self.welcome is not None or time.monotonic() > deadline)
         except TargetLost as error:
             raise StartError(str(error)) from None
         if self.welcome is None:
@@ -107,10 +112,12 @@ class Client:
             with logged_not_raised() as self.trace_errors:
                 self.recording.stop()
         self.is_closed = True
-        with self._turns:  # else a reader would use a closed socket
-            self._turns.wait_for(lambda: not self._is_reading, 2 * _READ_SECONDS)
+        self.endpoint.wake()
+        if self._reader.is_alive() and self._reader is not threading.current_thread():
+            self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
         self.endpoint.close()
         self._launcher.close()
+        self._tell()
 
     @property
     def _is_ours(self) -> bool:
@@ -136,9 +143,8 @@ class Client:
 
     def submit(self, stream: Stream, submit: Submit) -> Stream:
         self.wait_to_send()
-        if not self._streams:
-            self._silence.heard()
-        self._streams[submit.request] = stream
+        with self._changed:
+            self._streams[submit.request] = stream
         self.post(submit)
         return stream
 
@@ -148,13 +154,16 @@ class Client:
             time.sleep(min(seconds, _READ_SECONDS))
 
     def next_message(self, stream: Stream) -> object | None:
-        """The next message of `stream`, None once it is closed. Meanwhile this may read the socket, for all streams."""
-        self.read_until(lambda: stream.is_ready)
+        """The next message of `stream`, None once it is closed."""
+        self.wait_until(lambda: bool(stream.inbox) or not stream.is_open)
         return stream.inbox.popleft() if stream.is_open else None
 
     def forget(self, request: int) -> None:
         """The request has ended."""
-        self._streams.pop(request, None)
+        if self._is_ours:
+            with self._changed:
+                self._streams.pop(request, None)
+                self._changed.notify_all()
 
     def cancel(self, request: int) -> None:
         """The result is no longer wanted. From any thread."""
@@ -164,76 +173,77 @@ class Client:
         except TargetLost:
             log.debug("could not cancel request %d: the target is gone", request)
 
-    # ---- the socket, shared by all streams ----
-
     def post(self, message: Message) -> None:
         """Sends, from any thread."""
         if self.is_closed or not self._is_ours:
             return
         try:
             self.endpoint.send(message)
-            self.endpoint.wake()  # a thread may wait for a text that this message ends
         except TransportError as error:
-            raise self._lost(self._launcher.exit_cause(str(error))) from None
+            self._lose(self._launcher.exit_cause(str(error)))
+            raise TargetLost(self.lost) from None
 
-    def wake(self) -> None:
-        """Makes a thread in `wait_for` check its condition again. From any thread."""
-        if not self.is_closed and self._is_ours:
-            self.endpoint.wake()
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Returns once `is_done`; checked after each message, and ten times a second.
 
-    def wait_for(self, is_done: Callable[[], bool]) -> None:
-        """Reads for all streams until `is_done`; checked after each message, on `wake`, and ten times a second.
-
-        For one thread that reads for several streams; without any, the target's silence means nothing. Raises
-        `TargetLost`, `EngineClosed`.
+        Raises `TargetLost`, `EngineClosed`, and an error of the target about no particular request.
         """
-
-        def is_over() -> bool:
-            if not self._streams:
-                self._silence.heard()
-            return is_done()
-
-        self.read_until(is_over)
-
-    def read_until(self, is_done: Callable[[], bool]) -> None:
-        """Returns once `is_done`. Of several waiting threads one reads, and the others check after each read."""
         self._check_ours()
-        while not is_done():
-            with self._turns:
-                if self._is_reading:
-                    self._turns.wait(_READ_SECONDS)
-                    continue
-                self._is_reading = True
+        with self._changed:
+            self._waiting += 1
             try:
-                self._read()
+                while not is_done():
+                    self.check_open()
+                    if self.lost:
+                        raise TargetLost(self.lost)
+                    if self._fault is not None:
+                        fault, self._fault = self._fault, None
+                        raise fault
+                    self._changed.wait(_READ_SECONDS)
             finally:
-                with self._turns:
-                    self._is_reading = False
-                    self._turns.notify_all()
+                self._waiting -= 1
 
-    def _read(self) -> None:
-        self.check_open()
-        if self._lost_because:
-            raise TargetLost(self._lost_because)
-        received = self.endpoint.receive(_READ_SECONDS)
-        if received:
-            self._silence.heard(max(m.seconds * SLACK if isinstance(m, Heartbeat) else 0.0 for _, m in received))
-        elif not self._launcher.alive(self.endpoint.connected):
-            raise self._lost(self._launcher.exit_cause("the target is gone"))
+    # ---- the reading thread ----
+
+    def receive(self, received: Sequence[Received]) -> None:
+        """Passes on what has arrived. Too long a silence during a text is a loss, and so is a process that is gone."""
+        if received or not self._streams:
+            self._silence.heard(max((m.seconds * SLACK for _, m in received if isinstance(m, Heartbeat)), default=0.0))
+        if not received and not self._launcher.alive(self.endpoint.connected):
+            self._lose(self._launcher.exit_cause("the target is gone"))
         elif self._silence.seconds > self._timeout:
-            raise self._lost(f"the target has been silent for {self._timeout:.0f} s")
+            self._lose(f"the target has been silent for {self._timeout:.0f} s")
         for _, message in received:
-            self._dispatch(message)
+            try:
+                self._dispatch(message)
+            except PearlError as error:
+                with self._changed:
+                    self._fault = error if self._waiting else None
+                if not self._waiting:
+                    log.warning("%s", error)
+        self._tell()
 
-    def _lost(self, why: str) -> TargetLost:
+    def _lose(self, why: str) -> None:
         """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
 
         Later callers get the same error, for the target is then dead because it was ended here.
         """
-        with self._turns:
-            self._lost_because = self._lost_because or f"{why}; the text ends here. {self._launcher.remedy}"
         self._launcher.lose()
-        return TargetLost(self._lost_because)
+        self.lost = self.lost or f"{why}; the text ends here. {self._launcher.remedy}"
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wakes who waits."""
+        with self._changed:
+            self._changed.notify_all()
+            streams = [stream for stream in self._streams.values() if stream.listener and self.is_ready(stream)]
+        for stream in streams:
+            if stream.listener:
+                stream.listener()
+
+    def is_ready(self, stream: Stream) -> bool:
+        """Whether `next` of this stream would not wait."""
+        return bool(stream.inbox) or not stream.is_open or self.is_closed or bool(self.lost)
 
     def _dispatch(self, message: object) -> None:
         match message:
@@ -251,15 +261,31 @@ class Client:
             case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:
                 stream = self._streams.get(request)
                 if stream is not None and not stream.take(message):
-                    raise self._lost("the target's messages have a gap, or come twice")
+                    self._lose("the target's messages have a gap, or come twice")
             case Error(_, "TraceError", text):  # for the thread that records, not for the one that reads
                 self.recording.answer = TraceError(text)
             case Error(_, kind, text):
                 if kind == "RemoteProtocolError":  # the target has dropped that message and later ones unread
-                    for stream in [each for each in self._streams.values() if not each.has_begun]:
+                    with self._changed:
+                        unheard = [each for each in self._streams.values() if not each.has_begun]
+                    for stream in unheard:
                         stream.take(Error(stream.request, kind, text))
                 raise error_named(kind)(text)
             case Exception():
-                raise self._lost(f"the target sent a malformed message ({message})")
+                self._lose(f"the target sent a malformed message ({message})")
             case _:
                 log.warning("the target sent an unexpected %s", type(message).__name__)
+
+
+def _read(client: ref[Client], endpoint: Connection) -> None:
+    """Reads as long as the client is open, and referenced by others than this thread."""
+    while True:
+        try:
+            received = endpoint.receive(_READ_SECONDS)
+        except TransportError:  # it was closed
+            return
+        owner = client()
+        if owner is None or owner.is_closed or owner.lost:
+            return
+        owner.receive(received)
+        del owner

@@ -1,6 +1,6 @@
 """`Engine`, the user's handle on a pair of models that other processes hold.
 
-Nothing runs in this process's background but the threads that watch the workers.
+In this process's background run only the threads that watch the workers and read what the target sends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from pearl.cache import Progress, silent
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.client import Client
 from pearl.engine.launcher import Launcher, LocalLauncher
-from pearl.engine.request import Options, Prompt, as_prompts, check_length, check_options, encode, submission
+from pearl.engine.request import Options, Prompt, as_prompts, check_length, encode, submission
 from pearl.engine.stream import Result, Stream
 from pearl.errors import PearlError
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.text.tokenizer import GenerationDefaults
-from pearl.worker.startup import Startup
 
 log = logging.getLogger(__name__)
 
@@ -72,20 +71,14 @@ class Engine:
         return engine
 
     def _start(self, launcher: Launcher, progress: Progress) -> None:
-        client, startup = None, Startup()
-        startup.passed("until here")
+        client = None
         try:
             address = launcher.launch(progress)
-            startup.passed("checks and launch")
             self.tokenizer, self.defaults = _load_tokenizer(launcher.config, progress)
-            startup.passed("tokenizer")
             deadline = launcher.wait_until_ready()
-            startup.passed("waiting for the workers")
             client = Client(address, launcher)
             client.meet(deadline)
             launcher.keep()
-            startup.passed("meeting")
-            log.debug("%s", startup)
         except BaseException:
             (client or launcher).close()
             raise
@@ -135,29 +128,37 @@ class Engine:
         """How often a lost draft was restarted, if this process launched it."""
         return self._launcher.draft_restarts
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        method: str | None = None,
+        decoding: DecodingConfig | None = None,
+        preview: bool = False,
+        raw: bool = True,
+    ) -> Stream:
         """Generates one text, piece by piece.
 
         Args:
             prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
             params: how to sample; fields that are not set have the checkpoint's defaults.
-            options: method, decoding, preview and raw; see `Options`.
+            method, decoding, preview, raw: see `Options`.
 
         Raises:
             ConfigError: an unknown option, or one that this engine cannot serve.
             RequestError: the prompt does not fit, for example. Nothing was computed.
             TargetLost: (while iterating) the target is gone; the engine can no longer be used.
         """
-        check_options(options, params)
         self.client.check_open()
         submit = submission(
             self.client.next_number(),
-            self.encode(prompt, raw=options.get("raw", True)),
+            self.encode(prompt, raw=raw),
             self.context,
             (params or SamplingParams()).with_seed(),
             self.defaults,
-            self._decoding(options.get("method"), options.get("decoding")),
-            options.get("preview", False),
+            self._decoding(method, decoding),
+            preview,
         )
         return self.client.submit(Stream(self.client, self.tokenizer, submit), submit)
 
@@ -165,7 +166,6 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> list[Result]:
         """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
-        check_options(options, params)
         waiting, results = deque(as_prompts(prompts)), []
         streams: deque[Stream] = deque()
         slots = self.config.slots
@@ -210,7 +210,7 @@ class Engine:
 
     def wait_until_lost(self) -> None:
         """Never returns. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
-        self.client.wait_for(lambda: False)
+        self.client.wait_until(lambda: False)
 
 
 def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
-from pearl.engine.preflight import check_classifier, check_datastore, check_models, check_profile, check_toys
+from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks
 from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
@@ -85,15 +85,15 @@ class LocalLauncher(Launcher):
     """The workers are children of this process, in a directory of its own.
 
     Args:
-        others_elsewhere: launch only the target's first rank; another process launches the other workers.
+        draft_elsewhere: another process launches the draft.
     """
 
-    def __init__(self, config: EngineConfig, others_elsewhere: bool = False) -> None:
+    def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         super().__init__(config, private_directory())
         self._began = time.time()
         self.target: Ranks | None = None
         self.draft: DraftKeeper | None = None
-        self._others_elsewhere = others_elsewhere
+        self._draft_elsewhere = draft_elsewhere
         self._ending = threading.RLock()
         self._has_ended = False
 
@@ -108,18 +108,13 @@ class LocalLauncher(Launcher):
 
     def launch(self, progress: Progress) -> str:
         config, directory = self.config, self.directory
-        check_classifier(config)
-        check_models(config, ("target",) if self._others_elsewhere else config.roles, progress)
-        check_toys(config)
-        check_profile(config)
-        check_datastore(config, progress)
+        check(config, ("target",) if self._draft_elsewhere else config.roles, progress)
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
         keys = ensured_keys(config.control, config.keys, directory)
         check_bind(address, keys is not None)
-        followers = () if self._others_elsewhere else range(1, config.target_tp)
         settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
-        self.target = Ranks(settings, followers, progress)
+        self.target = Ranks(settings, progress)
         is_known = not address.endswith("*")  # else the target chooses a free port
         if is_known:
             self._launch_draft(address, progress)  # at once: both import torch meanwhile
@@ -129,7 +124,7 @@ class LocalLauncher(Launcher):
         return self.target.address
 
     def _launch_draft(self, address: str, progress: Progress) -> None:
-        if self.config.has_draft and not self._others_elsewhere:
+        if self.config.has_draft and not self._draft_elsewhere:
             self.draft = DraftKeeper(self.config, address, self.directory, progress)
 
     def wait_until_ready(self) -> float:
@@ -148,7 +143,7 @@ class LocalLauncher(Launcher):
         return self._deadline
 
     def _check_others(self) -> None:
-        """Raises why workers that are elsewhere will not come."""
+        """Raises why a draft that is elsewhere will not come."""
 
     def _start_failure(self, target: Ranks, draft: Ranks) -> PearlError:
         """The draft's error, or the target's: a draft also ends because the target that it connects to failed."""

@@ -20,70 +20,47 @@ from pearl.worker.profile import load
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 
 
-def check_models(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
-    """Raises `ModelError` for a model or device that is not on this machine.
+def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
+    """Raises `ModelError` for a model or device of `roles` that is not on this machine, `ConfigError` for other files.
 
     Converts .gguf files, which would take longer than workers have to start.
     """
+    classifier_of(config)
     for role in roles:
-        model = config.model(role)
-        _check_device(model)
-        if is_toy(model.spec):
-            _check_toy(model)
-            continue
-        _check_dtype(model)
-        if not model.spec.startswith("embedded"):
-            _check_files(model, progress)
+        _check_model(config.model(role), progress)
     if config.tensors == "nccl" and any(config.model(role).part().kind == "cpu" or not _has_gpu() for role in roles):
         raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
-
-
-def check_toys(config: EngineConfig) -> None:
-    """Raises `ModelError` if one model is a toy and the other has another vocabulary."""
+    trust = config.trust_remote_code
     if config.has_draft and (is_toy(config.target) or is_toy(config.draft)):
-        trust = config.trust_remote_code
         target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
         check_same_vocabulary(target, draft, config.target, config.draft)
-
-
-def check_profile(config: EngineConfig) -> None:
-    """Raises `ConfigError` if a profile is named and cannot be read. The target worker reads it again."""
     if config.profile not in ("auto", "none"):
         load(config)
+    if config.datastore is not None:
+        from pearl.drafting.datastore import check_tokenizer, read_header
+
+        directory = Path(config.datastore)
+        header = read_header(directory)  # first: a tokenizer may take long
+        tokenizer, _ = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
+        check_tokenizer(header, tokenizer, directory)
 
 
-def check_datastore(config: EngineConfig, progress: Progress) -> None:
-    """Raises `ConfigError` for a datastore that is missing, damaged, or of another tokenizer."""
-    if config.datastore is None:
-        return
-    from pearl.drafting.datastore import check_tokenizer, read_header
-
-    directory = Path(config.datastore)
-    header = read_header(directory)
-    trust = config.trust_remote_code
-    tokenizer, _ = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
-    check_tokenizer(header, tokenizer, directory)
-
-
-def check_classifier(config: EngineConfig) -> None:
-    """Raises `ConfigError` if the classifier of stop policy disco cannot be read or is another pair's."""
-    classifier_of(config)
-
-
-def _check_device(model: ModelConfig) -> None:
+def _check_model(model: ModelConfig, progress: Progress) -> None:
     if model.part().kind == "cuda" and not _has_gpu():
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
+    if is_toy(model.spec):
+        if model.tp > 1:
+            raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
+        if not is_replay(model.spec):
+            toy_options(model.spec)
+        return
+    _check_dtype(model)
+    if not model.spec.startswith("embedded"):
+        _check_files(model, progress)
 
 
 def _has_gpu() -> bool:
     return any(any(Path("/dev").glob(name)) for name in _GPUS)
-
-
-def _check_toy(model: ModelConfig) -> None:
-    if model.tp > 1:
-        raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
-    if not is_replay(model.spec):
-        toy_options(model.spec)
 
 
 def _check_dtype(model: ModelConfig) -> None:

@@ -9,13 +9,10 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
@@ -32,11 +29,11 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
+COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
 _LOOK_SECONDS = 0.2  # between two checks of a draft
 _EXIT_SECONDS = 5.0  # for the last status lines of ranks that exit
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
-_MEASURED = re.compile(r"(?<!signal )(?<!exit code )\b\d[\d.]*")  # numbers that differ though the cause is the same
 _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
 
 
@@ -67,7 +64,7 @@ class Worker:
         self._states: set[str] = set()
         self._changed = threading.Condition()
         self._process = Popen(
-            [sys.executable, "-m", "pearl.worker"],
+            COMMAND,
             stdin=PIPE,
             stdout=PIPE,
             env=_environment(settings.model.part(settings.rank)) | {DIRECTORY: str(settings.directory)},
@@ -186,16 +183,13 @@ class Worker:
 
 
 class Ranks(Worker):
-    """A model's worker and, if several ranks share the model, the other ranks' workers: all end with any of them.
+    """A model's worker and, if several ranks share the model, the other ranks' workers: all end with any of them."""
 
-    `ranks`: the others to launch here; under torchrun another process launches each of the target's.
-    """
-
-    def __init__(self, settings: WorkerSettings, ranks: Iterable[int] = (), progress: Progress | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
         super().__init__(settings, progress)
         self.followers: list[Worker] = []
         try:
-            for rank in ranks:
+            for rank in range(1, settings.model.tp):
                 self.followers.append(Worker(settings.model_copy(update={"rank": rank})))
         except BaseException:
             self.kill()  # first: a worker that ends by itself removes the directory, which may be in use
@@ -247,7 +241,6 @@ class Ranks(Worker):
 class DraftKeeper:
     """Restarts a draft worker that dies or falls silent, with back-off, at most `config.draft_restarts` times in a row.
 
-    Restarts are counted by cause: a draft that was killed, then fell silent on a busy machine, does not keep failing.
     The target watches for silence only during requests; here it is watched always, and a draft that hangs is killed.
     """
 
@@ -255,16 +248,14 @@ class DraftKeeper:
         self._config = config
         self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory)
         self._closing = threading.Event()
-        self._restarts: Counter[str] = Counter()  # by cause
-        self.restarts = 0  # of all causes, ever
+        self._in_a_row = self.restarts = 0  # restarts since a sound run, and ever
         self._starts = count()
         self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
 
     def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Ranks:
-        """All its ranks are children of this process, also under torchrun: they are restarted together."""
         settings = self._settings.model_copy(update={"tensors": tensors, "start": next(self._starts)})
-        return Ranks(settings, range(1, settings.model.tp), progress)
+        return Ranks(settings, progress)
 
     def keep(self) -> None:
         """Starts watching; until then a failed draft stays down, so that its error can be reported."""
@@ -272,22 +263,20 @@ class DraftKeeper:
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
-            trouble = self._trouble()
-            if trouble is None:
+            what = self._trouble()
+            if what is None:
                 continue
-            cause, what = trouble
             if self.worker.ready_since and time.monotonic() - self.worker.ready_since > _SOUND_SECONDS:
-                self._restarts.clear()
+                self._in_a_row = 0
             self.worker.kill()
             self.worker.end()
-            if self._restarts[cause] == self._config.draft_restarts:
+            if self._in_a_row == self._config.draft_restarts:
                 log.error("%s; it is not started again, the target goes on alone", what)
                 return
-            self._restarts[cause] += 1
+            self._in_a_row += 1
             self.restarts += 1
-            log.warning("%s; starting it again (%d)", what, self._restarts[cause])
-            # All causes together: alternating causes must not become a busy loop either.
-            if not self._closing.wait(_back_off(self._restarts.total())):
+            log.warning("%s; starting it again (%d)", what, self._in_a_row)
+            if not self._closing.wait(_back_off(self._in_a_row)):
                 self._start_again()
 
     def _start_again(self) -> None:
@@ -301,20 +290,18 @@ class DraftKeeper:
             if self._closing.wait(_back_off(tries)):
                 return
 
-    def _trouble(self) -> tuple[str, str] | None:
-        """The cause and a message, if anything is wrong with the draft."""
+    def _trouble(self) -> str | None:
+        """What is wrong with the draft."""
         worker, config = self.worker, self._config
         if not worker.alive:
             with contextlib.suppress(errors.PearlError):  # its last status line may still arrive
                 worker.wait_for("gone", time.monotonic() + 1.0)
-            what = str(worker.exit_error())
-            return _MEASURED.sub("", what), what
+            return str(worker.exit_error())
         if worker.reached("ready"):
             silent = worker.silence.seconds
-            late = silent > config.draft_timeout
-            return ("silence", f"draft worker was silent for {silent:.1f} s") if late else None
+            return f"draft worker was silent for {silent:.1f} s" if silent > config.draft_timeout else None
         late = time.monotonic() - worker.began > config.startup_timeout
-        return ("start", "draft worker is not ready in time; see startup_timeout") if late else None
+        return "draft worker is not ready in time; see startup_timeout" if late else None
 
     def close(self) -> None:
         self._closing.set()

@@ -105,7 +105,7 @@ class Recording:
         is_wanted = is_wanted or (lambda: time.monotonic() <= deadline)
         self._client.post(trace)
         # A late echo of an abandoned request differs from `trace`.
-        self._client.read_until(lambda: self.answer == trace or isinstance(self.answer, TraceError) or not is_wanted())
+        self._client.wait_until(lambda: self.answer == trace or isinstance(self.answer, TraceError) or not is_wanted())
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:

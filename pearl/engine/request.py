@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.errors import ConfigError, RequestError
+from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.text.grammar import grammar_of
@@ -45,22 +44,6 @@ class Options(TypedDict, total=False):
     decoding: DecodingConfig | None
     preview: bool
     raw: bool
-
-
-def check_options(options: Mapping[str, Any], params: object) -> None:
-    """Raises `ConfigError` for a keyword that is not one of `Options`, and for params of another type."""
-    if params is not None and not isinstance(params, SamplingParams):
-        shown = f"**{params!r:.60}" if isinstance(params, Mapping) else "temperature=0.7"
-        raise ConfigError(
-            f"params is a {type(params).__name__}; give a SamplingParams, such as SamplingParams({shown})"
-        )
-    for name in options:
-        if name in SamplingParams.model_fields:
-            raise ConfigError(f"{name} is a field of SamplingParams: give params=SamplingParams({name}=...)")
-        if name not in Options.__annotations__:
-            near = get_close_matches(name, [*Options.__annotations__, *SamplingParams.model_fields], n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown keyword {name!r}{meant} (there are {', '.join(Options.__annotations__)})")
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,11 +62,16 @@ class Result:
 
 
 class Stream:
-    """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile."""
+    """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile.
+
+    Attributes:
+        listener: called in the reading thread whenever `next` would not wait.
+    """
 
     def __init__(self, client: Client, tokenizer: Tokenizer, submit: Submit) -> None:
         self.request = submit.request
         self.inbox: deque[object] = deque()
+        self.listener: Callable[[], None] | None = None
         self.is_open = True
         self.has_begun = False  # whether a message has arrived
         self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
@@ -77,7 +82,7 @@ class Stream:
     @property
     def is_ready(self) -> bool:
         """Whether `next` would not wait."""
-        return bool(self.inbox) or not self.is_open
+        return self._client.is_ready(self)
 
     def take(self, message: object) -> bool:
         """Puts a message into the inbox; False if committed tokens do not follow the ones before."""

@@ -1,9 +1,8 @@
-"""An engine under torchrun: rank 0 is the front and launches the target, the last rank launches the draft.
+"""An engine under torchrun: rank 0 is the front and launches the target, rank 1 launches the draft.
 
-If several ranks share the target, those between launch a worker of it each, on rank 0's host. Ranks find each other
-through torchrun's store. Each rank is only a launcher: it restarts a dead draft without failing itself, at which
-torchrun would end the whole job. With an address as control channel the ranks may be on two hosts, which share only the
-address and the keys.
+The two find each other through torchrun's store. Each is only a launcher: it restarts a dead draft without failing
+itself, at which torchrun would end the whole job. With an address as control channel they may be on two hosts, which
+share only the address and the keys.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from typing import TYPE_CHECKING
 from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
-from pearl.engine.processes import DraftKeeper, Worker
+from pearl.engine.processes import DraftKeeper
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
 from pearl.spec.transports import is_remote
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
-from pearl.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from pearl.transport.torch_dist import TorchrunStore
@@ -36,7 +34,6 @@ log = logging.getLogger(__name__)
 
 _ADDRESS, _DIRECTORY, _CLOSED, _FAILED = "address", "directory", "closed", "failed"  # keys in the store
 _POLL_SECONDS = 0.5
-_REPORT_SECONDS = 5.0  # for a rank to notice that its worker is gone and report it
 
 
 def rank() -> int | None:
@@ -47,16 +44,13 @@ def rank() -> int | None:
 
 
 def check_world(config: EngineConfig) -> None:
-    """Raises `ConfigError` unless there is a rank for each worker."""
-    world, targets = int(os.environ["WORLD_SIZE"]), config.target_tp
-    ranks = targets + config.has_draft
-    if world != ranks:
-        shares = f"ranks 0 to {targets - 1} for the target" if targets > 1 else "rank 0 for the target"
-        shares += f" and rank {targets} for the draft" if config.has_draft else ""
-        remedy = f"Start it with --nproc-per-node {ranks}" if ranks > 1 else "Start `python -m pearl` directly"
+    """Raises `ConfigError` unless there is a process for each model; it launches all workers of its model."""
+    world = int(os.environ["WORLD_SIZE"])
+    if world != 2 or not config.has_draft:
+        remedy = "Start it with --nproc-per-node 2" if config.has_draft else "Start `python -m pearl` directly"
         raise ConfigError(
-            f"torchrun started {world} processes; PEARL takes {ranks} here: {shares}. {remedy}, or share "
-            f"the target with --target-tp {world - config.has_draft}"
+            f"torchrun started {world} processes; PEARL takes one for the target and one for the draft, however many "
+            f"devices share a model. {remedy}"
         )
 
 
@@ -79,39 +73,22 @@ def _store() -> TorchrunStore:
 
 
 class TorchrunLauncher(LocalLauncher):
-    """Rank 0's: other ranks launch all workers but the target's first."""
+    """Rank 0's: the other rank launches the draft."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._store = _store()
-        super().__init__(config, others_elsewhere=True)
+        super().__init__(config, draft_elsewhere=True)
 
     def launch(self, progress: Progress) -> str:
-        self._store.set(_DIRECTORY, str(self.directory))  # first, for the target's ranks meet there
         address = super().launch(progress)
+        self._store.set(_DIRECTORY, str(self.directory))
         self._store.set(_ADDRESS, address)
         return address
 
-    def wait_until_ready(self) -> float:
-        try:
-            return super().wait_until_ready()
-        except TransportError as error:
-            raise self._error_elsewhere() or error from None
-
     def _check_others(self) -> None:
         if (why := self._store.peek(_FAILED)) is not None:
-            raise _failure(why)
-
-    def exit_cause(self, otherwise: str) -> str:
-        found = super().exit_cause(otherwise)  # first: it waits for the target's last status line
-        return str(self._error_elsewhere() or found)
-
-    def _error_elsewhere(self) -> PearlError | None:
-        """If our rank of the target has only lost another one: the error that the other's launcher reports."""
-        target = self.target
-        if self.config.target_tp > 1 and target is not None and isinstance(target.error, TransportError):
-            with suppress(TransportError):
-                return _failure(self._store.get(_FAILED, _REPORT_SECONDS))
-        return None
+            kind, _, message = why.partition(":")
+            raise error_named(kind)(message)
 
     def lose(self) -> None:
         super().lose()
@@ -122,60 +99,32 @@ class TorchrunLauncher(LocalLauncher):
         super().close()
 
     def _report_closed(self) -> None:
-        """To the other ranks, which then end their workers."""
+        """To the other rank, which then ends its worker."""
         try:
             self._store.set(_CLOSED, "yes")
         except TransportError:
             log.debug("torchrun's store is gone already")
 
 
-def serve(config: EngineConfig, rank: int, progress: Progress) -> None:
-    """Every rank but 0: keeps its worker running until rank 0 closes the engine. Raises the worker's start error."""
+def serve(config: EngineConfig, progress: Progress) -> None:
+    """Rank 1: keeps the draft running until rank 0 closes the engine. Raises the worker's start error.
+
+    torchrun authenticates nobody, so what the store holds is checked before it is used.
+    """
     store = _store()
     with _reported_to_rank_0(store, config):
-        if rank < config.target_tp:
-            _serve_follower(config, rank, store)
-        else:
-            _serve_draft(config, progress, store)
-
-
-def _serve_follower(config: EngineConfig, rank: int, store: TorchrunStore) -> None:
-    """Another rank of the target. Its worker is not restarted: all ranks of a model end together."""
-    directory = _shared_directory(config, store)
-    worker = Worker(WorkerSettings(role="target", rank=rank, config=config, directory=directory))
-    try:
-        while not _is_closed(store):
-            if not worker.alive and not _is_closed(store):
-                with suppress(PearlError):  # its last status line may still arrive
-                    worker.wait_for("gone", time.monotonic() + 1.0)
-                error = worker.exit_error()
-                if isinstance(error, TransportError):
-                    return  # it has only lost another rank
-                raise error
-    finally:
-        worker.end()
-
-
-def _serve_draft(config: EngineConfig, progress: Progress, store: TorchrunStore) -> None:
-    """The last rank. torchrun authenticates nobody, so what the store holds is checked before it is used."""
-    if config.keys is not None:
-        read_keys(Path(config.keys))  # fails now rather than after rank 0 has loaded its model
-    address = store.get(_ADDRESS, config.startup_timeout)
-    with _directory(config, store, address) as directory:
-        keeper = DraftKeeper(config, address, directory, progress)
-        try:
-            _wait_until_ready(keeper, store, config)
-            keeper.keep()
-            while not _is_closed(store):
-                pass
-        finally:
-            keeper.end()
-
-
-def _failure(report: str) -> PearlError:
-    """A rank's report in the store as an error."""
-    kind, _, message = report.partition(":")
-    return error_named(kind)(message)
+        if config.keys is not None:
+            read_keys(Path(config.keys))  # fails now rather than after rank 0 has loaded its model
+        address = store.get(_ADDRESS, config.startup_timeout)
+        with _directory(config, store, address) as directory:
+            keeper = DraftKeeper(config, address, directory, progress)
+            try:
+                _wait_until_ready(keeper, store, config)
+                keeper.keep()
+                while not _is_closed(store):
+                    pass
+            finally:
+                keeper.end()
 
 
 @contextmanager
@@ -197,11 +146,18 @@ def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[
 
 @contextmanager
 def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iterator[Path]:
-    """Rank 0's on the same host; on another host one of this rank's own, removed at the end."""
+    """Rank 0's on the same host; on another host one of this rank's own, removed at the end.
+
+    Raises `StartError` if rank 0 is not where the configuration says.
+    """
     if config.one_host:
-        directory = _shared_directory(config, store)
-        if not is_local(address):
-            raise _not_here(address)
+        directory = Path(store.get(_DIRECTORY, config.startup_timeout))
+        if not is_engine_directory(directory) or not is_local(address):
+            raise StartError(
+                f"rank 0's directory {directory} or address {address} is not on this machine, or not this user's. For "
+                "a draft on another host give both ranks --control tcp://HOST:PORT, of rank 0's host, and --keys FILE "
+                "(pearl keys FILE)"
+            )
         yield directory
     elif not is_remote(address):
         raise StartError(f"rank 0 listens at {address}: give both ranks the same --control")
@@ -211,21 +167,6 @@ def _directory(config: EngineConfig, store: TorchrunStore, address: str) -> Iter
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _shared_directory(config: EngineConfig, store: TorchrunStore) -> Path:
-    """Rank 0's. Raises `StartError` if it is not on this host."""
-    directory = Path(store.get(_DIRECTORY, config.startup_timeout))
-    if not is_engine_directory(directory):
-        raise _not_here(f"directory {directory}")
-    return directory
-
-
-def _not_here(what: str) -> StartError:
-    return StartError(
-        f"rank 0's {what} is not on this machine, or not this user's. The target's ranks share a host; for a draft on "
-        "another give all ranks --control tcp://HOST:PORT, of rank 0's host, and --keys FILE (pearl keys FILE)"
-    )
 
 
 def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineConfig) -> None:

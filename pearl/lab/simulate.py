@@ -64,7 +64,6 @@ class Timing:
         jitter: standard deviation of a forward's time, as a share of it.
         seed: of the jitter.
         t_spread: `t_target` while the target also uses the draft's cores; None: the same.
-        t_draft_fed: a draft forward, by the number of tokens fed (guesses and branches included); None: `t_draft`.
     """
 
     t_draft: float
@@ -73,11 +72,6 @@ class Timing:
     jitter: float = 0.0
     seed: int = 0
     t_spread: Callable[[int], float] | None = None
-    t_draft_fed: Callable[[int], float] | None = None
-
-    def draft(self, fed: int) -> float:
-        """Seconds of a draft forward that is fed `fed` tokens."""
-        return self.t_draft if self.t_draft_fed is None else self.t_draft_fed(fed)
 
 
 @dataclass
@@ -184,21 +178,17 @@ def paired_executors(
     draft: ModelRunner,
     datastore: Datastore | None = None,
     t_draft: Callable[[int], float] = lambda fed: 1.0,
-    noted: bool = False,
     guides: MakeGuide | None = None,
     habits: Habits | None = None,
 ) -> tuple[TargetExecutor, DraftExecutor]:
     """The runtime's executors on two runners in this process.
 
     Args:
-        t_draft: see `Timing.draft`; it decides which guesses and branches pay. All constants are equivalent.
-        noted: see `ModelProposer`.
+        t_draft: seconds of a draft forward by the number of tokens fed: it decides which guesses and branches pay.
         guides: make the grammars of requests that have one.
         habits: of the target.
     """
-    proposer = VirtualProposer(
-        draft, target.vocab_size, t_draft, datastore=datastore, noted=lambda: noted, guides=guides
-    )
+    proposer = VirtualProposer(draft, target.vocab_size, t_draft, datastore=datastore, guides=guides)
     executor = TargetExecutor(target, datastore=datastore, guides=guides, habits=habits)
     return executor, DraftExecutor(proposer)
 
@@ -307,7 +297,7 @@ class Simulation:
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
         event = self._executors[actor].execute(command)
-        seconds = self._seconds(command, event)
+        seconds = self._seconds(command)
         if isinstance(event, Forwarded):
             self.outcome.watch.busy += seconds
             event = Forwarded(seconds, self._now + seconds, request=event.request)
@@ -318,7 +308,7 @@ class Simulation:
     def _spread(self, everywhere: bool) -> None:
         self._t_target = (everywhere and self._timing.t_spread) or self._timing.t_target
 
-    def _seconds(self, command: object, event: object) -> float:
+    def _seconds(self, command: object) -> float:
         match command:
             case Forward(tokens=tokens):
                 seconds = self._t_target(len(tokens))
@@ -326,9 +316,7 @@ class Simulation:
                 self._spread(everywhere)
                 return 0.0
             case Draft():
-                assert isinstance(event, Drafted)
-                # `CoinDraft` reports no time: it stands for a forward of one token.
-                seconds = (self._timing.t_draft_fed and event.seconds) or self._timing.t_draft
+                seconds = self._timing.t_draft
             case _:
                 return 0.0
         return seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter)) if self._timing.jitter else seconds
@@ -352,11 +340,8 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
 
 
 def timing_of(
-    t_draft: dict[int, float] | None, t_target: dict[int, float] | None, delay: float = 0.0, jitter: float = 0.0
+    t_draft: float | None, t_target: dict[int, float] | None, delay: float = 0.0, jitter: float = 0.0
 ) -> Timing:
-    """From milliseconds by tokens fed; None: 10 for a draft forward, 50 for a target forward."""
-    drafts, verifies = (
-        interpolated({n: ms / 1e3 for n, ms in times.items()})
-        for times in (t_draft or {1: 10.0}, t_target or {1: 50.0})
-    )
-    return Timing(drafts(1), verifies, delay / 1e3, jitter, t_draft_fed=drafts)
+    """From milliseconds, of a target by tokens fed; None: 10 for a draft forward, 50 for a target forward."""
+    verify = interpolated({n: ms / 1e3 for n, ms in (t_target or {1: 50.0}).items()})
+    return Timing((t_draft or 10.0) / 1e3, verify, delay / 1e3, jitter)

@@ -30,9 +30,8 @@ def toy_options(spec: str) -> dict[str, Any]:
     Raises `ModelError` for an unknown key or a bad value.
     """
     kinds: dict[str, Callable[[str], Any]] = {"vocab": int, "alpha": float, "seed": int, "context": int, "eos": int}
-    kinds |= {"coin": int, "fault": str, "once": str}
-    values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20}
-    values |= {"coin": 0, "fault": "", "once": ""}
+    kinds |= {"coin": int}
+    values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20, "coin": 0}
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
         if key not in kinds:

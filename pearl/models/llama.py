@@ -5,11 +5,13 @@ What `hf` does for every model this does for one shape of them; `hf` is its refe
 **Rows do not depend on their company**: the logits of a position are the same bits however its sequence was cut into
 forwards.  On a CPU `matrices` and `attention` ensure that.  On a GPU a prompt is computed in pieces of one size and all
 other tokens in recordings of another (`graphs`), and how far a forward looks depends on the positions of its tokens
-alone; another text reuses the cache of a prompt in whole pieces only.
+alone; another text reuses the cache of a prompt in whole pieces only.  Where our kernels run (`decode`), the feeds of
+all slots are rows of one table, and a row's bits depend on its own tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -22,7 +24,6 @@ from pearl.models.feeds import Feed, Layout, lay_out
 from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.layers import DecoderLayers, Rope
 from pearl.models.matrices import Rounding, packs
-from pearl.models.matrix_cache import MatrixCache
 from pearl.models.probe import trees_are_chains
 from pearl.models.runner import Capabilities, check_feeds
 from pearl.models.shard import ALONE, Group
@@ -32,7 +33,10 @@ from pearl.models.slots import Slots, Tree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pearl.models.decode import Decode
     from pearl.models.direct import Decoder
+
+log = logging.getLogger(__name__)
 
 _TREE_NODES = 256  # most nodes of a tree, on a CPU
 _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
@@ -59,7 +63,8 @@ class LlamaRunner:
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         rounding: how matrices are rounded, or stored, on a CPU: see `matrices.matrix`.
-        cached: this model's matrices as laid out before, on this CPU.
+        kernels: whether tokens that are no prompt's are computed by our own kernels (`decode`); None: on a GPU, if
+            forwards are recorded, Triton is installed and they fit the model.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class LlamaRunner:
         records: bool = True,
         record: Record | None = None,
         rounding: Rounding = "",
-        cached: MatrixCache | None = None,
+        kernels: bool | None = None,
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
         self.weights = {"": str(model.dtype).removeprefix("torch."), "stored": "4 bits"}.get(rounding, rounding)
@@ -82,23 +87,26 @@ class LlamaRunner:
         # multiple of a few elements, once a layer.
         self._room = attention.whole_blocks(context) + (PREFILL if is_fixed else 0)
         self._graphs = self._make_graphs(record, records) if is_fixed else None
+        self._decode: Decode | None = None
         # Products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each of them.
         cache_dtype = model.dtype if is_fixed else torch.float32
-        cached, is_invariant = cached or MatrixCache(), True
+        is_invariant = True
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, group, rounding, cached, cache_dtype)
+            self._layers = DecoderLayers(model, group, rounding, cache_dtype, plain=bool(kernels))
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             is_bf16 = packs(self._layers.embedding) and self.dtype == torch.bfloat16
             self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
             if not is_fixed:
-                least, is_invariant = cached.probed(self._layers.probe)
+                least, is_invariant = self._layers.probe()
                 self._least_rows = max(self._least_rows, least)
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             self._cos, self._sin = self._layers.angles(rotary, self._positions)
             shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
             self._trees_at_once = not is_fixed and trees_are_chains(heads, cache_dtype)
-            if launches:
+            if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
+                self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
+            if launches and self._decode is None:
                 self._record_all(slots)
         self.capabilities = Capabilities(
             slots=slots,
@@ -115,6 +123,15 @@ class LlamaRunner:
             record = record_on_gpu(self.device) if records else lambda work: work
         return Graphs(self._fixed, self._room, record)
 
+    def _make_decode(self, record: Record | None) -> Decode | None:
+        """The forward by our kernels; None where they are not to be had, with the reason in the log."""
+        try:
+            from pearl.models.decode import make_decode
+        except ImportError:
+            log.info("Triton is not installed: forwards are torch's operations, recorded")
+            return None
+        return make_decode(self._layers, self._slots, (self._cos, self._sin), record or (lambda work: work))
+
     def _record_all(self, slots: int) -> None:
         """Make every recording, the largest first: the smaller ones fit into the memory that it took."""
         assert self._graphs is not None
@@ -129,10 +146,13 @@ class LlamaRunner:
         return self._slots.lengths[slot]
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """See `ModelRunner.forward`. On a GPU feeds are computed one after the other, elsewhere together."""
+        """See `ModelRunner.forward`. Without our kernels a GPU computes feeds one after the other."""
         check_feeds(feeds, self, "our own forward")
         with torch.inference_mode():
-            found = self._together(feeds) if self._graphs is None else [self._replayed(feed) for feed in feeds]
+            if self._decode is not None:
+                found = self._tabled(self._decode, feeds)
+            else:
+                found = self._together(feeds) if self._graphs is None else [self._replayed(feed) for feed in feeds]
         for feed in feeds:
             if feed.parents is None:
                 self._slots.extend(feed.slot, len(feed.tokens))
@@ -175,6 +195,16 @@ class LlamaRunner:
         return list(self._layers.logits(chosen)[: len(asked)].split([len(rows) for rows in rows_of]))
 
     # ---- in fixed sizes: on a GPU ----
+
+    def _tabled(self, decode: Decode, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """Prompts one after the other, all other feeds together."""
+        few = [feed for feed in feeds if not feed.prompt or feed.parents is not None]
+        found = dict(zip(map(id, few), decode.forward(few), strict=True)) if few else {}
+        for feed in few:
+            self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + len(feed.tokens))
+            if feed.parents is not None:
+                self._slots.hold(feed.slot, Tree(feed.parents))
+        return [found[id(feed)] if id(feed) in found else self._replayed(feed) for feed in feeds]
 
     def _replayed(self, feed: Feed) -> torch.Tensor:
         assert self._graphs is not None

@@ -21,7 +21,6 @@ from pearl.models.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.direct import Decoder, read_decoder
 from pearl.models.gguf import unfit_weights
 from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
-from pearl.models.matrix_cache import matrix_cache
 from pearl.models.memory import check_cache_fits, check_room, fits_in_float32, needed
 from pearl.models.runner import ModelRunner
 from pearl.models.shard import ALONE, Group, cut
@@ -123,7 +122,7 @@ def load_runner(
             rounding = rounding_for(model, wanted.may_round)
             chosen = torch.bfloat16 if rounding else dtype
             model = model if chosen is None else model.to(chosen)  # type: ignore[arg-type]
-        runner = _make_runner(spec, Path(path), model, is_ours, rounding, wanted, group)
+        runner = _make_runner(spec, model, is_ours, rounding, wanted, group)
         if wanted.exact:
             _check_exact(spec, model, runner, is_ours, wanted.weights)
         return runner
@@ -131,7 +130,6 @@ def load_runner(
 
 def _make_runner(
     spec: str,
-    path: Path,
     model: PreTrainedModel | Decoder,
     is_ours: bool,
     rounding: Rounding,
@@ -150,7 +148,6 @@ def _make_runner(
         return HFRunner(model, context)
     from pearl.models.llama import LlamaRunner
 
-    is_cached = isinstance(model, Decoder) and model.device.type == "cpu" and group.size == 1
     return LlamaRunner(
         model,
         context,
@@ -158,7 +155,6 @@ def _make_runner(
         slots=wanted.slots + (min(wanted.spare, left // 2) if model.device.type == "cpu" else 0),
         records=wanted.forwards == "auto",
         rounding=rounding,
-        cached=matrix_cache(path, rounding, str(model.dtype)) if is_cached else None,
     )
 
 

@@ -28,6 +28,18 @@ _SERIAL = 32768  # elements: torch splits elementwise operations of at least thi
 
 
 @dataclass(frozen=True)
+class Plain:
+    """Weights [out, in] as they are, and a bias [out] if any."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        product = linear(x, self.weight, self.bias)
+        return product if y is None else y + product
+
+
+@dataclass(frozen=True)
 class Rounded:
     """Rounded weights in the layout of the int8 or int4 kernel: multiplies rows by them.
 
@@ -48,14 +60,9 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights in oneDNN's layout: multiplies rows of their dtype by them.
-
-    Attributes:
-        memory: what holds the matrix's memory, where it does not own it.
-    """
+    """Weights in oneDNN's layout: multiplies rows of their dtype by them."""
 
     matrix: torch.Tensor
-    memory: torch.Tensor | None = None
 
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
@@ -70,7 +77,6 @@ class Packed:
 
 
 Laid = Rounded | Packed  # weights in the layout of a kernel of this processor
-Make = Callable[[], Laid]
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -80,7 +86,10 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def matrix(
-    *linears: Any, rounding: Rounding = "", wide: bool = False, laid: Callable[[Make], Laid] = lambda make: make()
+    *linears: Any,
+    rounding: Rounding = "",
+    wide: bool = False,
+    plain: bool = False,
 ) -> Matrix:
     """Return several linear layers with one input as one matrix, their outputs side by side.
 
@@ -90,7 +99,7 @@ def matrix(
         rounding: "int8": each row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": like "int4"
             where the weights are in 4 bits already, else unchanged (float32 on a CPU without bf16 instructions).
         wide: keep float32 results in float32.
-        laid: makes the matrix, or returns a cached one; the weights are then not read.
+        plain: return a `Plain` one in any case.
 
     Raises `ModelError` for widths that "int8" and "int4" cannot have.
     """
@@ -99,10 +108,9 @@ def matrix(
     for each in linears:
         each.weight = None
     widens = not rounding and _widens(weights[0])
-    if not rounding and not widens and not packs(weights[0]):
-        weight = _stacked(weights)
-        return lambda x, y: linear(x, weight, bias) if y is None else y + linear(x, weight, bias)
-    product = laid(lambda: _lay_out(_stacked(weights), rounding))
+    if plain or (not rounding and not widens and not packs(weights[0])):
+        return Plain(_stacked(weights), bias)
+    product = _lay_out(_stacked(weights), rounding)
     if not rounding and not widens:
         assert isinstance(product, Packed)
         return lambda x, y: product(x, bias, y)

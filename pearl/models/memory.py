@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def needed(
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
     item = 4 if is_wide and OWN_FORWARD.keys() & (config.get("architectures") or ()) else item
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
     context = context or min(most, config.get("max_position_embeddings") or most)
     return of_shape(config, weights, item, context, ranks, slots)
 
@@ -140,8 +140,8 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
     if need.weights + need.cache > room:  # the rest is an estimate
         advice = (
-            "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread the target over "
-            "more GPUs: --target-tp N --target-device cuda:0-M."
+            "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread it over more "
+            "GPUs: --target-tp N --target-device cuda:0-M; of a draft --draft-tp and --draft-device."
             if device.type == "cuda"
             else "Lower max_context, or use a smaller model or dtype."
         )
@@ -190,27 +190,39 @@ def fits_in_float32(directory: Path) -> bool:
 
 
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
-    """Bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown."""
+    """Bytes still available: the kernel's MemAvailable or what the cgroup has left, if less; None: unknown.
 
-    def left() -> int:
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-
-    return _least(proc, "MemAvailable", left)
+    Pages of files that were not used lately count as available in either: the kernel drops them for a program.
+    """
+    left = [limit - max(0, used - idle) for limit, used, idle in _cgroup(group)]
+    return min([*_meminfo(proc, "MemAvailable"), *left], default=None)
 
 
 def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
     """Bytes in all: the machine's memory or the cgroup's limit, if less; None: unknown."""
-    return _least(proc, "MemTotal", lambda: int((group / "memory.max").read_text()))
+    return min([*_meminfo(proc, "MemTotal"), *(limit for limit, _, _ in _cgroup(group))], default=None)
 
 
-def _least(proc: Path, name: str, of_group: Callable[[], int]) -> int | None:
-    found = []
+def _meminfo(proc: Path, name: str) -> list[int]:
     with suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in proc.read_text().splitlines())
-        found.append({words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3}[f"{name}:"])
-    with suppress(OSError, ValueError):  # no cgroup; or its limit is "max", i.e. none, which is no number
-        found.append(of_group())
-    return min(found, default=None)
+        return [{words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3}[f"{name}:"]]
+    return []
+
+
+def _cgroup(group: Path) -> list[tuple[int, int, int]]:
+    """(limit, bytes in use, of these pages of files not used lately) of this process's cgroup, of version 2 or 1."""
+    for directory, limit, used, idle in (
+        (group, "memory.max", "memory.current", "inactive_file"),
+        (group / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(
+            OSError, ValueError, KeyError
+        ):  # none of this version; or its limit is "max", i.e. none, which is no number
+            found = int((directory / limit).read_text()), int((directory / used).read_text())
+            lines = (line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            return [(*found, int(dict(lines)[idle]))]
+    return []
 
 
 def is_of_memory(error: BaseException) -> bool:

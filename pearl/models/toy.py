@@ -16,7 +16,6 @@ from hashlib import blake2b
 import torch
 
 from pearl.models.checkpoint import toy_options
-from pearl.models.faulty import FaultyRunner
 from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
@@ -152,12 +151,10 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
 def load_toy(spec: str, role: str, max_context: int | None, slots: int) -> ModelRunner:
     """A runner of `slots` sequences, from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`.
 
-    `role`: "target" or "draft". `coin=1`: one of `coin_pair`. `fault=hang@drafting`, `once=FILE`: see `FaultyRunner`.
-    Raises `ModelError` for an unknown key or a bad value.
+    `role`: "target" or "draft". `coin=1`: one of `coin_pair`. Raises `ModelError` for an unknown key or a bad value.
     """
     values = toy_options(spec)
     vocab = int(values["vocab"])
     pair = (coin_pair if values["coin"] else alpha_pair)(vocab, values["alpha"], int(values["seed"]))
     context = min(int(values["context"]), max_context or 1 << 20)
-    runner = ToyRunner(vocab, pair[role == "draft"], context, slots)
-    return FaultyRunner(runner, values["fault"], role, values["once"]) if values["fault"] else runner
+    return ToyRunner(vocab, pair[role == "draft"], context, slots)

@@ -151,20 +151,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The draft's row about a token drawn from it.
-
-    Attributes:
-        share: probability of the token among the likeliest, in eighths.
-        rivals: the likeliest other tokens, the likeliest first.
-    """
-
-    token: int
-    share: int
-    rivals: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Drafted:
     """The draft's forward is done.
 
@@ -178,7 +164,6 @@ class Drafted:
         cached: how many of `tokens`, from the first on, the KV cache holds already.
         paused: whether the stop policy ends drafting until these tokens are judged.
         branches: continuations for other outcomes as far as drafted, each whole from its outcome on.
-        seen: for a trace: (position, `Seen`) of each of `tokens`, and of a branch's when it became the text.
         fed: tokens fed in the forward, those of other requests too; 0: unknown.
     """
 
@@ -190,7 +175,6 @@ class Drafted:
     cached: int = 0
     paused: bool = False
     branches: tuple[Proposal, ...] = ()
-    seen: tuple[tuple[int, Seen], ...] = ()
     fed: int = 0
     request: int = field(default=-1, kw_only=True)
 

@@ -31,13 +31,12 @@ class Service:
         self.running: set[AsyncStream] = set()
         self.figures = Figures(model, lambda: len(self.running), lambda: self.waiting, lambda: engine.draft_restarts)
         self._async = AsyncEngine.of(engine)
-        self._reader = self._async.reader  # still accessible after `close`
         self.is_stopping = False
 
     @property
     def lost(self) -> str:
         """Why the engine is lost; empty while it runs."""
-        return self._reader.lost
+        return self.engine.client.lost
 
     def stop(self) -> None:
         """Fails the texts that are being written or wait: the server is shutting down."""

@@ -112,7 +112,7 @@ def read(directory: Path) -> CachedTokenizer | None:
     """The cached tokenizer of the checkpoint in `directory`; None where there is none. Removes what is unreadable."""
     where = None
     try:
-        where = find(_name(directory), checksums=True)
+        where = find(_name(directory))
         return None if where is None else CachedTokenizer(where)
     except Exception as error:  # the tokenizers library's errors have no common base
         log.debug("the cached tokenizer of %s cannot be read: %s", directory, error)
@@ -153,7 +153,7 @@ def save(
             raise ModelError("it does not give the same")
 
     try:
-        converted(_name(directory), build, silent, checksums=True)
+        converted(_name(directory), build, silent)
     except Exception as error:  # tokenizers raises no other where a disk is full; later starts take longer, and work
         log.debug("the tokenizer of %s is not cached: %s", directory, error)
 

@@ -103,7 +103,7 @@ class Report:
 def report(trace: Trace) -> Report:
     start, end = trace.start, trace.end
     target, draft = _between(trace.target, start, end), _between(trace.draft, start, end)
-    wall = end - start
+    wall = max(end - start, 1e-9)  # a trace may be of one instant
     verifications = [s for s in target if s.name in VERIFICATIONS]
     forwards = _forwards(draft, verifications)
     shares = _worker(target, wall), _worker(draft, wall) if draft else None
@@ -116,7 +116,7 @@ def report(trace: Trace) -> Report:
         wall=wall,
         requests=len(trace.requests),
         tokens=tokens,
-        tokens_per_second=tokens / wall if wall else 0.0,
+        tokens_per_second=tokens / wall,
         target=shares[0],
         draft=shares[1],
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
@@ -129,7 +129,7 @@ def report(trace: Trace) -> Report:
         ratio=t_target / t_draft if t_draft and t_target else None,
         window=median(windows) if draft and windows else 0.0,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
-        recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall if wall else 0.0,
+        recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall,
         latency=latency(trace),
         per_request=latencies(trace),
         notes=_notes(trace, *shares),

@@ -15,13 +15,11 @@ from typing import Any
 from pearl.errors import PearlError
 from pearl.printable import log_to_stderr
 from pearl.worker.lifeline import Lifeline
-from pearl.worker.startup import Startup, allow_expandable_segments
+from pearl.worker.startup import allow_expandable_segments
 
 
 def main() -> int:
-    startup = Startup()
     lifeline = Lifeline()
-    startup.passed("Python and settings")
     settings = lifeline.settings
     log_to_stderr(settings.config.log_level, settings.name)
     lifeline.watch(settings.directory)
@@ -31,10 +29,9 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    startup.passed("imports")
     run = build.run_follower if settings.rank else build.run_draft if settings.role == "draft" else build.run_target
     try:
-        run(settings, lifeline, startup)
+        run(settings, lifeline)
     except PearlError as error:
         lifeline.tell("failed", kind=type(error).__name__, message=str(error))
         return error.exit_code

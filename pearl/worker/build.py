@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,12 +43,11 @@ from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import devices_of, occupy, pin, place, settled, shared_gpus, spreader
+from pearl.worker.profile import keeper
 from pearl.worker.profile import load as load_profile
-from pearl.worker.profile import times
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.settings import TargetSettings, WorkerSettings
-from pearl.worker.startup import Startup
 from pearl.worker.target import TargetWorker
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ _LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "d
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
-def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
+def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = listen(settings.address, _keys(settings))
@@ -69,7 +68,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        spread, profile, (known, keep) = spreader(config), load_profile(config), times(config)
+        spread, profile, keep = spreader(config), load_profile(config), keeper(config)
         taken = devices_of(config, model.role)
         if warning := shared_gpus(config):
             log.warning("%s", warning)
@@ -78,15 +77,13 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
             digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
-            startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
             store = _datastore(config, tokenizer, runner.vocab_size)
-            startup.passed("model")
             worker = TargetWorker(
                 endpoint,
                 TargetExecutor(
                     runner,
-                    partial(_text_stream, tokenizer),
+                    partial(TextStream, tokenizer),
                     store,
                     spread,
                     guides=_guides(model, runner.vocab_size),
@@ -101,11 +98,11 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
                     config.slots,
                     has_classifier=config.disco is not None,
                 ),
-                ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
+                ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
                 tracer=tracer,
                 channel=partial(make_channel, runner.vocab_size) if make_channel else None,
-                profile=profile or known,
+                profile=profile,
                 measured=keep,
             )
             with torch.inference_mode():
@@ -115,21 +112,18 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -
         tracer.stop()
 
 
-def run_follower(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
+def run_follower(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
     device = place(settings.config, settings.role, settings.rank)
     pin(settings.config, settings.role, settings.rank)
     group = _group(settings, device)
     assert group is not None
-    startup.passed("device and ranks")
     runner = make_runner(settings.model, device, silent, group)
-    startup.passed("model")
-    log.debug("%s", startup)
     with torch.inference_mode():
         follow(runner, group)
 
 
-def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) -> None:
+def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = connect(settings.address, _keys(settings))
@@ -143,11 +137,9 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-            startup.passed("device and tokenizers")
             runner = _loaded(tracer, model, device, progress, group)
             store = _datastore(config, tokenizer, runner.vocab_size)
             policies = partial(make_policy, classifier=classifier_of(config))
-            startup.passed("model")
 
             def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
                 packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
@@ -157,7 +149,6 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
                     policies,
                     texts=config.slots,
                     datastore=store,
-                    noted=lambda: tracer.recorder is not None,
                     guides=_guides(model, runner.vocab_size),
                 )
                 return DraftExecutor(proposer), packer
@@ -166,7 +157,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
                 endpoint,
                 Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
                 welcomed,
-                ready=partial(_tell_ready, lifeline, startup, device=taken, dtype=dtype_of(runner)),
+                ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
                 stopping=lifeline.closed.is_set,
                 heartbeat_seconds=min(1.0, config.draft_timeout / 4),
                 tracer=tracer,
@@ -180,12 +171,6 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, startup: Startup) ->
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
-
-
-def _tell_ready(lifeline: Lifeline, startup: Startup, device: str, dtype: str) -> None:
-    startup.passed("meeting and measuring")
-    log.debug("%s", startup)
-    lifeline.tell("ready", device=device, dtype=dtype)
 
 
 def _keys(settings: WorkerSettings) -> Keys | None:
@@ -249,10 +234,6 @@ def _loaded(
     runner = make_runner(model, device, progress, group)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
-
-
-def _text_stream(tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
-    return TextStream(tokenizer, prompt, stops)
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:

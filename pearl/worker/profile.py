@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ _SETTINGS = (  # those that speeds depend on
     "target_pace",
     "draft_pace",
 )
-_TIMES = "-times.json"
 _TIMES_SECONDS = 24 * 3600.0  # how long a start's measurement is used: something else may have kept the machine busy
 
 
@@ -89,39 +87,31 @@ def load(config: EngineConfig) -> Profile | None:
         return _read(Path(config.profile))
     path = path_of(config)
     try:
-        return _read(path) if path.exists() else None
+        found = _read(path) if path.exists() else None
     except ConfigError as error:
         log.warning("%s; going on without it", error)
         return None
+    if found is not None and not found.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
+        return None  # of a start, long ago
+    return found
 
 
-def times(config: EngineConfig) -> tuple[Profile | None, Callable[[Profile], None]]:
-    """What starts of this pair have measured within a day, if anything; and how to keep what this one measures.
+def keeper(config: EngineConfig) -> Callable[[Profile], None]:
+    """Keeps the forward times that a start of this pair has measured. Call before this process is pinned.
 
-    Call before this process is pinned. Nothing is kept of toys, nor if `config.profile` is not "auto".
+    Nothing is kept of toys, nor if `config.profile` is not "auto".
     """
     if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
-        return None, lambda profile: None
+        return lambda profile: None
     path, of = path_of(config), key(config)
-    path = path.with_name(f"{path.stem}{_TIMES}")
 
     def keep(measured: Profile) -> None:
         try:
             _write(path, of, Profile(t_draft=measured.t_draft, t_target=measured.t_target))
-            for other in path.parent.glob(f"*{_TIMES}"):
-                if not _is_recent(other):
-                    other.unlink(missing_ok=True)
-        except (ConfigError, OSError) as error:  # the next start measures again
+        except ConfigError as error:  # the next start measures again
             log.debug("%s", error)
 
-    with suppress(OSError, ConfigError):
-        if _is_recent(path):
-            return _read(path), keep
-    return None, keep
-
-
-def _is_recent(path: Path) -> bool:
-    return 0 <= time.time() - path.stat().st_mtime < _TIMES_SECONDS
+    return keep
 
 
 def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:

@@ -54,7 +54,7 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
-from pearl.worker.fronts import Fronts
+from pearl.worker.fronts import Fronts, Post
 from pearl.worker.notices import Notices
 from pearl.worker.recording import Recordings
 from pearl.worker.settings import TargetSettings
@@ -92,10 +92,11 @@ class TargetWorker:
         self._start(Speeds.of(profile) if profile else Speeds())
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
-        self._fronts = Fronts(self._post, settings)
+        post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
+        self._fronts = Fronts(post, settings)
         self._times = self._fronts.times
         self._draft = DraftLink(settings, executor, channel)
-        self._recordings = Recordings(tracer, self._post, self._renew)
+        self._recordings = Recordings(tracer, post, self._renew)
         self._notices = Notices(log)
         self._commands: deque[object] = deque()
         self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
@@ -117,28 +118,32 @@ class TargetWorker:
         with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined, weigh=weigh) as self._mail:
             self._draft.mail = self._mail
             try:
-                self._serve()
+                if not self._settings.expects_draft:
+                    self._become_ready()
+                while not self._stopping():
+                    self._step()
             finally:
                 self._draft.close()
 
-    def _serve(self) -> None:
-        if not self._settings.expects_draft:
-            self._become_ready()
-        while not self._stopping():
-            if self._commands:
-                self._carry_out(self._commands.popleft())
-            elif self._forwards:
-                if not self._gathers():
-                    self._forward()
-            else:
-                self._record_between_requests()
-                self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
-                self._look_after_peers()
+    def _step(self) -> None:
+        if self._commands:
+            self._carry_out(self._commands.popleft())
+        elif self._forwards:
+            if not self._gathers():
+                self._forward()
+        else:
+            if self._recordings.are_due and not self._coordinator.running:
+                trace = self._recordings.begin_or_end()
+                if trace is not None and self._draft.peer is not None:
+                    self._draft.post(trace)
+                    self._draft.compare_clocks(self._tracer)
+                elif trace is not None:
+                    self._recordings.done()
+                self._hold()
+            self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
+            self._look_after_peers()
 
     # ---- messages ----
-
-    def _post(self, message: Message, peer: Peer) -> None:
-        self._mail.post(message, peer)
 
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
@@ -147,10 +152,18 @@ class TargetWorker:
             try:
                 self._on_message(peer, message)
             except (ProtocolError, TransportError, DraftLost) as error:
-                self._on_fault(peer, error)
+                if peer == self._draft.peer:
+                    self._lose_draft(str(error))
+                elif isinstance(error, TransportError):
+                    self._recordings.lose(peer)
+                    self._commands.extend(map(Cancel, self._fronts.lose(peer)))
+                    self._hold()
+                else:
+                    self._notices.warn(peer, "dropped a message: %s", error)
+                    self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
             except RequestError as error:
                 request = message.request if isinstance(message, Submit) else -1
-                self._post(Error(request, type(error).__name__, str(error)), peer)
+                self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
     def _on_message(self, peer: Peer, message: Message | Fault) -> None:
         is_draft, is_front = peer == self._draft.peer, peer in self._fronts
@@ -168,7 +181,7 @@ class TargetWorker:
                 self._fronts.meet(peer, message)
                 self._welcome()
             case Ping(sent):
-                self._post(Pong(sent, time.monotonic_ns()), peer)
+                self._mail.post(Pong(sent, time.monotonic_ns()), peer)
             case Pong() if is_draft:
                 self._tracer.pong(message)
             case Submit() if is_front:
@@ -187,17 +200,6 @@ class TargetWorker:
             case _:
                 raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
 
-    def _on_fault(self, peer: Peer, error: Exception) -> None:
-        if peer == self._draft.peer:
-            self._lose_draft(str(error))
-        elif isinstance(error, TransportError):
-            self._recordings.lose(peer)
-            self._commands.extend(map(Cancel, self._fronts.lose(peer)))
-            self._hold()
-        else:
-            self._notices.warn(peer, "dropped a message: %s", error)
-            self._post(Error(-1, type(error).__name__, str(error)), peer)
-
     def _become_ready(self) -> None:
         self._is_ready = True
         self._ready()
@@ -209,12 +211,12 @@ class TargetWorker:
     def _welcome(self) -> None:
         """Introduce the engine to new fronts, once requests can be served."""
         if self._is_ready:
-            speeds = self._coordinator.speeds
-            self._fronts.welcome(self._introduction(speeds.best_window() if self._coordinator.draft_context else 0))
+            self._fronts.welcome(self._introduction)
 
-    def _introduction(self, window: int) -> Welcome:
+    @property
+    def _introduction(self) -> Welcome:
         s, speeds, context = self._settings, self._coordinator.speeds, self._coordinator.draft_context
-        t_target = speeds.target.measured
+        t_target, window = speeds.target.measured, speeds.best_window() if context else 0
         return Welcome(PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, t_target, window)
 
     # ---- peers ----
@@ -225,7 +227,7 @@ class TargetWorker:
         if not self._draft.meet(peer, hello):
             return
         self._endpoint.trust(peer)
-        self._draft.post(self._introduction(0))
+        self._draft.post(self._introduction)
         if self._is_ready:  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
             if self._tracer.number:
                 self._draft.post(Trace(self._tracer.number, True))
@@ -246,7 +248,7 @@ class TargetWorker:
                     self._become_ready()
                 elif is_news:
                     log.warning("a draft has joined")
-                self._compare_clocks()
+                self._draft.compare_clocks(self._tracer)
 
     def _lose_draft(self, why: str) -> None:
         """Go on alone; unless this worker ends, because its draft ends then, too."""
@@ -272,20 +274,9 @@ class TargetWorker:
             for peer in self._fronts.to_reassure | self._recordings.fronts:
                 ahead = self._fronts.ahead(peer, self._coordinator.scheduler.waiting)
                 work = "queued" if ahead else self._coordinator.state.value
-                self._post(Heartbeat(self._num_forwards, work, ahead), peer)
+                self._mail.post(Heartbeat(self._num_forwards, work, ahead), peer)
 
     # ---- recording ----
-
-    def _record_between_requests(self) -> None:
-        if self._coordinator.running or not self._recordings.are_due:
-            return
-        trace = self._recordings.begin_or_end()
-        if trace is not None and self._draft.peer is not None:
-            self._draft.post(trace)
-            self._compare_clocks()
-        elif trace is not None:
-            self._recordings.done()
-        self._hold()
 
     def _hold(self) -> None:
         """Begin no more requests while a recording is to begin or end; else those that wait."""
@@ -304,10 +295,6 @@ class TargetWorker:
             self._handle(DraftJoined(self._draft.context))
         for submit in before.scheduler.waiting:
             self._handle(submit)
-
-    def _compare_clocks(self) -> None:
-        if self._tracer.recorder is not None:
-            self._draft.compare_clocks()
 
     # ---- commands ----
 
@@ -336,18 +323,15 @@ class TargetWorker:
             case Forward():
                 self._forwards.append(command)
             case _:
-                self._compute(command, getattr(command, "request", -1))
-
-    def _compute(self, command: object, request: int) -> None:
-        began = time.monotonic()
-        self._times.resume(request)
-        if isinstance(command, Open):
-            alone = self._settings.expects_draft and not self._coordinator.draft_context
-            self._times.begin(request, draft_lost=alone)
-        event = self._computed(command, request)
-        self._times.work([request], time.monotonic() - began)
-        if event is not None:
-            self._handle(event)
+                request, began = getattr(command, "request", -1), time.monotonic()
+                self._times.resume(request)
+                if isinstance(command, Open):
+                    alone = self._settings.expects_draft and not self._coordinator.draft_context
+                    self._times.begin(request, draft_lost=alone)
+                event = self._computed(command, request)
+                self._times.work([request], time.monotonic() - began)
+                if event is not None:
+                    self._handle(event)
 
     def _computed(self, command: object, request: int) -> object | None:
         try:

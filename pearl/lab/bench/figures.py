@@ -15,12 +15,12 @@ from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import AR, NGRAM, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, Text
 from pearl.lab.experiments.estimate import Estimate, bootstrap
-from pearl.models.runner import ModelRunner, feed_chain
+from pearl.lab.experiments.texts import rows_along
+from pearl.models.runner import ModelRunner
 from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-_PIECE = 64  # positions of one forward whose rows, each as long as the vocabulary, are held at once
 _TextKey = tuple[str, int, int]
 
 
@@ -151,20 +151,14 @@ class Surprise:
         """Nats, at temperature 1 and unfiltered."""
         key = (text.prompt, text.tokens)
         if key not in self._known:
-            self._known[key] = self._read(*key)
+            tokens = iter(text.tokens)
+            with torch.inference_mode():
+                self._known[key] = -sum(
+                    float(torch.log_softmax(row.double(), -1)[next(tokens)])
+                    for rows in rows_along(self._runner, text.prompt, text.tokens)
+                    for row in rows
+                )
         return self._known[key]
-
-    @torch.inference_mode()
-    def _read(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-        self._runner.rollback(0)
-        if len(prompt) > 1:
-            feed_chain(self._runner, prompt[:-1], 0)
-        fed, total = [prompt[-1], *tokens[:-1]], 0.0
-        for first in range(0, len(fed), _PIECE):
-            piece, targets = fed[first : first + _PIECE], tokens[first : first + _PIECE]
-            rows = torch.log_softmax(feed_chain(self._runner, piece, len(piece)).double(), -1)
-            total -= float(rows[torch.arange(len(targets)), torch.tensor(targets, device=rows.device)].sum())
-        return total
 
 
 # ---- the document ----

@@ -1,50 +1,43 @@
-"""A process that runs `transformers`' own `generate` as an outside baseline, assisted if a draft is named.
-
-Reads settings as JSON from the first line of standard input, prints {"ready": true} or {"error": message}, then answers
-each request line with one line.  Pins itself to its cores before importing torch, which sizes its thread pools by them.
-"""
+"""`transformers`' own `generate` as an outside baseline, assisted if a draft is named; runs in a process of its own."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pearl.worker.startup import allow_expandable_segments
 
+_loaded: dict[str, Any] = {}  # the model, and the assistant or None
 
-def main() -> None:
-    settings = json.loads(sys.stdin.readline())
-    if settings["cores"]:
-        os.sched_setaffinity(0, settings["cores"])
+
+def load(settings: dict[str, Any], cores: Sequence[int], gpus: Sequence[int]) -> None:
+    """Load the models. The process is pinned before it imports torch, which sizes its thread pools by its cores.
+
+    Raises `ModelError`.
+    """
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     allow_expandable_segments(os.environ)  # as our own workers
 
     import torch
     import transformers
 
-    from pearl.errors import PearlError
     from pearl.models.loading import load_model
     from pearl.worker.placement import occupy
 
     transformers.logging.set_verbosity_error()  # assisted generation warns about its own arguments
-    if settings["cores"]:
-        occupy(settings["cores"])
-
-    def load(role: str) -> Any:
-        device = torch.device(settings["device"])
-        spread = "auto" if settings["spread"] and role == "target" else None
-        return load_model(settings[role], device=device, dtype=settings[f"{role}_dtype"], device_map=spread).eval()
-
-    try:
-        model, assistant = load("target"), load("assistant") if settings["assistant"] else None
-    except PearlError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(_generate(model, assistant, json.loads(line))), flush=True)
+    if cores:
+        occupy(cores)
+    device = torch.device("cuda:0" if gpus else "cpu")
+    for role in ("target", "assistant"):
+        spread = "auto" if len(gpus) > 1 and role == "target" else None
+        _loaded[role] = settings[role] and load_model(
+            settings[role], device=device, dtype=settings[f"{role}_dtype"], device_map=spread
+        )
 
 
 class _ArrivalTimes:
@@ -60,37 +53,34 @@ class _ArrivalTimes:
         pass
 
 
-def _generate(model: Any, assistant: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def generate(prompt: Sequence[int], max_tokens: int, seed: int, sampling: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `systems.Decoded`."""
     import torch
 
     from pearl.metrics import Stopwatch
 
-    prompt = torch.tensor([asked["prompt"]], device=model.device)
+    ids = torch.tensor([prompt], device=_loaded["target"].device)
     clock = _ArrivalTimes()
     began = time.perf_counter()
-    if asked["sampling"]["do_sample"]:
-        torch.manual_seed(asked["seed"])
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=asked["max_tokens"],
-        assistant_model=assistant,
+    if sampling["do_sample"]:
+        torch.manual_seed(seed)
+    output = _loaded["target"].generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        assistant_model=_loaded["assistant"],
         streamer=clock,
-        **asked["sampling"],
+        **sampling,
     )
     watch = Stopwatch()
     for now, count in clock.arrivals[1:]:  # the first entry is the prompt
         watch.committed(count, now)
     assert watch.first is not None
     return {
-        "tokens": output[0, prompt.shape[1] :].tolist(),
+        "tokens": tuple(output[0, len(prompt) :].tolist()),
         "first_seconds": watch.first - began,
         "late_seconds": watch.last - watch.first,
         "late_tokens": watch.generated - watch.in_first,
         "itl_p50": watch.token_latency(0.5),
         "itl_p99": watch.token_latency(0.99),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -7,25 +7,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import torch
+
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.conversation import Conversation
+from pearl.engine.request import submission
 from pearl.errors import ModelError, RequestError
 from pearl.lab import Watcher
-from pearl.lab.bench.emulation import paced, simulated
-from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
 from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System
 from pearl.lab.bench.tasks import Task
-from pearl.lab.simulate import interpolated
+from pearl.lab.simulate import Outcome, Timing, interpolated, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
+from pearl.models.replay import load_scripted
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.events import Phase
 from pearl.spec.stops import FIXED as FIXED_STOP
 
 _WARM_UP = 16  # tokens
 _GAMMA_TASKS = 3  # decoded to find the gamma of sd
-_MAX_STOLEN = 0.01  # measure a sample again if the host took a larger share of the cores' time
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Sample:
         task: number within the set, from 1.
         first_seconds: from the start of the first turn's prefill to its first commit.
         late_tokens, late_seconds: after each turn's first commit.
-        stolen: share of the cores' time that the host took meanwhile.
         judged, accepted: draft tokens.
         runs: number of sequences committed up to a correction or bonus.
         steps: target forwards after the prefill.
@@ -55,7 +55,6 @@ class Sample:
     first_seconds: float
     late_tokens: int
     late_seconds: float
-    stolen: float
     judged: int = 0
     accepted: int = 0
     runs: int = 0
@@ -82,7 +81,6 @@ class Plan:
         together: load all systems at once and let them take turns; otherwise run one system after the other, which
             needs less memory.
         gamma: for rows of sd and ssd without one; None: the fastest.
-        attempts: measurements of one sample at most; the least disturbed one counts.
     """
 
     config: EngineConfig
@@ -93,7 +91,6 @@ class Plan:
     repeats: int = 1
     together: bool = True
     gamma: int | None = None
-    attempts: int = 1
 
 
 @dataclass(frozen=True)
@@ -258,24 +255,17 @@ class _Run:
         return row.params or self._plan.params
 
     def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
-        params, attempts = self._params_of(row), list[tuple[Sample, list[Decoded]]]()
-        while len(attempts) < self._plan.attempts:
-            conditions = Conditions()
-            turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
-            if not turns:
-                return None
-            conditions.stop()
-            sample = make_sample(row, task, repeat, turns, conditions.load.stolen)
-            attempts.append((sample, turns))
-            if sample.stolen <= _MAX_STOLEN:
-                break
-        best, turns = min(attempts, key=lambda attempt: attempt[0].stolen)  # the least disturbed, not the fastest
+        params = self._params_of(row)
+        turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
+        if not turns:
+            return None
+        sample = make_sample(row, task, repeat, turns)
         self._measured.texts += [Text(row.name, turn.prompt, turn.tokens, turn.statistics) for turn in turns]
         if turns[0].statistics is None or not is_emulated(self._plan.config):
-            return best
+            return sample
         seeded = self._seeded(params, task, repeat)
         virtual = simulated(self._plan.config, row.decoding, turns[0].prompt, seeded)
-        return replace(best, of_simulated=best.tokens / best.seconds * virtual.seconds / len(virtual.tokens))
+        return replace(sample, of_simulated=sample.tokens / sample.seconds * virtual.seconds / len(virtual.tokens))
 
     def _decode_turns(
         self, system: System, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
@@ -305,7 +295,7 @@ class _Run:
             self._watcher.say(f"{what} does not fit the context: left out")
 
 
-def make_sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], stolen: float) -> Sample:
+def make_sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded]) -> Sample:
     known = [t.statistics for t in turns if t.statistics is not None]
     return Sample(
         row=row.name,
@@ -317,7 +307,6 @@ def make_sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], sto
         first_seconds=turns[0].first_seconds,
         late_tokens=sum(t.late_tokens for t in turns),
         late_seconds=sum(t.late_seconds for t in turns),
-        stolen=stolen,
         judged=sum(s.num_judged_draft_tokens for s in known),
         accepted=sum(s.num_accepted_draft_tokens for s in known),
         runs=sum(sum(s.run_histogram.values()) for s in known),
@@ -332,3 +321,28 @@ def make_sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded], sto
 def target_steps(statistics: Statistics) -> int:
     """Target forwards after the prefill."""
     return sum(n for phase, n in statistics.target_steps.items() if phase != Phase.PREFILL.value)
+
+
+# ---- emulated pairs ----
+
+
+def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:
+    """Simulate the request to an emulated pair in virtual time: an upper bound of its real run.
+
+    Run and simulation share models, seed and decisions; messages and the runtime's own work take no time here.  Sets
+    torch to one thread: with a vocabulary of a few tokens, several threads take five times as long.
+    """
+    torch.set_num_threads(1)
+    target = load_scripted(config.target, "target", config.max_context)
+    draft = load_scripted(config.draft, "draft")
+    _, defaults = load_tokenizer(config.target)
+    submit = submission(1, prompt, target.context, params, defaults, decoding)
+    return simulate(submit, *paired_executors(target, draft), paced(config))
+
+
+def paced(config: EngineConfig) -> Timing:
+    """Forward times of an emulated pair, from its configuration."""
+    assert config.target_pace is not None
+    assert config.draft_pace is not None
+    pace = config.target_pace
+    return Timing(config.draft_pace, lambda fed: pace)

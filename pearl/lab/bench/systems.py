@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any, Protocol
 
 from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.request import resolve_sampling
-from pearl.errors import ConfigError, StartError
+from pearl.errors import ConfigError, PearlError, StartError
+from pearl.lab.bench.generate import generate, load
 from pearl.metrics import Statistics
 from pearl.protocol.options import Shaping
 from pearl.text.tokenizer import GenerationDefaults
@@ -103,58 +103,34 @@ class Generate:
     ) -> None:
         self._defaults = defaults
         self._options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
-        environment = dict(os.environ)
-        if devices.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices.gpus))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pearl.lab.bench.generate"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self._process = ProcessPoolExecutor(1, get_context("spawn"))
         settings = {
             "target": config.target,
             "assistant": config.draft if assisted else None,
             "target_dtype": _loadable_dtype(config.target_dtype),
             "assistant_dtype": _loadable_dtype(config.draft_dtype),
-            "device": "cuda:0" if devices.gpus else "cpu",
-            "spread": len(devices.gpus) > 1,
-            "cores": devices.cores,
         }
-        self._ask(settings)
+        self._ask(load, settings, devices.cores, devices.gpus)
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
         """`generate` keeps no cache between texts."""
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
-        asked = {
-            "prompt": list(prompt),
-            "max_tokens": params.max_tokens,
-            "seed": params.seed,
-            "sampling": _generate_options(params, self._defaults) | self._options,
-        }
-        answer = self._ask(asked)
-        return Decoded(tuple(answer.pop("tokens")), **answer)
+        sampling = _generate_options(params, self._defaults) | self._options
+        return Decoded(**self._ask(generate, list(prompt), params.max_tokens, params.seed, sampling))
 
-    def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+    def _ask(self, do: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
-            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        except (OSError, ValueError):
-            self.close()
+            return self._process.submit(do, *arguments).result()
+        except BrokenProcessPool:
             raise StartError("transformers' process has ended; its error message stands above") from None
-        if "error" in answer:
+        except PearlError as error:
             self.close()
-            raise StartError(f"transformers' process: {answer['error']}")
-        return answer
+            raise StartError(f"transformers' process: {error}") from None
 
     def close(self) -> None:
-        """Close the process's standard input, which ends it, and wait for it."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.communicate()
+        """End the process."""
+        self._process.shutdown()
 
 
 def _generate_options(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:

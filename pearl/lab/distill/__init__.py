@@ -5,11 +5,10 @@
     benchmarks   recognises benchmark prompts, which are never trained on
     prompts      from files, and invented by the target
     answers      batched generation, with the likeliest tokens of every step
-    storage      answers and checkpoints on disk
     draft        builds the model to train, and exports it
     loss         the training loss
     learning     batches, schedules, optimizers and the training step
-    run          the rounds of answering and learning
+    run          the rounds of answering and learning, and its files
     evaluate     compares a draft with the target on the target's answers
 
 It must not know processes, windows or the protocol: the draft is an ordinary checkpoint.

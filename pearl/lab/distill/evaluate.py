@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pearl.errors import ModelError
-from pearl.lab.distill.answers import answer, batched
+from pearl.lab.distill.answers import Answer, answer, batched
 from pearl.lab.distill.draft import check_head, head, hidden_states
-from pearl.lab.distill.learning import packed
+from pearl.lab.distill.learning import batch_of, packed
 from pearl.lab.distill.teacher import Teacher
 
 REPEATED = 8  # a token is repeated if it ends a run of this length that the answer has had before: a greedy loop
@@ -86,47 +86,26 @@ def repeated(tokens: Sequence[int]) -> list[bool]:
 
 
 @torch.inference_mode()
-def observe(
-    target: PreTrainedModel, draft: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]
-) -> Observations:
-    """Let both models read each prompt with its answer; one observation per answer token."""
-    empty = torch.empty(0)
-    parts = [Observations(empty.bool(), empty, empty.bool())]
-    pairs = [(p, a) for p, a in zip(prompts, answers, strict=True) if a]
-    for numbers in packed(range(len(pairs)), [len(p) + len(a) for p, a in pairs], _BATCH_TOKENS):
-        some = [pairs[number] for number in numbers]
-        longest = max(len(p) + len(a) for p, a in some)
-        ids = torch.tensor([[*p, *a, *[0] * (longest - len(p) - len(a))] for p, a in some])
-        rows = torch.cat([i * longest + torch.arange(len(p) - 1, len(p) + len(a) - 1) for i, (p, a) in enumerate(some)])
-        tokens = torch.tensor([token for _, a in some for token in a])
-        again = torch.tensor([flag for _, a in some for flag in repeated(a)])
-        parts.append(Observations(*_compare(target, draft, ids, rows, tokens), again))
+def observe(target: PreTrainedModel, draft: PreTrainedModel, answers: Sequence[Answer]) -> Observations:
+    """Let both models read the target's greedy answers; one observation per answer token."""
+    parts = []
+    for numbers in packed(range(len(answers)), [one.length for one in answers], _BATCH_TOKENS):
+        some = [answers[number] for number in numbers]
+        batch = batch_of(some, target.device)
+        theirs, ours = (
+            hidden_states(model, batch.ids.to(model.device)).flatten(0, 1)[batch.rows.to(model.device)]
+            for model in (target, draft)
+        )
+        again = torch.tensor([flag for one in some for flag in repeated(one.tokens)])
+        chunks = (each.split(_LOGIT_ROWS) for each in (theirs, ours, batch.top_ids[:, 0], again))
+        for states, guesses, wanted, repeats in zip(*chunks, strict=True):
+            logits = (guesses @ head(draft).T).float()
+            target_probs = (states @ head(target).T).float().softmax(-1)[:, : logits.shape[1]]
+            draft_probs = logits.softmax(-1)[:, : target_probs.shape[1]]
+            chosen = logits.gather(1, wanted.to(logits.device)[:, None])
+            agreed = ~(logits > chosen).any(-1)
+            parts.append(Observations(agreed.cpu(), torch.minimum(target_probs, draft_probs).sum(-1).cpu(), repeats))
     return joined(parts)
-
-
-def _compare(
-    target: PreTrainedModel, draft: PreTrainedModel, ids: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Agreements and overlaps, each [rows].
-
-    Args:
-        ids: [batch, length], right-padded.
-        rows: indices into the flattened ids, of the states that predict `tokens`.
-        tokens: [rows], the target's.
-    """
-    theirs, ours = (
-        hidden_states(model, ids.to(model.device)).flatten(0, 1)[rows.to(model.device)] for model in (target, draft)
-    )
-    agreed, overlaps = [], []
-    chunks = (each.split(_LOGIT_ROWS) for each in (theirs, ours, tokens))
-    for states, guesses, wanted in zip(*chunks, strict=True):
-        logits = (guesses @ head(draft).T).float()
-        target_probs = (states @ head(target).T).float().softmax(-1)[:, : logits.shape[1]]
-        draft_probs = logits.softmax(-1)[:, : target_probs.shape[1]]
-        chosen = logits.gather(1, wanted.to(logits.device)[:, None])
-        agreed.append(~(logits > chosen).any(-1).cpu())
-        overlaps.append(torch.minimum(target_probs, draft_probs).sum(-1).cpu())
-    return torch.cat(agreed), torch.cat(overlaps)
 
 
 def evaluate(
@@ -136,7 +115,7 @@ def evaluate(
     *,
     limit: int,
     batch: int,
-    tick: Callable[[int], object] = lambda tokens: None,
+    tick: Callable[[int], object] = lambda finished: None,
 ) -> dict[str, Figures]:
     """The figures of each set of prompts, and of "all" if there are several.
 
@@ -144,7 +123,7 @@ def evaluate(
         sets: name -> prompts.
         limit: tokens of an answer at most.
         batch: answers generated at once.
-        tick: called after each step of answering with the number of tokens generated in it.
+        tick: see `answer`.
 
     Raises `ModelError` if the draft's vocabulary is smaller than the target's.
     """
@@ -155,11 +134,10 @@ def evaluate(
     seen = {}
     for name, prompts in sets.items():
         asked = sorted((teacher.encode_prompt(prompt) for prompt in prompts), key=len)
-        answers = list[list[int]]()
+        answers = list[Answer]()
         for some in batched(asked, batch):
-            made = answer(teacher.model, some, limit=limit, eos=teacher.eos, allow_loops=True, tick=tick)
-            answers += [one.tokens for one in made]
-        seen[name] = observe(teacher.model, draft, asked, answers)
+            answers += answer(teacher.model, some, limit=limit, eos=teacher.eos, allow_loops=True, tick=tick)
+        seen[name] = observe(teacher.model, draft, answers)
     if len(seen) > 1:
         seen["all"] = joined(list(seen.values()))
     return {name: figures(of) for name, of in seen.items()}

@@ -6,9 +6,10 @@ Everything random is keyed by the seed and the place in the run.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,9 +18,8 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, head, hidden_states
+from pearl.lab.distill.draft import embeddings, head, hidden_states, trainable_parameters
 from pearl.lab.distill.loss import head_loss
-from pearl.lab.distill.storage import trainable_parameters
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
@@ -139,6 +139,22 @@ class Learner:
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
+    def state(self) -> dict[str, Any]:
+        """The trained weights and the optimizers, for `restore`."""
+        weights = {name: weight.detach() for name, weight in trainable_parameters(self.draft).items()}
+        return {"weights": weights, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises `DistillError` for the state of another draft."""
+        parameters = trainable_parameters(self.draft)
+        if set(state["weights"]) != set(parameters):
+            raise DistillError("the checkpoint belongs to another draft than these settings describe")
+        for name, weight in parameters.items():
+            weight.copy_(state["weights"][name])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
         """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
 
@@ -181,13 +197,9 @@ class Learner:
         """Share of answer tokens for which the draft's likeliest token is the target's."""
         agreed = total = 0
         weight = head(self.draft).to(self._dtype)
-        for batch in self._batches(answers):
+        for numbers in packed(range(len(answers)), [a.length for a in answers], _AGREEMENT_TOKENS):
+            batch = batch_of([answers[i] for i in numbers], self.draft.device)
             best = torch.cat([(rows @ weight.T).argmax(-1) for rows in self._states(batch).split(512)])
             agreed += int((best == batch.top_ids[:, 0]).sum())
             total += len(best)
         return agreed / total
-
-    def _batches(self, answers: Sequence[Answer]) -> Iterator[Batch]:
-        lengths = [a.length for a in answers]
-        for numbers in packed(range(len(answers)), lengths, _AGREEMENT_TOKENS):
-            yield batch_of([answers[i] for i in numbers], self.draft.device)

@@ -84,7 +84,7 @@ def invent(
     limit: int,
     batch: int,
     generator: torch.Generator,
-    tick: Callable[[int], object] = lambda tokens: None,
+    tick: Callable[[int], object] = lambda finished: None,
 ) -> list[str]:
     """Let the target invent `count` prompts, or a few fewer, each an opening and at most `limit` tokens after it.
 
@@ -93,7 +93,7 @@ def invent(
     Args:
         plain: share of prompts without an opening, in [0, 1].
         batch: prompts generated at once.
-        tick: called after each step with the number of tokens generated in it.
+        tick: see `answer`.
 
     Raises `ConfigError` without openings for a target without a chat template.
     """

@@ -1,49 +1,60 @@
 """A run: rounds of answering and learning, which can be resumed after a kill.
 
-Every random number is keyed by the seed and its place in the run, so a run that was killed and resumed gives the same
-bytes as one that was not, on the same machine with the same number of threads.
+A run's directory has two files of PyTorch, written atomically: `answers.pt`, with the settings, the prompts and the
+target's answers, and `checkpoint.pt`.  Every random number is keyed by the seed and its place in the run, so a run that
+was killed and resumed gives the same bytes as one that was not, on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from filelock import FileLock, Timeout
+
 from pearl.errors import ConfigError, DistillError
 from pearl.lab import Watcher
-from pearl.lab.distill.answers import Answer, answer, batched
+from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import export, head, new_draft
 from pearl.lab.distill.learning import Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
-from pearl.lab.distill.storage import (
-    Place,
-    locked,
-    read_answers,
-    read_json,
-    restore_checkpoint,
-    save_checkpoint,
-    write_answers,
-    write_json,
-    written_whole,
-)
 from pearl.lab.distill.teacher import choose_device, load_teacher
 
-DRAFT, HELD_OUT, ANSWERS = "draft", "held-out", "answers.jsonl"  # names within a run's directory
-_FORMAT = 2  # of the files of a run
+HELD_OUT = "held-out"
+_FORMAT = 3  # of the files of a run
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in a run. All random numbers are keyed by it, so checkpoints hold no generator state.
+
+    Attributes:
+        round, batch: the current round, and the steps done in it.
+        step, tokens: steps done in all, and answer tokens learnt from.
+    """
+
+    round: int = 0
+    batch: int = 0
+    step: int = 0
+    tokens: int = 0
 
 
 class Distillation:
     """One run in the directory `config.out`. Raises `PearlError`, and then leaves all saved files whole."""
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
+        self._config, self._watcher = config, watcher
         self._directory = Path(config.out).expanduser()
-        self._watcher = watcher
         self._given = training_prompts([Path(path) for path in config.prompts])
         self._teacher = load_teacher(
             config.target,
@@ -52,35 +63,38 @@ class Distillation:
             trust_remote_code=config.trust_remote_code,
             progress=watcher.say,
         )
-        self._config, settings = config, self._settle(config, resume)
-        draft = new_draft(self._config, self._teacher)
-        write_json(self._directory / "run.json", settings)
-        self._learner = Learner(self._config, draft)
-        self._place = restore_checkpoint(self._directory / "checkpoints", draft, self._learner.optimizers)
+        self._answered = self._settle(resume)
+        self._learner = Learner(config, new_draft(config, self._teacher))
+        self._place = Place()
+        saved = _read(self._directory / "checkpoint.pt", "Remove it; --resume then learns anew from the answers")
+        if saved is not None:
+            self._place = Place(**saved["place"])
+            self._learner.restore(saved)
 
-    def _settle(self, config: DistillConfig, resume: bool) -> dict[str, Any]:
-        """What run.json records of the settings.
+    def _settle(self, resume: bool) -> dict[str, Any]:
+        """The contents of answers.pt: the settings, and by round its prompts and the answers so far.
 
         Raises `ConfigError` if the directory holds a run and `resume` is False, or a run with other settings.
         """
-        path = self._directory / "run.json"
-        before = read_json(path)
-        if before is not None and not resume:
+        path = self._directory / "answers.pt"
+        before = _read(path, "Remove it; --resume then answers anew")
+        settings = _settings(self._config) | {"target_digest": self._teacher.digest, "format": _FORMAT}
+        if before is None:
+            return {"settings": settings, "rounds": {}}
+        if not resume:
             raise ConfigError(
                 f"{self._directory} holds a run already: --resume goes on with it; or choose another --out"
             )
-        own = _settings(config) | {"target_digest": self._teacher.digest, "format": _FORMAT}
-        differing = sorted(name for name in own if before is not None and before.get(name) != own[name])
-        if differing:
+        if differing := sorted(name for name in settings if before["settings"].get(name) != settings[name]):
             raise ConfigError(
                 f"{path} has other settings than these: {', '.join(differing)}. A run keeps what it began with"
             )
-        return own
+        return before
 
     def run(self) -> Path:
         """Run all rounds, or those that are left; return the draft's directory."""
         config = self._config
-        with locked(self._directory):
+        with _locked(self._directory):
             held_out, pool = self._answers(HELD_OUT, config.held_out), list[Answer]()
             if not (self._directory / "log.jsonl").exists():
                 self._log(held_out)
@@ -110,11 +124,11 @@ class Distillation:
         self._place = replace(self._place, round=round + 1, batch=0)
 
     def _save(self) -> None:
-        save_checkpoint(self._directory / "checkpoints", self._place, self._learner.draft, self._learner.optimizers)
+        _write(self._directory / "checkpoint.pt", {"place": asdict(self._place), **self._learner.state()})
 
     def _export(self) -> Path:
         about = {"target_digest": self._teacher.digest, "tokens_seen": self._place.tokens}
-        path = self._directory / DRAFT
+        path = self._directory / "draft"
         export(self._learner.draft, self._config.target, path, about | {"settings": _settings(self._config)})
         return path
 
@@ -123,96 +137,130 @@ class Distillation:
         agreement, tokens = self._learner.agreement(held_out), self._place.tokens
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
         entry = {"step": self._place.step, "tokens": tokens, "held_out_agreement": agreement}
-        try:
-            with (self._directory / "log.jsonl").open("a") as file:
-                file.write(json.dumps(entry | {"unix_time": round(time.time(), 1)}) + "\n")
-        except OSError as error:
-            raise DistillError(f"cannot write the log in {self._directory}: {error}") from error
+        with _explained(self._directory / "log.jsonl") as path, path.open("a") as file:
+            file.write(json.dumps(entry | {"unix_time": round(time.time(), 1)}) + "\n")
 
     # Answering
 
     def answer(self) -> Path:
         """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
-        path, lines, count = self._directory / ANSWERS, list[str](), self._config.answers_per_round
-        with locked(self._directory):
+        lines = list[str]()
+        with _locked(self._directory), _explained(self._directory / "answers.jsonl") as path:
             for name in [f"round-{round:03d}" for round in range(self._config.rounds)]:
-                answers = self._answers(name, count)
-                for prompt, one in zip(self._prompts(name, count), answers, strict=True):
+                answers = self._answers(name, self._config.answers_per_round)
+                for prompt, one in zip(self._answered["rounds"][name]["prompts"], answers, strict=True):
                     text = self._teacher.tokenizer.decode(one.tokens)
                     lines.append(json.dumps({"prompt": prompt, "text": text}) + "\n")
-            with written_whole(path) as building:
-                building.write_text("".join(lines))
+            path.write_text("".join(lines))
         return path
 
     def _answers(self, name: str, count: int) -> list[Answer]:
         """The answers to `count` prompts; generates those that are not on disk yet. `name`: `HELD_OUT` or round-NNN."""
-        batches = list(batched(self._prompts(name, count), self._config.answer_batch))
-        shards = {f"{name}-{i:03d}": some for i, some in enumerate(batches)}
-        paths = {shard: self._directory / "answers" / f"{shard}.pt" for shard in shards}
-        if missing := [shard for shard in shards if not paths[shard].exists()]:
-            self._watcher.begin(f"{name}: answering", len(missing) * self._config.max_answer_tokens)
-        for shard in missing:
-            write_answers(paths[shard], self._generate_shard(shard, shards[shard]))
-        return [one for path in paths.values() for one in read_answers(path)]
+        rounds, size = self._answered["rounds"], self._config.answer_batch
+        if name not in rounds:
+            rounds[name] = {"prompts": self._prompts(name, count), "answers": []}
+            self._keep()
+        prompts, answers = rounds[name]["prompts"], rounds[name]["answers"]
+        if len(answers) < len(prompts):
+            self._watcher.begin(f"{name}: answering", len(prompts) - len(answers))
+        while (done := len(answers)) < len(prompts):
+            answers += map(vars, self._generate(f"{name}-{done // size:03d}", prompts[done : done + size]))
+            self._keep()
+        return [Answer(**each) for each in answers]
 
-    def _generate_shard(self, shard: str, prompts: Sequence[str]) -> list[Answer]:
-        config, is_held_out = self._config, shard.startswith(HELD_OUT)
-        with self._report_steps(config.max_answer_tokens) as tick:
-            return answer(
-                self._teacher.model,
-                [self._teacher.encode_prompt(prompt) for prompt in prompts],
-                limit=config.max_answer_tokens,
-                eos=self._teacher.eos,
-                temperatures=(0.0,) if is_held_out else config.temperatures,
-                top=min(config.top, len(head(self._teacher.model))),
-                allow_loops=is_held_out,
-                generator=generator(config.seed, shard, "answers"),
-                tick=tick,
-            )
+    def _keep(self) -> None:
+        _write(self._directory / "answers.pt", self._answered)
+
+    def _generate(self, batch: str, prompts: Sequence[str]) -> list[Answer]:
+        config, is_held_out = self._config, batch.startswith(HELD_OUT)
+        return answer(
+            self._teacher.model,
+            [self._teacher.encode_prompt(prompt) for prompt in prompts],
+            limit=config.max_answer_tokens,
+            eos=self._teacher.eos,
+            temperatures=(0.0,) if is_held_out else config.temperatures,
+            top=min(config.top, len(head(self._teacher.model))),
+            allow_loops=is_held_out,
+            generator=generator(config.seed, batch, "answers"),
+            tick=self._watcher.advance,
+        )
 
     def _prompts(self, name: str, count: int) -> list[str]:
-        """Up to `count` prompts, kept in a file: a share of the given ones, and invented ones for the rest."""
-        path = self._directory / "prompts" / f"{name}.json"
-        if (before := read_json(path)) is not None:
-            return list(before)
+        """Up to `count` prompts: a share of the given ones, and invented ones for the rest."""
         own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
-        if len(own) < count:
-            own = own + self._invent(name, count - len(own))
-        if not own:
-            raise DistillError("the target has invented no usable prompt: give some with --prompts")
-        write_json(path, own)
-        return own
-
-    def _invent(self, name: str, count: int) -> list[str]:
-        config = self._config
-        steps = -(-attempts(count) // self._config.answer_batch) * config.max_prompt_tokens
-        self._watcher.begin(f"{name}: inventing prompts", steps)
-        with self._report_steps(steps) as tick:
-            return invent(
+        if (wanted := count - len(own)) > 0:
+            config = self._config
+            self._watcher.begin(f"{name}: inventing prompts", attempts(wanted))
+            own = own + invent(
                 self._teacher,
-                count,
+                wanted,
                 openings=config.openings,
                 plain=config.plain,
                 limit=config.max_prompt_tokens,
                 batch=config.answer_batch,
                 generator=generator(config.seed, name, "prompts"),
-                tick=tick,
+                tick=self._watcher.advance,
             )
-
-    @contextmanager
-    def _report_steps(self, steps: int) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reports one step and its tokens; at the end report the steps that were not needed."""
-        began, made, done = time.monotonic(), 0, 0
-
-        def tick(tokens: int) -> None:
-            nonlocal made, done
-            made, done = made + tokens, done + 1
-            self._watcher.advance(1, f"{made / (time.monotonic() - began):,.0f} tokens/s")
-
-        yield tick
-        self._watcher.advance(steps - done)
+        if not own:
+            raise DistillError("the target has invented no usable prompt: give some with --prompts")
+        return own
 
 
 def _settings(config: DistillConfig) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(config.model_dump_json(exclude={"out", "device"}))
     return settings
+
+
+# ---- files ----
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other processes out of a run. Raises `DistillError` if one is at work in it, or there can be no lock."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = FileLock(directory / ".lock").acquire(blocking=False)
+    except Timeout:
+        raise DistillError(f"another process works in {directory}") from None
+    except OSError as error:
+        raise DistillError(f"cannot write in {directory}: {error}") from error
+    with held:
+        yield
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[Path]:
+    """Raises `DistillError` if there is no room or no permission."""
+    try:
+        yield path
+    except OSError as error:
+        raise DistillError(
+            f"cannot write {path}: {error}. Nothing that was saved before is lost: make room, and go on with --resume"
+        ) from error
+
+
+def _write(path: Path, state: Any) -> None:
+    """Write a file of PyTorch atomically. Raises `DistillError`, and then leaves it as it was."""
+    content, building = io.BytesIO(), path.with_name(f".{path.name}.building")
+    torch.save(state, content)
+    with _explained(path):
+        try:
+            with building.open("wb") as file:
+                file.write(content.getbuffer())
+                os.fsync(file.fileno())
+            os.replace(building, path)
+        finally:
+            building.unlink(missing_ok=True)
+
+
+def _read(path: Path, advice: str) -> Any:
+    """What `_write` wrote; None if there is no file. Raises `DistillError` with `advice` if it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        with zipfile.ZipFile(path) as file:
+            if (bad := file.testzip()) is not None:
+                raise ValueError(f"{bad} has a wrong checksum")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, LookupError, zipfile.BadZipFile) as error:
+        raise DistillError(f"{path} is damaged: {str(error).partition(chr(10))[0]}. {advice}") from error

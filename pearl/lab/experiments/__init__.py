@@ -2,11 +2,9 @@
 
 workload     texts for which it is decided in advance where the draft is right; decodes them by any method
 estimate     means, ratios and medians with 95% intervals
-checks       closed forms against the simulator
 rejections   rejections and bias of the rules, on Markov chains
 stops        stop policies on recorded texts; trains the classifier of policy disco
 texts        records a pair's texts, and decodes them by all methods
 guessing     replays n-gram and datastore guesses on generated texts
 mjgd         joint greedy decoding
-plots        the picture (PNG) of rejections and bias
 """

@@ -35,14 +35,12 @@ class Replayed:
     Attributes:
         accepted: committed guesses by source.
         fed: number of forwards by tokens fed, the last committed token included.
-        trees: `Feed.parents` of each forward: the last committed token and the guesses.
     """
 
     steps: int = 0
     tokens: int = 0
     accepted: Counter[Source] = field(default_factory=Counter)
     fed: Counter[int] = field(default_factory=Counter)
-    trees: list[tuple[int, ...]] = field(default_factory=list)
 
     def __add__(self, other: Replayed) -> Replayed:
         return Replayed(
@@ -50,7 +48,6 @@ class Replayed:
             self.tokens + other.tokens,
             self.accepted + other.accepted,
             self.fed + other.fed,
-            self.trees + other.trees,
         )
 
     @property
@@ -116,5 +113,4 @@ def replay(
             total.steps += 1
             total.tokens += committed - before
             total.fed[1 + count] += 1
-            total.trees.append((-1, *(parent - before + 1 for parent in parents[:count])))
     return total

@@ -1,44 +1,29 @@
-"""Recorded texts: records what a pair of models writes, and decodes it again under the virtual clock by any method.
+"""Recorded texts: records what a pair of models writes, and makes a workload of it.
 
 Recording runs the target, then the draft along the target's text, in this process and untimed: the result depends only
-on the models and the seed.
-
-A published method needs to know of each token only whether the draft is right (`workload`).  Look-ahead, lookup and
-branches need the tokens and the draft's runners-up: `run` decodes with the runtime's executors on replayed models.
+on the models and the seed.  A published method needs to know of each token only whether the draft is right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import torch
 
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import SHORTLIST, read_draw
-from pearl.drafting.datastore import Datastore
 from pearl.drafting.rows import shape_of
 from pearl.engine.conversation import Conversation
-from pearl.lab.experiments.workload import Text, Totals, Workload
-from pearl.lab.simulate import Timing, known_speeds, paired_executors, simulate
+from pearl.lab.experiments.workload import Text, Workload
+from pearl.lab.simulate import Timing
 from pearl.models.recorded import FEATURES, Header, RecordedText, RecordedTexts
-from pearl.models.replay import ReplayRunner, faint
+from pearl.models.replay import faint
 from pearl.models.runner import Feed, ModelRunner, feed_chain
-from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
-from pearl.spec.methods import BRANCHES, DRAFT_LOOKUP, LOOK_AHEAD, MAX_WINDOW
+from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
 
 _PIECE = 64  # positions per forward: a row spans the vocabulary
-_CONTEXT = 1 << 20
-RULE = "coupled"  # a recorded answer is the target's own draw
-NGRAM = RequestOptions("ngram", rule=RULE, look_ahead=LOOK_AHEAD)
-PEARL = RequestOptions("pearl", rule=RULE)
-ALL = PEARL.changed(look_ahead=LOOK_AHEAD, draft_lookup=DRAFT_LOOKUP, branches=BRANCHES)
-
-# ---- recording ----
 
 
 def record(
@@ -139,9 +124,6 @@ def _record_one(
     return RecordedText(tuple(prompt), tuple(answer), *rows_of)
 
 
-# ---- decoding again ----
-
-
 def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload:
     """Where the draft is right in each text."""
     rights = [text.right for text in recorded.texts]
@@ -150,52 +132,3 @@ def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload
         for text, right in zip(recorded.texts, rights, strict=True)
     ]
     return Workload(timing, sum(map(sum, rights)) / sum(map(len, rights)), tuple(texts), seed)
-
-
-def ablations() -> list[RequestOptions]:
-    """`pearl` by stream with every combination of look-ahead, lookup and branches; as published first, all last."""
-    sizes = ((0, LOOK_AHEAD), (0, DRAFT_LOOKUP), (0, BRANCHES))
-    every = sorted(product(*sizes), key=lambda sizes: sum(map(bool, sizes)))
-    return [PEARL.changed(look_ahead=ahead, draft_lookup=lookup, branches=more) for ahead, lookup, more in every]
-
-
-def compare(
-    recorded: RecordedTexts, timing: Timing, seed: int = 0, datastore: Datastore | None = None
-) -> Iterator[Totals]:
-    """The ablations, `ssd` at its best window, and `ngram`, each as it is done. `datastore`: a source of guesses."""
-    for decoding in ablations():
-        yield run(recorded, decoding, timing, seed, datastore)
-    yield at_best("ssd", recorded, timing, seed)
-    yield run(recorded, NGRAM, timing, seed, datastore)
-
-
-def at_best(method: str, recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Totals:
-    """`sd` or `ssd` with the first window from 1 on after which a longer one is no faster."""
-    best: Totals | None = None
-    for gamma in range(1, MAX_WINDOW + 1):
-        decoding = RequestOptions(method, "fixed", gamma, RULE, branches=BRANCHES if method == "ssd" else 0)
-        totals = run(recorded, decoding, timing, seed)
-        if best is not None and totals.tokens_per_second <= best.tokens_per_second:
-            return best
-        best = totals
-    assert best is not None
-    return best
-
-
-def run(
-    recorded: RecordedTexts, decoding: RequestOptions, timing: Timing, seed: int = 0, datastore: Datastore | None = None
-) -> Totals:
-    """Decode all texts one after the other; what is learned carries over, as in a worker."""
-    runners = [ReplayRunner(recorded, role, _CONTEXT) for role in ("target", "draft")]
-    executors = paired_executors(runners[0], runners[1], datastore, timing.draft)
-    totals, speeds = Totals(decoding), known_speeds(timing)
-    for number, text in enumerate(recorded.texts, 1):
-        for runner in runners:
-            for slot in range(runner.capabilities.slots):
-                runner.rollback(0, slot)
-        end = len(text.prompt) + len(text.answer)
-        submit = Submit(number, text.prompt, end, decoding.changed(sampling=recorded.header.sampling(number)))
-        outcome = simulate(submit, *executors, replace(timing, seed=seed + number), speeds=speeds)
-        assert tuple(outcome.tokens) == text.answer, "every method writes the recorded text"
-        totals.add(outcome)
-    return totals

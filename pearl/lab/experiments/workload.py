@@ -80,12 +80,6 @@ def _hypercube(luck: random.Random, acceptance: float, texts: int, tokens: int) 
     return rights
 
 
-def guessers(decoding: RequestOptions) -> list[str]:
-    """What guesses besides the draft."""
-    known = {"look-ahead": decoding.look_ahead, "lookup": decoding.draft_lookup, "branches": decoding.branches}
-    return [name for name, most in known.items() if most]
-
-
 @dataclass
 class Totals:
     """Sums over all requests of a workload, decoded by one method. Times are virtual seconds.
@@ -95,8 +89,6 @@ class Totals:
         texts: (tokens, seconds) of each request.
         steps: target forwards after the prefill.
         runs: accepted tokens of a run that ended in a correction or bonus -> number of such runs.
-        foreseen: rejections and bonus tokens for which a branch was ready.
-        sources: drafter of accepted tokens -> tokens. guessed: guesser of committed guesses -> tokens.
         target_waits: cause -> seconds. draft_waits: seconds waiting for verdicts.
         whole: seconds with prefills: the base of the waits' shares.
         window: c or gamma as last used.
@@ -111,9 +103,6 @@ class Totals:
     accepted: int = 0
     corrected: int = 0
     runs: dict[int, int] = field(default_factory=dict)
-    foreseen: int = 0
-    sources: dict[str, int] = field(default_factory=dict)
-    guessed: dict[str, int] = field(default_factory=dict)
     target_waits: dict[str, float] = field(default_factory=dict)
     draft_waits: float = 0.0
     whole: float = 0.0
@@ -131,9 +120,6 @@ class Totals:
         self.accepted += counts.accepted
         self.corrected += counts.provenance[Provenance.CORRECTED]
         _add(self.runs, counts.runs)
-        self.foreseen += counts.foreseen + counts.foreseen_bonuses
-        _add(self.sources, {source.value: n for source, n in counts.sources.items()})
-        _add(self.guessed, {source.value: n for source, n in counts.guessed.items()})
         _add(self.target_waits, watch.waits)
         self.draft_waits += watch.draft_waited
         self.whole += watch.last
@@ -146,7 +132,7 @@ class Totals:
             return f"{method}, gamma {self.window}"
         if method == "pearl":
             window = "stream" if self.decoding.window == "stream" else f"fixed({self.window})"
-            return " + ".join([f"pearl, {window}", *guessers(self.decoding)])
+            return f"pearl, {window}"
         return method
 
     @property
@@ -171,14 +157,8 @@ class Totals:
         """Committed tokens per run, its correction or bonus included."""
         return None if self.accepted_per_run is None else 1 + self.accepted_per_run
 
-    @property
-    def foreseen_share(self) -> float | None:
-        """Share of the runs whose correction or bonus had a branch ready."""
-        runs = sum(self.runs.values())
-        return self.foreseen / runs if runs else None
-
     def as_dict(self) -> dict[str, Any]:
-        names = ["name", "tokens_per_second", "tokens_per_step", "acceptance_rate", "mean_run_length", "foreseen_share"]
+        names = ["name", "tokens_per_second", "tokens_per_step", "acceptance_rate", "mean_run_length"]
         return {name: getattr(self, name) for name in names} | asdict(self)
 
 

@@ -16,9 +16,8 @@ from typing import Any
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.lab import Watcher, theory
-from pearl.lab.bench.emulation import simulated
 from pearl.lab.bench.rows import AR, Row
-from pearl.lab.bench.runner import Measured, Plan, Sample, measure
+from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
@@ -60,28 +59,6 @@ class Cell:
     of_simulated: tuple[float, float, float] | None = None
 
 
-@dataclass(frozen=True)
-class Emulated:
-    """The results of one pair: table -> cells."""
-
-    pair: Pair
-    samples: list[Sample]
-    tables: dict[str, list[Cell]]
-
-    def as_dict(self) -> dict[str, Any]:
-        acceptance, origin = self.pair.acceptance()
-        return {
-            "title": self.pair.title,
-            "config": self.pair.config,
-            "vocabulary": self.pair.vocabulary,
-            "t_draft": self.pair.t_draft,
-            "t_target": self.pair.t_target,
-            "acceptance": acceptance,
-            "acceptance_from": origin,
-            "texts": [asdict(sample) for sample in self.samples],
-        }
-
-
 def runs_of(pair: Pair, tables: Sequence[str]) -> list[Run]:
     """The runs that these tables need, each once; `ar` first, the base of every speedup."""
     cells = [cell for name in TABLES if name in tables for cell in wanted(pair, name)]
@@ -91,8 +68,8 @@ def runs_of(pair: Pair, tables: Sequence[str]) -> list[Run]:
 
 def emulate(
     pair: Pair, tables: Sequence[str], watcher: Watcher, *, tokens: int, texts: int, seed: int, runtime: bool = True
-) -> Emulated:
-    """Run and simulate one pair for the given tables.
+) -> tuple[dict[str, list[Cell]], dict[str, Any]]:
+    """Run and simulate one pair for the given tables: (table -> its cells, the pair and its texts as JSON).
 
     Args:
         tokens: length of each text.
@@ -104,9 +81,20 @@ def emulate(
     measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and runs else Measured()
     cells = {name: wanted(pair, name) for name in TABLES if name in tables}
     traced = next((cell.run for some in cells.values() for cell in some if cell.unit in _IDLE), None)
-    idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else None
+    idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else (None, None)
     sources = _Sources(pair, seed, measured.samples, idle)
-    return Emulated(pair, measured.samples, {name: [_cell(sources, cell) for cell in cells[name]] for name in cells})
+    acceptance, origin = pair.acceptance()
+    about = {
+        "title": pair.title,
+        "config": pair.config,
+        "vocabulary": pair.vocabulary,
+        "t_draft": pair.t_draft,
+        "t_target": pair.t_target,
+        "acceptance": acceptance,
+        "acceptance_from": origin,
+        "texts": [asdict(sample) for sample in measured.samples],
+    }
+    return {name: [_cell(sources, cell) for cell in cells[name]] for name in cells}, about
 
 
 def engine_config(pair: Pair) -> EngineConfig:
@@ -123,7 +111,6 @@ def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -
         [Row(one.label, "pair", target | draft, one.decoding()) for one in runs],
         [Task(pair.title, number, (_typical_prompt(pair, number, tokens),)) for number in range(1, texts + 1)],
         SamplingParams(temperature=0.0, seed=seed, max_tokens=tokens),
-        attempts=3,
         gamma=pair.gamma,
     )
 
@@ -147,38 +134,29 @@ def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
 # ---- the four sources ----
 
 
-@dataclass(frozen=True)
-class _Figures:
-    """The figures of a run by one source.
+_Figures = dict[Unit, float | None]  # of a run by one source
 
-    Attributes:
-        rate, alone: tokens per second, and those of the target alone.
-        accepted: mean accepted tokens up to a correction or bonus.
-        idle: seconds of a step of sd, (draft, target).
-    """
 
-    rate: float | None
-    alone: float
-    accepted: float | None
-    idle: tuple[float, float] | None
-
-    def value(self, unit: Unit) -> float | None:
-        match unit:
-            case "tokens/s":
-                return self.rate
-            case "speed-up":
-                return None if self.rate is None else self.rate / self.alone
-            case "draft idle":
-                return None if self.idle is None else self.idle[0]
-            case "target idle":
-                return None if self.idle is None else self.idle[1]
-        return None if self.accepted is None else self.accepted + (unit == "run")
+def _figures(
+    rate: float | None, alone: float, accepted: float | None, idle: tuple[float | None, float | None]
+) -> _Figures:
+    """By unit, from a run's tokens per second and the target's alone, mean accepted tokens, and idle seconds a step."""
+    return {
+        "tokens/s": rate,
+        "speed-up": rate and rate / alone,
+        "accepted": accepted,
+        "run": None if accepted is None else accepted + 1,
+        "draft idle": idle[0],
+        "target idle": idle[1],
+    }
 
 
 class _Sources:
     """Closed form, simulator (20 texts with i.i.d. acceptance) and runtime of one pair."""
 
-    def __init__(self, pair: Pair, seed: int, samples: Sequence[Sample], idle: tuple[float, float] | None) -> None:
+    def __init__(
+        self, pair: Pair, seed: int, samples: Sequence[Sample], idle: tuple[float | None, float | None]
+    ) -> None:
         self.pair, self._samples, self._idle = pair, samples, idle
         timing = Timing(pair.t_draft, lambda fed: pair.t_target)
         self._workload = independent(timing, pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
@@ -188,9 +166,8 @@ class _Sources:
         pair, window, speedup = self.pair, one.window or 0, one.closed_form(self.pair)
         a = pair.acceptance()[0]
         per_run = theory.sd_tokens_per_step(a, window) if one.method == "sd" else theory.run_committed(a)
-        idle = pair.t_target, window * pair.t_draft
         rate = None if speedup is None else speedup * pair.target_speed
-        return _Figures(rate, pair.target_speed, per_run - 1, idle)
+        return _figures(rate, pair.target_speed, per_run - 1, (pair.t_target, window * pair.t_draft))
 
     def simulator(self, one: Run) -> _Figures:
         decoding = RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window)
@@ -198,14 +175,14 @@ class _Sources:
             self._done[decoding] = run(self._workload, decoding)
         totals = self._done[decoding]
         idle = totals.draft_waits / totals.steps, sum(totals.target_waits.values()) / totals.steps
-        return _Figures(totals.tokens_per_second, self.pair.target_speed, totals.accepted_per_run or 0.0, idle)
+        return _figures(totals.tokens_per_second, self.pair.target_speed, totals.accepted_per_run or 0.0, idle)
 
     def runtime(self, one: Run) -> _Figures:
         samples = self.samples(one)
         rates, alone = ([s.rate for s in some if s.rate] for some in (samples, self.samples(_ALONE)))
         runs = sum(s.runs for s in samples)
         accepted = sum(s.accepted for s in samples) / runs if runs else None
-        return _Figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
+        return _figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
 
     def samples(self, one: Run) -> list[Sample]:
         return [sample for sample in self._samples if sample.row == one.label]
@@ -215,7 +192,7 @@ def _cell(sources: _Sources, cell: Wanted) -> Cell:
     title = sources.pair.title
     if cell.run is None:
         return Cell(title, cell.label, cell.unit, cell.paper)
-    runtime = sources.runtime(cell.run).value(cell.unit)
+    runtime = sources.runtime(cell.run)[cell.unit]
     samples = [] if cell.unit in _IDLE else sources.samples(cell.run)
     shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
     return Cell(
@@ -223,8 +200,8 @@ def _cell(sources: _Sources, cell: Wanted) -> Cell:
         label=cell.label,
         unit=cell.unit,
         paper=cell.paper,
-        theory=sources.closed_form(cell.run).value(cell.unit),
-        simulator=sources.simulator(cell.run).value(cell.unit),
+        theory=sources.closed_form(cell.run)[cell.unit],
+        simulator=sources.simulator(cell.run)[cell.unit],
         runtime=runtime,
         ratio=runtime / cell.paper if runtime is not None and cell.paper else None,
         of_simulated=(median(shares), shares[0], shares[-1]) if shares else None,
@@ -246,12 +223,3 @@ def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float
         for worker in (found.draft, found.target)
     )
     return draft, target
-
-
-def document(done: Sequence[Emulated]) -> dict[str, Any]:
-    """For JSON: the tables as lists of cells; per pair its settings and texts."""
-    names = [name for name in TABLES if any(one.tables.get(name) for one in done)]
-    return {
-        "tables": {name: [asdict(cell) for one in done for cell in one.tables[name]] for name in names},
-        "pairs": [one.as_dict() for one in done],
-    }

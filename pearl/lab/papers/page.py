@@ -1,22 +1,15 @@
-"""One run of `pearl bench paper` in words: tables for a terminal, and the section of RESULTS.md.
-
-Made from the run's JSON document alone, so that no figure of a page can be of another run.
-"""
+"""One run of `pearl bench paper` in words: tables for a terminal, made from the run's JSON document."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pearl.errors import ConfigError
 from pearl.lab.bench.machine import ForeignLoad, in_words
 from pearl.lab.papers.pearl import TABLES
 
-AIM = 0.97  # of the simulator's speed
-BEGIN, END = "<!-- paper -->", "<!-- /paper -->"
 EXPLAINED = (
     "EMULATION: two real processes run toys with the pair's vocabulary, forward times (the paper's Table 7) and "
     "acceptance rate (its Table 4). Greedy. Each cell: paper/simulator/runtime. The "
@@ -107,20 +100,6 @@ def _windows(result: Mapping[str, Any], pair: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"gamma \d+|fixed\(\d+\)", labels)))
 
 
-def shortfall(result: Mapping[str, Any]) -> list[str]:
-    """How many runs reach the aim, and the slowest; empty if nothing ran."""
-    cells = [cell for some in result["tables"].values() for cell in some if cell["of_simulated"]]
-    runs = {(cell["pair"], *cell["of_simulated"]): cell for cell in cells}  # some are in two tables
-    if not runs:
-        return []
-    shares = [run["of_simulated"][0] for run in runs.values()]
-    last = min(runs.values(), key=lambda run: run["of_simulated"][0])
-    return [
-        f"{sum(share >= AIM for share in shares)} of {len(runs)} runs reach the aim, {AIM:.0%} of the simulator's "
-        f"speed; the slowest is {last['pair']}, {last['label']}: {min(shares):.3f}."
-    ]
-
-
 def conditions(result: Mapping[str, Any]) -> str:
     """Settings, duration, hardware and foreign load."""
     settings, load = result["settings"], ForeignLoad(result["stolen"], result["others"], result["load"])
@@ -129,33 +108,3 @@ def conditions(result: Mapping[str, Any]) -> str:
         f"{texts} of {settings['tokens']} tokens for each row, seed {settings['seed']}; "
         f"{result['seconds'] / 60:.1f} minutes; {load}; {in_words(result['hardware'])}"
     )
-
-
-# ---- the page ----
-
-
-def section(result: Mapping[str, Any]) -> str:
-    """Markdown, without the markers."""
-    lines = [EXPLAINED, "", f"This run: {conditions(result)}.", "", *(f"* {line}" for line in pair_lines(result))]
-    for table in tables(result):
-        rows = [f"| {' | '.join(each)} |" for each in (table.columns, ["---"] * len(table.columns), *table.rows)]
-        lines += ["", " ".join([f"**{table.title}.**", *table.notes]), "", *rows]
-    below = shortfall(result)
-    return "\n".join([*lines, "", *below] if below else lines)
-
-
-def page_with(page: str, result: Mapping[str, Any]) -> str:
-    """The page with its section replaced. Raises `ConfigError` if it has no markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"the page has no {BEGIN} and {END}, between which the tables go")
-    return f"{before}{BEGIN}\n{section(result)}\n{END}{after}"
-
-
-def write_page(path: Path, result: Mapping[str, Any]) -> None:
-    """Raises `ConfigError`."""
-    try:
-        path.write_text(page_with(path.read_text(encoding="utf-8"), result), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

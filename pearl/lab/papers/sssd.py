@@ -29,7 +29,7 @@ from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.page import Table
 from pearl.lab.papers.study import Study, StudyRow
 from pearl.lab.simulate import interpolated
-from pearl.models.runner import Feed, ModelRunner, feed_chain
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source
 from pearl.spec.methods import LOOK_AHEAD
@@ -41,7 +41,7 @@ TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 _AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
-_ROUNDS, _TREES = 9, 3  # rounds of all sizes; trees of each size, from all over the texts
+_ROUNDS = 9  # of all sizes
 PAPER = {  # section 4 of the paper
     "speedup": "2.05 to 2.61 at batch 1, s at most 30",
     "sources": "almost add up perfectly",
@@ -97,7 +97,7 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
 
     texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
     greedy = texts[0.0]
-    times = measure_times(target, replay(greedy, store, max(SIZES) - 1).trees, watcher)
+    times = measure_times(target, watcher)
     return {
         "sizes": by_size(greedy, store, times),
         "chosen": fastest(greedy, store, times),
@@ -113,42 +113,24 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
 # ---- the duration of a forward ----
 
 
-def measure_times(target: ModelRunner, trees: Sequence[tuple[int, ...]], watcher: Watcher) -> dict[int, float]:
-    """Seconds of a forward by tokens fed: medians over rounds in which all sizes and shapes take turns.
-
-    `trees`: of a replay; the largest are cut to each size, keeping the likeliest guesses.
-    """
+def measure_times(target: ModelRunner, watcher: Watcher) -> dict[int, float]:
+    """Seconds of a forward by tokens fed: medians over rounds in which all sizes take turns."""
     base = max(1, min(_CONTEXT, target.context - max(SIZES)))
     target.rollback(0)
     feed_chain(target, [(7 + 5 * i) % target.vocab_size for i in range(base)], 0)
-    shapes = _shapes(trees, target.capabilities.tree_nodes)
     taken: dict[int, list[float]] = {fed: [] for fed in SIZES}
     watcher.begin("forward times", _ROUNDS)
     for round_ in range(_ROUNDS + 1):  # the first warms up
         for fed in SIZES:
-            for parents in shapes.get(fed, [None]):
-                seconds = _seconds(target, base, fed, parents)
-                taken[fed] += [seconds] if round_ else []
+            target.rollback(base)
+            target.synchronize()
+            began = time.perf_counter()
+            feed_chain(target, [(3 + 11 * i) % target.vocab_size for i in range(fed)], fed)
+            target.synchronize()
+            taken[fed] += [time.perf_counter() - began] if round_ else []
         watcher.advance(min(round_, 1))
     target.rollback(0)
     return {fed: median(some) for fed, some in taken.items()}
-
-
-def _shapes(trees: Sequence[tuple[int, ...]], most: int) -> dict[int, list[tuple[int, ...] | None]]:
-    """Some trees of each size. A tree that is too small is continued as a chain below its last node."""
-    large = sorted(trees, key=len, reverse=True)[: max(_TREES, len(trees) // 10)]
-    some = large[:: max(1, len(large) // _TREES)][:_TREES]
-    sizes = [fed for fed in SIZES if 1 < fed <= most]
-    return {fed: [(*tree[:fed], *range(min(fed, len(tree)) - 1, fed - 1)) for tree in some] for fed in sizes}
-
-
-def _seconds(target: ModelRunner, base: int, fed: int, parents: tuple[int, ...] | None) -> float:
-    target.rollback(base)
-    target.synchronize()
-    began = time.perf_counter()
-    target.forward([Feed([(3 + 11 * i) % target.vocab_size for i in range(fed)], fed, parents=parents)])
-    target.synchronize()
-    return time.perf_counter() - began
 
 
 # ---- guesses on texts ----

@@ -1,24 +1,27 @@
-"""A runner that fails on purpose in a chosen phase, for fault tests and `scripts/soak`.
+"""A worker that fails on purpose in a chosen phase, for fault tests and `scripts/soak`.
 
-An option of toy models (`toy:fault=hang@drafting`), so that it happens in a real worker process.
+`inflicted` has an engine launch this program in place of its workers; the environment says what fails where.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pearl.errors import ModelError
+from pearl.engine import processes
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.worker import build
+from pearl.worker.__main__ import main
 
-FAULTS = ("kill", "stop", "hang", "raise", "nan", "slow")
-PHASES = ("start", "prefill", "drafting", "verifying")
+_FAULT = "PEARL_FAULT"  # of the environment
 PROMPT = 40  # tokens: a forward of so many is a prompt's; the start-up measurement feeds fewer
 _SLOW_SECONDS = 0.3
 _LATER = 6  # forwards of a draft after which a target can be verifying its tokens
@@ -31,18 +34,15 @@ class FaultyRunner(WrappedRunner):
     in a draft "nan" ends with the next prompt of the same length.
 
     Args:
-        name: "FAULT@PHASE". The phase "verifying" of a draft: it drafts while the target verifies.
+        name: "FAULT@PHASE": kill, stop, hang, raise, nan or slow at start, prefill, drafting or verifying (of a draft:
+            it drafts while the target verifies).
         once: a file that the fault creates. Where it exists no fault happens, so that a restarted process works.
-
-    Raises `ModelError` for an unknown fault or phase.
     """
 
     def __init__(self, runner: ModelRunner, name: str, role: str, once: str = "") -> None:
-        fault, _, phase = name.partition("@")
-        if fault not in FAULTS or phase not in PHASES:
-            raise ModelError(f"fault {name!r} is not one of {', '.join(FAULTS)} at one of {', '.join(PHASES)}")
         super().__init__(runner)
-        self._fault, self._phase, self._role, self._once = fault, phase, role, once
+        self._fault, _, self._phase = name.partition("@")
+        self._role, self._once = role, once
         self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
         self._struck = self._cured = False
 
@@ -85,3 +85,35 @@ class FaultyRunner(WrappedRunner):
             case "hang":
                 while True:
                     time.sleep(3600)
+
+
+@contextmanager
+def inflicted(role: str, name: str, once: object = "") -> Iterator[None]:
+    """Workers that are launched meanwhile fail as `FaultyRunner` says, if they are of this role."""
+    launched = processes.COMMAND
+    processes.COMMAND = [sys.executable, __file__]
+    os.environ[_FAULT] = f"{role} {name} {once}"
+    try:
+        yield
+    finally:
+        processes.COMMAND = launched
+        del os.environ[_FAULT]
+
+
+def make_faulty() -> None:
+    """Have this process's worker fail as the environment says."""
+    of, name, once = os.environ[_FAULT].split(" ", 2)
+    load = build.load_scripted
+
+    def load_faulty(spec: str, role: str, *how: Any) -> ModelRunner:
+        runner = load(spec, role, *how)
+        return FaultyRunner(runner, name, role, once) if role == of else runner
+
+    build.load_scripted = load_faulty  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    make_faulty()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -6,9 +6,8 @@ Luck comes from a workload; for rejections, from models whose distributions are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -23,6 +22,11 @@ from pearl.protocol.options import RequestOptions, Sampling
 CLOSE = 0.01  # largest relative difference between a simulation and its closed form
 Pair = Callable[[ModelRunner, ModelRunner], tuple[Executor, Executor]]
 
+_FORMS = {
+    "pearl": theory.pearl_improvement,
+    "pearl-no-pre-verify": theory.no_pre_verify_improvement,
+    "pearl-no-post-verify": theory.no_post_verify_improvement,
+}
 _TEXTS = 20  # of a workload: so that a rate of .8 or .9 is met exactly at every position
 _VOCAB = 8  # of the Markov chains
 
@@ -46,9 +50,6 @@ class Check:
     def passed(self) -> bool:
         return self.simulated == self.closed if self.exact else abs(self.difference) <= CLOSE
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"difference": self.difference, "passed": self.passed}
-
 
 def checks(
     tokens: int = 20_000, seed: int = 0, coin: Coin = CoinTarget, pair: Pair = paired_executors
@@ -62,7 +63,8 @@ def checks(
     for a, c in ((0.8, 5), (0.9, 5), (0.6, 3)):
         yield from pearl_yield(a, c, tokens, seed, coin)
     for a, window, ratio in ((0.8, 3, 5), (0.8, 5, 5), (0.9, 6, 4)):
-        yield from window_yield(a, window, ratio, tokens, seed, coin)
+        for method, form in _FORMS.items():
+            yield speed(method, form(a, window, ratio), a, window, ratio, tokens, seed, coin)
     for a, gamma, ratio in ((0.8, 4, 5), (0.9, 7, 5), (0.6, 2, 3)):
         yield from sd_yield(a, gamma, ratio, tokens, seed, coin)
     for chain in (0, 1):
@@ -71,18 +73,25 @@ def checks(
         yield best_window(a, c, tokens // 10, seed, coin)
 
 
-def _run(a: float, t_target: int, decoding: RequestOptions, tokens: int, seed: int, coin: Coin) -> Totals:
-    """Simulate with t_draft 1."""
-    workload = independent(Timing(1.0, lambda _: float(t_target)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
-    return run(workload, decoding, coin)
+def _run(method: str, a: float, window: int, ratio: int, tokens: int, seed: int, coin: Coin) -> Totals:
+    """Simulate a fixed window with t_draft 1."""
+    workload = independent(Timing(1.0, lambda _: float(ratio)), a, _TEXTS, max(1, tokens // _TEXTS), seed)
+    return run(workload, RequestOptions(method, "fixed", window), coin)
+
+
+def speed(
+    method: str, closed: float, a: float, window: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget
+) -> Check:
+    """Speed of a method with any fixed window, or of sd with a gamma."""
+    done = _run(method, a, window, ratio, tokens, seed, coin)
+    setting = f"a {a}, {'gamma ' if method == 'sd' else 'window '}{window}, t_target/t_draft {ratio}"
+    return Check(f"{method}: times as fast as ar", setting, closed, done.tokens_per_second * ratio)
 
 
 def best_window(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Check:
     """The best fixed window of 1 to twice the speed ratio `c`, found by trying all."""
-    rates = {
-        window: _run(a, c, RequestOptions("pearl", "fixed", window), tokens, seed, coin).tokens_per_second
-        for window in range(1, 2 * c + 1)
-    }
+    windows = range(1, 2 * c + 1)
+    rates = {window: _run("pearl", a, window, c, tokens, seed, coin).tokens_per_second for window in windows}
     found = max(rates, key=lambda window: rates[window])
     near = max(rate for window, rate in rates.items() if window != found)
     note = f"{rates[found] / near - 1:.1%} faster than the next best of 1 to {2 * c}"
@@ -92,7 +101,7 @@ def best_window(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarge
 
 def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
     """Tokens per step, speed and run lengths of a fixed window at the speed ratio."""
-    done, setting = _run(a, c, RequestOptions("pearl", "fixed", c), tokens, seed, coin), f"a {a}, fixed({c})"
+    done, setting = _run("pearl", a, c, c, tokens, seed, coin), f"a {a}, fixed({c})"
     closed = theory.pearl_tokens_per_step(a, c)
     yield Check("PEARL: tokens a target step", setting, closed, done.tokens_per_step)
     yield Check("PEARL: times as fast as ar", setting, closed, done.tokens_per_second * c)
@@ -103,27 +112,11 @@ def pearl_yield(a: float, c: int, tokens: int, seed: int, coin: Coin = CoinTarge
     yield Check("PEARL, theorem 2: committed a run", setting, committed, simulated + 1, note=note)
 
 
-def window_yield(a: float, window: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
-    """Speed of any fixed window, and of both ablations with it."""
-    forms = {
-        "pearl": theory.pearl_improvement,
-        "pearl-no-pre-verify": theory.no_pre_verify_improvement,
-        "pearl-no-post-verify": theory.no_post_verify_improvement,
-    }
-    for method, form in forms.items():
-        done = _run(a, ratio, RequestOptions(method, "fixed", window), tokens, seed, coin)
-        setting = f"a {a}, fixed({window}), t_target/t_draft {ratio}"
-        yield Check(f"{method}: times as fast as ar", setting, form(a, window, ratio), done.tokens_per_second * ratio)
-
-
 def sd_yield(a: float, gamma: int, ratio: int, tokens: int, seed: int, coin: Coin = CoinTarget) -> Iterator[Check]:
-    """Tokens per step and speed of `sd`."""
-    done = _run(a, ratio, RequestOptions("sd", "fixed", gamma), tokens, seed, coin)
-    setting = f"a {a}, gamma {gamma}, t_target/t_draft {ratio}"
-    closed = theory.sd_tokens_per_step(a, gamma)
-    yield Check("SD (Leviathan): tokens a target step", setting, closed, done.tokens_per_step)
-    closed = theory.sd_improvement(a, gamma, 1 / ratio)
-    yield Check("SD (Leviathan): times as fast as ar", setting, closed, done.tokens_per_second * ratio)
+    """Tokens per step and speed of `sd`, after Leviathan et al."""
+    done, closed = _run("sd", a, gamma, ratio, tokens, seed, coin), theory.sd_tokens_per_step(a, gamma)
+    yield Check("sd: tokens a target step", f"a {a}, gamma {gamma}", closed, done.tokens_per_step)
+    yield speed("sd", theory.sd_improvement(a, gamma, 1 / ratio), a, gamma, ratio, tokens, seed, coin)
 
 
 def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors) -> Check:

@@ -1,0 +1,131 @@
+"""How the products of `decode` are cut into programs: candidates, and the fastest of them on this GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from pearl.cache import cache_directory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one product is cut.
+
+    Attributes:
+        columns: outputs of a tile; of gate-up as many of each. inputs: at once.
+        parts: programs that share a tile, each with its part of the inputs.
+        warps, stages: of a program; see Triton.
+    """
+
+    columns: int
+    inputs: int
+    parts: int = 1
+    warps: int = 4
+    stages: int = 4
+
+    def options(self, device: torch.device) -> dict[str, int]:
+        """The launch's own options; the interpreter takes none."""
+        return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
+
+
+_CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 7B and 70B, on an H200
+    Cut(32, 128, 1, 2, 4),
+    Cut(16, 256, 1, 2, 4),
+    Cut(16, 128, 1, 2, 6),
+    Cut(32, 256, 1, 4, 3),
+    Cut(32, 128, 4, 4, 4),
+    Cut(64, 128, 2, 4, 4),
+    Cut(128, 64, 1, 8, 4),
+)
+_LEAST = 16  # inputs at once
+_REPLAYS = 10
+_PATIENCE = 300.0  # seconds to wait for another process that times kernels
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Holds this machine's lock for timing kernels: target and draft start together, often on one GPU."""
+    directory = cache_directory()
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(directory / "kernels.lock").acquire(timeout=_PATIENCE)
+    except (OSError, Timeout):
+        yield
+        return
+    with lock:
+        yield
+
+
+def candidates(name: str, shape: tuple[int, int]) -> list[Cut]:
+    """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any."""
+    outputs, inputs = shape
+    adds = name in ("out", "down")
+    fitting = [
+        cut
+        for cut in _CANDIDATES
+        if inputs % (cut.inputs * cut.parts) == 0
+        and (outputs % cut.columns == 0 or not adds)
+        and (cut.parts == 1 or name in ("qkv", "out", "down"))
+    ]
+    most = min(128, inputs & -inputs)
+    columns = min(16, outputs & -outputs) if adds else 16
+    if not fitting and min(most, columns) >= _LEAST:
+        fitting = [Cut(columns, most)]
+    return fitting
+
+
+def choose(name: str, shape: tuple[int, int], launch: Callable[[Cut], object], device: torch.device) -> Cut:
+    """The fastest cut of a product, as timed here now or when a model of its shape was loaded before."""
+    fitting = candidates(name, shape)
+    if not fitting:
+        raise ValueError(f"no cut fits a product of {shape[0]} outputs and {shape[1]} inputs")
+    if device.type != "cuda" or len(fitting) == 1:
+        return fitting[0]
+    path = cache_directory() / "kernels.json"
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text())
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name} {shape[0]}x{shape[1]}"
+    with suppress(KeyError, TypeError):
+        if (cut := Cut(**known[key])) in fitting:
+            return cut
+    log.info("timing kernels for a product of %d outputs and %d inputs, once on this GPU", *shape)
+    best = min(fitting, key=lambda cut: _milliseconds(lambda: launch(cut)))
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(known | {key: asdict(best)}, indent=1))
+        os.replace(partial, path)
+    return best
+
+
+def _milliseconds(launch: Callable[[], object]) -> float:
+    """Of one recorded launch, in the median."""
+    launch()  # compiled here, not while it is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(_REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times)

@@ -1,0 +1,216 @@
+"""Our GPU kernels in Triton's interpreter, against plain torch: small models of every family, chains, trees, slots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
+
+from pearl.models.feeds import Feed
+from pearl.models.graphs import FED
+from pearl.models.llama import LlamaRunner
+from pearl.models.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
+from pearl.models.runner import feed_chain
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("these are for the interpreter; test_llama_runner has the GPU's", allow_module_level=True)
+assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
+
+from pearl.models import cuts, decode, kernels  # noqa: E402
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
+_ONE = {"num_hidden_layers": 1}
+MODELS: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "one layer": (LlamaForCausalLM, LlamaConfig, _ONE),
+    "biases, three query heads a key": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        _ONE | {"num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "norms of queries and keys, a key a query head": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    ),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    cls, config, other = MODELS[name]
+    model = cls(config(**_SIZES | other)).eval()
+    for key, weight in model.named_parameters():
+        if weight.dim() == 1:  # norms and biases, which begin as ones and zeros
+            torch.nn.init.normal_(weight, mean=float("norm" in key), std=0.3)
+    return model  # type: ignore[no-any-return]
+
+
+def runner_of(name: str, kernels: bool = True, context: int = 600) -> LlamaRunner:
+    return LlamaRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
+
+
+def text(count: int, start: int = 0) -> tuple[int, ...]:
+    return tuple((7 * i + 3 * i * i + start) % 90 for i in range(count))
+
+
+def fed_both(runners: Sequence[LlamaRunner], *feeds: Feed) -> list[torch.Tensor]:
+    """The logits by the first runner, which those by the others must be near."""
+    found, *others = ([rows.clone() for rows in runner.forward(feeds)] for runner in runners)
+    for other in others:
+        for some, rows in zip(found, other, strict=True):
+            torch.testing.assert_close(some, rows, rtol=1e-4, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "one layer"])
+def test_forwards_are_those_of_torch(name: str) -> None:
+    """Several slots, a cut within a part and across parts, a tree and its kept path, and beyond 512 positions."""
+    both = runner_of(name), runner_of(name, kernels=False)
+    assert both[0]._decode is not None
+    assert both[1]._decode is None
+    for runner in both:
+        feed_chain(runner, text(508), 1, prompt=True)
+        feed_chain(runner, text(61, 5), 1, 1, prompt=True)
+    fed_both(both, Feed(text(7, 1), 7), Feed(text(6, 2), 2, 1), Feed(text(3, 3), 3, 2))  # to 515, 67 and 3
+    tree = Feed(text(5, 4), 5, 1, (-1, 0, 0, 1, 2))
+    fed_both(both, tree, Feed(text(1, 5), 1, 2))
+    for runner in both:
+        runner.keep([0, 2, 4], 1)
+        runner.rollback(512)
+        runner.fork(1, 2)
+    fed_both(both, Feed(text(2, 6), 2), Feed(text(2, 7), 2, 1), Feed(torch.tensor(text(2, 8)), 2, 2))
+
+
+@pytest.fixture(scope="module")
+def runner() -> LlamaRunner:
+    return runner_of("one layer")
+
+
+def test_bits_depend_on_no_company_slot_or_cut(runner: LlamaRunner) -> None:
+    runner.rollback(0)
+    feed_chain(runner, text(60), 1, prompt=True)
+    runner.fork(0, 1)
+    (whole,) = runner.forward([Feed(text(ROWS, 1), ROWS)])
+    for cut in ([1, 3, 12], [10, 6]):
+        runner.rollback(0, 2)
+        runner.rollback(60, 1)
+        at, found = 0, []
+        for count in cut:
+            company = [Feed(text(2, count), 2, 2)] if at else []
+            found.append(runner.forward([*company, Feed(text(ROWS, 1)[at : at + count], count, 1)])[-1])
+            at += count
+        assert torch.equal(torch.cat(found), whole)
+
+
+def test_more_rows_than_a_table_has_are_in_several(runner: LlamaRunner) -> None:
+    for slot in range(3):
+        runner.rollback(0, slot)
+    apart = [runner.forward([Feed(text(14, slot), 3, slot)])[0] for slot in (0, 1)]
+    for slot in range(3):
+        runner.rollback(0, slot)
+    together = runner.forward([Feed(text(14, slot), 3, slot) for slot in (0, 1)])
+    assert all(map(torch.equal, together, apart))
+    assert runner.length(0) == runner.length(1) == 14
+
+
+def test_kernels_whose_bits_depend_on_the_cut_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    true = decode.Decode.forward
+
+    def planted(self: decode.Decode, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        return [
+            rows * (1 + 1e-6 * (len(feed.tokens) == 1)) for rows, feed in zip(true(self, feeds), feeds, strict=True)
+        ]
+
+    monkeypatch.setattr(decode.Decode, "forward", planted)
+    assert runner_of("one layer")._decode is None
+    assert "depend on their company" in caplog.text
+
+
+def test_kernels_that_do_not_compile_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuts, "candidates", lambda name, shape: [])
+    found = runner_of("one layer")
+    assert found._decode is None
+    assert "no cut fits" in caplog.text
+    assert feed_chain(found, text(3), 3).shape == (3, 90)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("adds", "bias"), [(False, False), (False, True), (True, False)])
+def test_products(parts: int, adds: bool, bias: bool) -> None:
+    """With a last tile that is not full, where nothing is added; twice, for what parts leave behind."""
+    torch.manual_seed(1)
+    inputs, outputs = 64, 48 if adds else 41
+    x, w = torch.randn(ROWS, inputs), torch.randn(outputs, inputs)
+    norm, more, out = torch.rand(inputs), torch.randn(outputs), torch.randn(ROWS, outputs)
+    squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
+    expected = linear(x if adds else x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
+    after = torch.zeros(outputs // 16, ROWS)
+    for _ in range(2):
+        expected_now = out + expected if adds else expected + more if bias else expected
+        kernels.multiply[(-(-outputs // 16), parts)](
+            x, squares, norm, w, more, out, after, sums, counts, 1e-5, K=inputs, N=outputs, BN=16, BK=32, PARTS=parts,
+            NORMS=not adds, ADDS=adds, BIAS=bias, OVERLAPS=False,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected_now)
+        assert not counts.any()
+    if adds:
+        torch.testing.assert_close(after, out.view(ROWS, -1, 16).square().sum(2).T)
+
+
+def test_gate_and_up() -> None:
+    torch.manual_seed(2)
+    x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
+    squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
+    kernels.gate_up[(3,)](x, squares, norm, w, out, 1e-5, K=32, N=40, BN=16, BK=16, OVERLAPS=False)
+    both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
+    torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
+
+
+def test_tables() -> None:
+    """Chains are cut where a table is full, trees are not; rows that look at parts of other lengths are other tiles."""
+    feeds = [Feed(text(20), 1), Feed(text(14), 1, 1, (-1, *range(13))), Feed(text(2), 1, 2)]
+    tables = lay_tables(feeds, [1020, 100, 0])
+    assert [[(piece.feed, piece.begin, piece.end, piece.row) for piece in table] for table in tables] == [
+        [(0, 0, 16, 0)],
+        [(0, 16, 20, 0)],
+        [(1, 0, 14, 0), (2, 0, 2, 14)],
+    ]
+    flat = numbers(feeds, tables[0])
+    assert len(flat) == NUMBERS
+    assert flat[0] == 2
+    # first, rows, feed, fed, slot, start, span, parts: position 1023 is the last whose parts have 64 positions
+    assert flat[1 + 3 * ROWS :][:16] == [0, 4, 0, 16, 0, 1020, 64, 16, 4, 12, 0, 16, 0, 1020, 128, 9]
+    assert max(flat[1 + 3 * ROWS + 7 :: 8]) <= MOST_PARTS
+    assert FED == ROWS == kernels.ROWS.value
+    assert kernels.MOST_PARTS.value == MOST_PARTS
+
+
+@pytest.mark.parametrize(("shape", "fits"), [((4096, 11008), True), ((30, 80), False), ((90, 24), False)])
+def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
+    for name in decode.PRODUCTS:
+        for cut in cuts.candidates(name, shape):
+            assert shape[1] % (cut.parts * cut.inputs) == 0
+            assert name not in ("out", "down") or shape[0] % cut.columns == 0
+    assert bool(cuts.candidates("down", shape)) == fits
