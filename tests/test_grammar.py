@@ -160,7 +160,7 @@ def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
 
 
 def test_sampled_texts_have_the_held_targets_distribution() -> None:
-    texts = 600
+    texts = 300
     found = Counter(
         tuple(decoded("pearl", "ratio", Sampling(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
         for seed in range(texts)
