@@ -389,7 +389,6 @@ def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: 
     assert report(read(trace)).tokens == 10
 
 
-@pytest.mark.long  # fails now and then since prompt_toolkit reads the keys: a paste of 1 MiB is not recognised as one
 def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, str], attached: list[str]) -> None:
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
         person.sees(">>>")
