@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
 from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.text.stream import Tokenizer
-from pearl.text.tokenizer import GenerationDefaults, HFTokenizer, check_same_vocabulary, vocabulary_digest
-from pearl.text.tokenizer_cache import CachedTokenizer
+from pearl.text.tokenizer import (
+    FileTokenizer,
+    GenerationDefaults,
+    HFTokenizer,
+    check_same_vocabulary,
+    copy_tokenizer,
+    vocabulary_digest,
+)
 from tests.replace import replace
 from tests.test_text import byte_fallback, byte_level
 from tests.tiny import CHAT_TEMPLATE
@@ -100,13 +103,9 @@ class TestHFTokenizer:
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_who_serves_others_meanwhile_can_go_on(keeps: bool, tmp_path: Path, cache: Path) -> None:
+def test_who_serves_others_meanwhile_can_go_on(checkpoint: Path) -> None:
     """A long prompt is made into tokens in a thread: with the interpreter lock held nobody got a token for seconds."""
-    backend_of(byte_level()).save_pretrained(tmp_path)
-    LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
-    tokenizer = [load_tokenizer(str(tmp_path))[0] for _ in range(1 + keeps)][-1]
-    assert isinstance(tokenizer, CachedTokenizer) == keeps
+    tokenizer, _ = load_tokenizer(str(checkpoint))
     with ThreadPoolExecutor() as pool:
         began = last = time.monotonic()
         encoded, longest = pool.submit(tokenizer.encode, "7 a!" * 200_000), 0.0
@@ -116,113 +115,98 @@ def test_who_serves_others_meanwhile_can_go_on(keeps: bool, tmp_path: Path, cach
         assert longest < max(0.3, (last - began) / 2), f"{longest:.2f} of {last - began:.2f} s"
 
 
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("PEARL_CACHE", str(path))
-    return path / "converted"
-
-
 def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
     """A tool or message whose JSON can be parsed, and is too deep for who writes it amid other calls."""
     deep: dict[str, Any] = {}
-    for _ in range(900):
+    for _ in range(970):
         deep = {"a": deep}
     function = {"name": "f", "parameters": deep, "arguments": deep}
     return [{**one, "function": function} if "function" in one else {**one, "tool_calls": [{"function": function}]}]
 
 
-class TestCachedTokenizer:
-    """The first process keeps what transformers makes of the files; those that follow do not import it."""
+def both(checkpoint: Path) -> tuple[HFTokenizer, FileTokenizer]:
+    """As transformers reads it, and as we do."""
+    found, _ = load_tokenizer(str(checkpoint))
+    assert isinstance(found, FileTokenizer)
+    return HFTokenizer(AutoTokenizer.from_pretrained(checkpoint)), found
+
+
+class TestFileTokenizer:
+    """A checkpoint's tokenizer.json is read without transformers, and gives the same."""
 
     @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-    def test_it_gives_the_same(self, cache: Path, tmp_path: Path, kind: Callable[[], HFTokenizer]) -> None:
+    def test_it_gives_the_same(self, tmp_path: Path, kind: Callable[[], HFTokenizer]) -> None:
         backend_of(kind()).save_pretrained(tmp_path)
         LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-        (made, first), (kept, second) = load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path))
-        assert isinstance(made, HFTokenizer)
-        assert isinstance(kept, CachedTokenizer)
-        assert first == second
-        check_same_vocabulary(made, kept, "made", "kept")
-        assert made.vocab_size == kept.vocab_size
+        made, ours = both(tmp_path)
+        check_same_vocabulary(made, ours, "made", "ours")
+        assert (made.vocab_size, made.eos) == (ours.vocab_size, ours.eos)
         for text in TEXTS:
             for special in (True, False):
-                assert made.encode(text, special) == kept.encode(text, special)
-            assert made.decode([*made.encode(text), 10**6]) == kept.decode([*made.encode(text), 10**6])
+                assert made.encode(text, special) == ours.encode(text, special)
+            assert made.decode([*made.encode(text), 10**6]) == ours.decode([*made.encode(text), 10**6])
             chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
-            assert made.apply_chat(chat) == kept.apply_chat(chat)
-            assert made.chat_text(chat) == kept.chat_text(chat)
+            assert made.apply_chat(chat) == ours.apply_chat(chat)
+            assert made.chat_text(chat) == ours.chat_text(chat)
         with pytest.raises(RequestError, match="no system prompt here"):
-            kept.apply_chat([{"role": "system", "content": "be brief"}])
-        for tokenizer in (made, kept):  # bytes of Latin-1 on a command line: they once ended it with a traceback
+            ours.apply_chat([{"role": "system", "content": "be brief"}])
+        for tokenizer in (made, ours):  # bytes of Latin-1 on a command line: they once ended it with a traceback
             with pytest.raises(RequestError, match="half a surrogate pair"):
                 tokenizer.encode("caf\udce9")
             with pytest.raises(RequestError, match="half a surrogate pair"):
                 tokenizer.apply_chat([{"role": "user", "content": "caf\udce9"}])
 
-    @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
-    def test_other_files_are_another_tokenizer(self, cache: Path, checkpoint: Path, file: str) -> None:
-        load_tokenizer(str(checkpoint))
-        changed = {
-            "tokenizer.json": (checkpoint / "tokenizer.json").read_text() + " ",
-            "generation_config.json": json.dumps({"eos_token_id": 3}),
-            "chat_template.jinja": TEMPLATE,
-        }
-        (checkpoint / file).write_text(changed[file])
-        assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
+    def test_special_tokens_that_only_the_settings_name(self, checkpoint: Path) -> None:
+        file = checkpoint / "tokenizer_config.json"
+        settings = json.loads(file.read_text())
+        far = {"content": "<far>", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+        settings["added_tokens_decoder"] = {"300": {**far, "special": False}}
+        file.write_text(
+            json.dumps(
+                settings | {"pad_token": {**far, "content": "<pad>", "__type": "AddedToken"}, "sep_token": "cat"}
+            )
+        )
+        made, ours = both(checkpoint)
+        text = "the <far>cat<pad> a"
+        assert made.encode(text) == ours.encode(text)
+        assert made.decode(made.encode(text)) == ours.decode(made.encode(text))
+        check_same_vocabulary(made, ours, "made", "ours")
 
-    def test_damaged_files_are_made_anew(self, cache: Path, checkpoint: Path) -> None:
-        """Also those that are as long as they were."""
-        load_tokenizer(str(checkpoint))
-        for name, damage, is_padded in product(("about.json", "tokenizer.json"), ("{}", "", "{"), (False, True)):
-            (file,) = cache.glob(f"*/{name}")
-            file.write_text(damage.ljust(file.stat().st_size * is_padded))
-            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-            assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
-
-    def test_vocabularies_are_compared_without_reading_tokens(
-        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What a draft needs at a start, and what a target needs of its draft."""
-        made, _ = load_tokenizer(str(checkpoint))
-        kept, other = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        monkeypatch.setattr(CachedTokenizer, "_tokenizer", property(lambda self: pytest.fail("read")))
-        check_same_vocabulary(kept, other, "kept", "other")
-        assert vocabulary_digest(kept, kept.vocab_size) == vocabulary_digest(made, made.vocab_size)
+    def test_a_copy_is_the_same(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "additional_chat_templates").mkdir()
+        (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+        defaults(checkpoint, eos_token_id=5)
+        (copy := tmp_path / "copy").mkdir()
+        copy_tokenizer(str(checkpoint), copy)
+        (found, settings), (original, _) = load_tokenizer(str(copy)), load_tokenizer(str(checkpoint))
+        assert settings.eos == (5,)
+        assert found.encode("the cat") == original.encode("the cat")
+        assert found.chat_text([], [{}]) == original.chat_text([], [{}]) == "1 tools"
 
     @pytest.mark.parametrize(
-        ("template", "is_plain"),
+        "template",
         [
-            (CHAT_TEMPLATE, True),
-            ("{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
-             "{{ m.content | trim }}{% if loop.last %}{% break %}{% endif %}\n  {% endfor %}{{ eos_token }}", True),
-            ("{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}", True),
-            ("{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}", True),
-            ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", False),
-            ("{% set ns = namespace(_x=0) %}", False),  # transformers refuses it
-            ("{{ ''.__class__.__mro__ }}", True),
-            ("{{ dict.__class__ }}{{ dict.mro() }}", True),
+            CHAT_TEMPLATE,
+            "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+            "{{ m.content | trim }}{% if loop.last %}{% break %}{% endif %}\n  {% endfor %}{{ eos_token }}",
+            "{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}",
+            "{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}",
+            "{% for m in messages %}\n  {% generation %}\n {% set a = 1 %}{{ m.content }}{% endgeneration %} {{ a }}"
+            "{% endfor %}",
+            "{{ ''.__class__.__mro__ }}",
+            "{{ dict.__class__ }}{{ dict.mro() }}",
         ],
-    )  # fmt: skip
-    def test_templates_are_rendered_as_transformers_does(
-        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, template: str, is_plain: bool
-    ) -> None:
-        """Without it, where it is a plain one; a way out of the sandbox is none in either."""
+    )
+    def test_templates_are_rendered_as_transformers_does(self, checkpoint: Path, template: str) -> None:
+        """A way out of the sandbox is none in either."""
         (checkpoint / "chat_template.jinja").write_text(template)
-        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, CachedTokenizer)
-        assert kept._is_plain_chat == is_plain
+        made, ours = both(checkpoint)
         for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
             chat = [{"role": role, "content": f" <b> {role} & é\n"} for role in roles]
-            with monkeypatch.context() as patch:
-                if is_plain:
-                    patch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
-                found = said(kept, chat)
-            assert found == said(made, chat)
+            assert said(ours, chat) == said(made, chat)
 
-    def test_tools_are_told_as_transformers_does(self, cache: Path, checkpoint: Path) -> None:
+    def test_tools_are_told_as_transformers_does(self, checkpoint: Path) -> None:
         """Only by a template that asks for them; of another one they are refused."""
         template = (
             "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -232,8 +216,7 @@ class TestCachedTokenizer:
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
         chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
         (checkpoint / "chat_template.jinja").write_text(template)
-        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, CachedTokenizer)
+        made, kept = both(checkpoint)
         told = kept.chat_text(chat, tools)
         assert told == made.chat_text(chat, tools)
         assert told is not None
@@ -262,7 +245,7 @@ class TestCachedTokenizer:
     )
     @pytest.mark.parametrize("arguments", [{"x": 2}, '{"x": 2}'])
     def test_each_template_gets_arguments_and_contents_as_it_takes_them(
-        self, cache: Path, checkpoint: Path, template: str, told: str, arguments: object
+        self, checkpoint: Path, template: str, told: str, arguments: object
     ) -> None:
         """DeepSeek's join arguments as text: TypeError, which was an HTTP 500, as was the content in parts."""
         (checkpoint / "chat_template.jinja").write_text(template + "{% endfor %}{% endfor %}")
@@ -271,8 +254,7 @@ class TestCachedTokenizer:
         chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
         if "content" in template:
             chat = [{"role": "user", "content": parts}]
-        for _ in range(2):
-            assert load_tokenizer(str(checkpoint))[0].chat_text(chat) == told
+        assert load_tokenizer(str(checkpoint))[0].chat_text(chat) == told
 
     @pytest.mark.parametrize(
         ("raises", "quoted"),
@@ -284,48 +266,20 @@ class TestCachedTokenizer:
             ("{{ messages[9].content }}", "has no element 9"),
         ],
     )
-    def test_whatever_a_template_raises_is_told(self, cache: Path, checkpoint: Path, raises: str, quoted: str) -> None:
+    def test_whatever_a_template_raises_is_told(self, checkpoint: Path, raises: str, quoted: str) -> None:
         (checkpoint / "chat_template.jinja").write_text(raises)
-        for _ in range(2):
-            with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
-                load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
+        with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
+            load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
 
-    def test_the_template_for_tools_is_taken_with_tools(self, cache: Path, checkpoint: Path) -> None:
-        """Of a checkpoint whose templates have names: from the second start on the one without tools was taken."""
+    def test_the_template_for_tools_is_taken_with_tools(self, checkpoint: Path) -> None:
+        """Of a checkpoint whose templates have names."""
         tokenizer = backend_of(byte_level())
         tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
         tokenizer.save_pretrained(checkpoint)
-        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, CachedTokenizer)
+        made, kept = both(checkpoint)
         for each in (made, kept):
             assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
             assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
-
-    def test_without_a_cache_all_works(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "file"))
-        for _ in range(2):
-            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-
-    def test_on_a_full_disk_all_works(self, cache: Path, checkpoint: Path) -> None:
-        """The tokenizers library raises a bare Exception. A limit on a file's size stands for the disk's."""
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
-        try:
-            for _ in range(2):
-                assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert not list(cache.glob("tokenizer-*/"))
-
-    def test_what_would_not_give_the_same_is_not_kept(
-        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A class with an encoder of its own, or a difference that only the texts show."""
-        monkeypatch.setattr(HFTokenizer, "encode", lambda self, text, special=True: [len(text)])
-        for _ in range(2):
-            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        assert not list(cache.glob("tokenizer-*/"))
 
 
 class TestToyTokenizer:
