@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
@@ -17,13 +18,12 @@ from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
-from pearl.metrics import Statistics
+from pearl.metrics import FIGURES, Figure, Statistics
 from pearl.printable import printable
-from pearl.protocol.events import Phase
 from pearl.spec.methods import DRAFTLESS
 
 if TYPE_CHECKING:
-    from pearl.cli.chat import Answer, Chat
+    from pearl.cli.chat import Chat
 
 _ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
@@ -161,49 +161,23 @@ def _placed(chat: Chat, role: ModelRole) -> str:
 
 
 def _stats(chat: Chat, _: str) -> None:
-    """figures of this session, by method"""
+    """figures of this session, by method: medians over replies"""
     if not chat.done:
         _say(chat, "nothing has been measured yet")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    brief = [figure for figure in FIGURES if figure.is_brief]
+    columns = ("method", "replies", "tokens", *(figure.name for figure in brief))
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for method, answers in chat.done.items():
-        totals = _totals(answers)
-        if not table.columns:
-            for column in ("method", *totals):
-                table.add_column(column)
-        table.add_row(method, *totals.values())
+        replies = [answer.result.statistics for answer in answers]
+        tokens = sum(one.num_generated_tokens for one in replies)
+        table.add_row(method, str(len(replies)), str(tokens), *(_median(figure, replies) for figure in brief))
     chat.console.print(table)
 
 
-def _totals(answers: list[Answer]) -> dict[str, str]:
-    """The cells of one method over all its replies; rates are sums divided by sums, not means of rates."""
-    all_of = [answer.result.statistics for answer in answers]
-
-    def total(of: Callable[[Statistics], float]) -> float:
-        return sum(map(of, all_of))
-
-    def ratio(a: float, b: float, form: str) -> str:
-        return format(a / b, form) if b else "-"
-
-    tokens, seconds = total(lambda s: s.num_generated_tokens), total(lambda s: s.seconds)
-    decoding = total(lambda s: s.seconds - s.seconds_to_first_token)
-    after_first = total(lambda s: (s.tokens_per_second or 0.0) * (s.seconds - s.seconds_to_first_token))
-    steps = total(lambda s: sum(n for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value))
-    judged, accepted = total(lambda s: s.num_judged_draft_tokens), total(lambda s: s.num_accepted_draft_tokens)
-    runs = total(lambda s: s.provenance.get("corrected", 0) + s.provenance.get("bonus", 0))
-    waited = total(lambda s: sum(t for cause, t in s.target_wait_seconds.items() if cause != "idle"))
-    waits = ratio(waited, seconds, ".0%")
-    draft = f", draft {total(lambda s: s.draft_wait_seconds) / seconds:.0%}" if judged and seconds else ""
-    return {
-        "replies": str(len(answers)),
-        "tokens": str(tokens),
-        "first token": f"{sum(answer.first for answer in answers) / len(answers):.2f} s",
-        "tokens/s": ratio(after_first, decoding, ".1f"),
-        "tokens a step": ratio(tokens, steps, ".1f"),
-        "accepted": ratio(accepted, judged, ".0%"),
-        "tokens a run": ratio(runs + accepted, runs, ".1f"),
-        "waited": f"target {waits}{draft}" if seconds else "-",
-    }
+def _median(figure: Figure, replies: list[Statistics]) -> str:
+    values = sorted(value for one in replies if (value := figure.value(one)) is not None)
+    return figure.form.format(median_low(values)) if values else "-"
 
 
 def _save(chat: Chat, rest: str) -> None:
