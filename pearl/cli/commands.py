@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +19,6 @@ from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES, Figure, Statistics
 from pearl.printable import printable
-from pearl.spec.methods import DRAFTLESS
 
 if TYPE_CHECKING:
     from pearl.cli.chat import Chat
@@ -45,9 +43,7 @@ def run_command(chat: Chat, line: str) -> str | None:
     name, _, rest = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in _HANDLERS:
-        near = get_close_matches(name, [*_HANDLERS, *_ALIASES], n=1, cutoff=0.5)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise RequestError(f"unknown command {name}: {meant}/? lists them all")
+        raise RequestError(f"unknown command {name}: /? lists them all")
     return _HANDLERS[name](chat, rest.strip())
 
 
@@ -97,10 +93,7 @@ def _change(chat: Chat, name: str, value: str) -> None:
 
 
 def _unknown_setting(name: str) -> RequestError:
-    known = [*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS]
-    near = get_close_matches(name, known, n=1)
-    what = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-    return RequestError(f"no setting {name!r}: {what}")
+    return RequestError(f"no setting {name!r}: one of {', '.join([*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS])}")
 
 
 def _changed(section: Any, name: str, value: str) -> Any:
@@ -256,12 +249,9 @@ def _trace(chat: Chat, rest: str) -> None:
 def _method(chat: Chat, name: str) -> None:
     """show the method, or use another: /method ar, sd or pearl"""
     if name:
-        methods = get_args(DecodingConfig.model_fields["method"].annotation)
-        if name not in methods:
-            raise RequestError(f"no method {name!r}: one of {', '.join(methods)}")
-        if name not in DRAFTLESS and not chat.engine.config.has_draft:
-            raise RequestError(f"this engine has no draft model: {' and '.join(DRAFTLESS)} are possible")
-        chat.decoding = _changed(chat.decoding, "method", name)
+        decoding = _changed(chat.decoding, "method", name)
+        chat.engine.config.check_method(name)
+        chat.decoding = decoding
     _say(chat, f"method: {chat.decoding.method}")
 
 
