@@ -585,17 +585,14 @@ def test_the_oracle_needs_the_fewest_calls() -> None:
 
 
 def test_the_commands_train_and_compare(tmp_path: Path) -> None:
-    known, file, out, to = learnable(), tmp_path / "it.npz", tmp_path / "it.disco", tmp_path / "it.json"
+    known, file, out = learnable(), tmp_path / "it.npz", tmp_path / "it.disco"
     write_texts(file, known.header, known.texts)
     ran = CliRunner().invoke(cli, ["disco", "train", str(file), "--out", str(out)], catch_exceptions=False)
     assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
     made = read_classifier(out, "embedded", "embedded-draft")
-    arguments = ["simulate", "stops", str(file), "--disco", str(out), "--json", str(to)]
+    arguments = ["simulate", "stops", str(file), "--disco", str(out)]
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
     assert "sd, disco" in shown
-    entries = {one["name"]: one for one in json.loads(to.read_text())["policies"]}
-    assert entries["sd, disco"]["draft_stop"] == "disco"
-    assert entries["sd, disco"]["speedup"] > entries["sd, 5 tokens"]["speedup"]
     assert made.cap >= 1
     other = learnable()
     write_texts(file, other.header.model_copy(update={"draft": "another"}), other.texts)

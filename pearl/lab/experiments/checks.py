@@ -6,9 +6,8 @@ Luck comes from a workload; for rejections, from models whose distributions are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -45,9 +44,6 @@ class Check:
     @property
     def passed(self) -> bool:
         return self.simulated == self.closed if self.exact else abs(self.difference) <= CLOSE
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"difference": self.difference, "passed": self.passed}
 
 
 def checks(
