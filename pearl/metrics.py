@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from math import ceil, sqrt
+from typing import Any
 
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
@@ -113,11 +115,6 @@ class Statistics:
     resyncs: int = 0
     draft_lost: bool = False
 
-    @property
-    def speedup_in_words(self) -> str:
-        """Method auto's comparison of decoding with and without the draft; empty: none."""
-        return f"with it {self.draft_speedup:.2f} times as fast" if self.draft_speedup else ""
-
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -126,6 +123,59 @@ class Statistics:
         """What this version knows of them: the target that wrote them may be a newer one."""
         values = json.loads(text)
         return Statistics(**{f.name: values[f.name] for f in fields(Statistics) if f.name in values})
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure as summary, chat and trace reports print it.
+
+    Attributes:
+        of: the field of `Statistics`, or what computes it; None: there is none.
+        scale: what a field's value is multiplied by.
+        is_brief: the line below a reply of the chat has it.
+    """
+
+    name: str
+    of: str | Callable[[Statistics], Any]
+    form: str
+    is_brief: bool = False
+    scale: float = 1
+
+    def value(self, one: Any) -> Any:
+        if not isinstance(self.of, str):
+            return self.of(one)
+        value = getattr(one, self.of)
+        return None if value is None else value * self.scale
+
+    def text(self, one: Any) -> str | None:
+        return None if (value := self.value(one)) is None else self.form.format(value)
+
+
+def _waited(s: Statistics) -> float:
+    return sum(seconds for cause, seconds in s.target_wait_seconds.items() if cause != "idle")
+
+
+def _share(s: Statistics, seconds: float) -> float | None:
+    return min(1.0, seconds / s.seconds) if s.seconds else None
+
+
+FIGURES = (
+    Figure("first token", "seconds_to_first_token", "{:.2f} s", True),
+    Figure("of it in the queue", "queue_seconds", "{:.2f} s"),
+    Figure("tokens/s", "tokens_per_second", "{:.1f}", True),
+    Figure("next tokens (TPOT)", lambda s: s.tokens_per_second and 1e3 / s.tokens_per_second, "{:.1f} ms"),
+    Figure("ITL p50", "itl_p50", "{:.0f} ms", scale=1e3),
+    Figure("ITL p99", "itl_p99", "{:.0f} ms", True, scale=1e3),
+    Figure("tokens a step", "tokens_per_step", "{:.2f}", True),
+    Figure("accepted of judged", "acceptance_rate", "{:.0%}", True),
+    Figure("accepted of drafted", "draft_acceptance_rate", "{:.0%}"),
+    Figure("tokens per run", "mean_run_length", "{:.1f}"),
+    Figure("guessed", lambda s: s.provenance.get("guessed"), "{} tokens"),
+    Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}", True),
+    Figure("window c", lambda s: s.window or None, "{}", True),
+    Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}", True),
+    Figure("draft waited", lambda s: _share(s, s.draft_wait_seconds) if s.num_draft_tokens else None, "{:.0%}", True),
+)
 
 
 @dataclass

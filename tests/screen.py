@@ -44,10 +44,11 @@ class Person:
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, rows: int = 30, columns: int = 100
     ) -> None:
         self._master, slave = pty.openpty()
+        os.set_blocking(self._master, False)
         self._screen = _Screen(columns, rows, history=5000, ratio=1.0)
         self._screen.answer = self.type
         self._stream = pyte.ByteStream(self._screen)
-        self._began = self._written = b""
+        self._began = self._written = self._unsent = b""
         self.frames: list[str] = []
         self.italics: set[str] = set()
         self.resize(rows, columns)
@@ -72,22 +73,21 @@ class Person:
         os.close(self._master)
 
     def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
+        """Also what the terminal answers: as a terminal does, it sends that behind what it has begun to send."""
+        self._unsent += text.encode()
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[os.write(self._master, self._unsent[:4096]) :]
+            except BlockingIOError:  # the program has not read it yet, and may wait for its own output to be read
+                self.read(0.01)
 
     def send(self, text: str) -> None:
         """A line."""
         self.type(text + ENTER)
 
     def paste(self, text: str) -> None:
-        """As a terminal with bracketed paste does; reads meanwhile, for a pipe holds little."""
-        data = b"\x1b[200~" + text.encode() + b"\x1b[201~"
-        os.set_blocking(self._master, False)
-        while data:
-            try:
-                data = data[os.write(self._master, data[:4096]) :]
-            except BlockingIOError:
-                self.read(0.01)
-        os.set_blocking(self._master, True)
+        """As a terminal with bracketed paste does."""
+        self.type(f"\x1b[200~{text}\x1b[201~")
 
     def resize(self, rows: int, columns: int) -> None:
         self._screen.resize(rows, columns)

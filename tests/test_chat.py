@@ -38,7 +38,7 @@ from tests.screen import BOUND, CTRL_C, CTRL_D, Person
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
-STATUS = "to the first token"
+STATUS = "first token 0."
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
         first = wanted("123", 12)
         person.sees(first)
         person.sees(STATUS)
-        for part in ("tokens/s", "tokens a step", "of judged drafts accepted", "c = ", "waited: target", "max_tokens"):
+        for part in ("tokens/s", "tokens a step", "accepted of judged", "window c", "target waited", "max_tokens"):
             person.sees(part)
         person.send("4")
         person.sees(wanted("123" + first + "4", 12))
@@ -368,7 +368,6 @@ def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: 
     assert report(read(trace)).tokens == 10
 
 
-@pytest.mark.long  # fails now and then since prompt_toolkit reads the keys: a paste of 1 MiB is not recognised as one
 def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, str], attached: list[str]) -> None:
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
         person.sees(">>>")

@@ -68,7 +68,7 @@ def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
     )  # a target that waits for its draft judges it
     assert run.returncode == 0, run.stderr
     assert run.stdout == WANTED + "\n"
-    for row in ("method", "30 tokens", "acceptance", "target steps", "t_target(n)", "seed"):
+    for row in ("method", "30 tokens", "accepted of judged", "target steps", "t_target(n)", "seed"):
         assert row in run.stderr
 
 

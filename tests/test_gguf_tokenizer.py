@@ -16,8 +16,7 @@ from pearl.errors import ModelError
 from pearl.models.gguf import directory_of
 from pearl.models.tokenizers import load_tokenizer
 from pearl.text.gguf_tokenizer import tokenizer_of
-from pearl.text.tokenizer import HFTokenizer, check_same_vocabulary
-from pearl.text.tokenizer_cache import CachedTokenizer
+from pearl.text.tokenizer import check_same_vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -129,13 +128,11 @@ def test_special_tokens_of_other_letters_are_themselves(tmp_path: Path, cache: P
     template = "{{ bos_token }}{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}"
     write_deepseek(tmp_path / "tiny.gguf", add_bos_token=True, **{"tokenizer.chat_template": template})
     directory = save(tmp_path / "tiny.gguf", tmp_path / "model", family)
-    for kind in (HFTokenizer, CachedTokenizer):
-        tokenizer, defaults = load_tokenizer(str(directory))
-        assert isinstance(tokenizer, kind)
-        assert tokenizer.encode(f"{BOS}ab{USER}{EOS}") == [257, 257, 256, 259, 258]
-        assert tokenizer.apply_chat([{"role": "user", "content": "ab"}]) == [257, 259, 256]
-        assert (tokenizer.vocab_size, defaults.eos) == (261, (258,))
-        assert tokenizer.decode([257, 256, 259]) == f"ab{USER}"
+    tokenizer, defaults = load_tokenizer(str(directory))
+    assert tokenizer.encode(f"{BOS}ab{USER}{EOS}") == [257, 257, 256, 259, 258]
+    assert tokenizer.apply_chat([{"role": "user", "content": "ab"}]) == [257, 259, 256]
+    assert (tokenizer.vocab_size, defaults.eos) == (261, (258,))
+    assert tokenizer.decode([257, 256, 259]) == f"ab{USER}"
 
 
 def test_a_gguf_file_has_the_vocabulary_of_the_checkpoint_that_it_was_made_of(tmp_path: Path, cache: Path) -> None:

@@ -296,7 +296,7 @@ def page(figures: Figures) -> str:
 
 
 def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
-    figures = Figures("m", lambda: 0, lambda: 0, lambda: 3)
+    figures = Figures("m", restarts=lambda: 3)
     for runs in ({"0": 2, "1": 1, "3": 2}, {"40": 1}):
         result = Result(seed=1, finish_reason="length", statistics=Statistics(run_histogram=runs))
         figures.ended(result, 1.0, 1.0)
@@ -326,7 +326,7 @@ def test_concurrent_scrapes_share_a_page(monkeypatch: pytest.MonkeyPatch) -> Non
         return [*first, *await second]
 
     monkeypatch.setattr("pearl.server.figures.generate_latest", counted)
-    pages = asyncio.run(scrape(Figures("m", lambda: 0, lambda: 0, lambda: 0)))
+    pages = asyncio.run(scrape(Figures("m")))
     assert made == len(set(pages)) == 2
     assert b'pearl:http_refused_total{model_name="m",status="429"} 2.0' in pages[-1]
 

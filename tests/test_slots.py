@@ -27,9 +27,9 @@ from pearl.protocol.messages import Begin, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
-from pearl.trace.latency import latencies
 from pearl.trace.reading import read
 from pearl.trace.replay import replay
+from pearl.trace.report import latencies
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_llama_runner import KINDS
@@ -145,7 +145,7 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
         results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
     trace = read(path)
     assert replay(trace).difference is None
-    found = latencies(trace)
+    *found, _ = latencies(trace)
     assert [each.num_generated_tokens for each in found] == [24] * len(PROMPTS)
     assert [each.num_prompt_tokens for each in found] == [len(prompt) for prompt in PROMPTS]
     steps = [result.statistics.tokens_per_step for result in results]

@@ -1,32 +1,22 @@
-"""Detokenisation and stop strings against decoding everything and looking; and that no text steers the terminal."""
+"""Detokenisation and stop strings, piece by piece, against decoding everything and looking."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import logging
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.table import Table
-from rich.text import Text
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pearl.cli.console import SafeConsole
-from pearl.engine import Engine
+from pearl.errors import RequestError
 from pearl.models.tokenizers import ToyTokenizer
-from pearl.printable import PrintableFormatter, printable
 from pearl.text.stream import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
 from pearl.text.tokenizer import HFTokenizer
-from tests.screen import Person
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]
@@ -103,6 +93,11 @@ def tokens(tokenizer: HFTokenizer, length: int) -> st.SearchStrategy[list[int]]:
     return st.lists(cut | anything, max_size=length).map(lambda runs: list(itertools.chain(*runs))[:length])
 
 
+def texts(tokenizer: HFTokenizer) -> st.SearchStrategy[list[int]]:
+    """Tokens of whole characters, some of them bytes."""
+    return st.text("a😀你 \nthe", max_size=12).map(lambda text: ids_of(tokenizer, text))
+
+
 class TestDetokenizer:
     def test_an_emoji_comes_when_its_last_token_does(self) -> None:
         """Decoding token by token shows four U+FFFD instead."""
@@ -110,13 +105,25 @@ class TestDetokenizer:
         emoji = bytes_of(tokenizer, "🦀".encode())
         assert pieces_of(tokenizer, [], [*emoji, *ids_of(tokenizer, "!")]) == ["", "", "", "🦀", "!", ""]
 
-    def test_a_run_of_byte_tokens_is_held_until_it_ends(self) -> None:
-        """A wrong byte turns the whole run into U+FFFD: a character shown at once would not be final."""
+    def test_a_space_belongs_to_the_word_after_it(self) -> None:
+        """A decoder strips the first space of what it is given: words decoded one by one run together."""
         tokenizer = byte_fallback()
-        run = bytes_of(tokenizer, "你".encode())
-        spoilt = [*run, *bytes_of(tokenizer, b"\xff")]
-        assert pieces_of(tokenizer, [0], spoilt) == ["", "", "", "", "����"]
-        assert pieces_of(tokenizer, [0], [*run, *ids_of(tokenizer, "cat")]) == ["", "", "", "你 cat", ""]
+        prompt, answer = tokenizer.encode("the cat"), ids_of(tokenizer, "sat on the mat.")
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == " sat on the mat."
+        assert "".join(pieces_of(tokenizer, [0], answer)) == "sat on the mat."
+
+    def test_special_tokens_do_not_cost_the_next_space(self) -> None:
+        """With only skipped tokens as context, the decoder believes itself at the start of the text."""
+        tokenizer = byte_fallback()
+        prompt = [*tokenizer.encode("the cat"), *[1] * 50]
+        answer = [*ids_of(tokenizer, "sat"), *[1] * 50, *ids_of(tokenizer, "on")]
+        assert "".join(pieces_of(tokenizer, prompt, answer)) == " sat on"
+
+    def test_a_prompt_that_ends_amid_a_character(self) -> None:
+        """What the prompt showed as U+FFFD is no part of the character that the answer completes."""
+        tokenizer = byte_level()
+        first, *rest = bytes_of(tokenizer, "😀".encode())
+        assert "".join(pieces_of(tokenizer, [*ids_of(tokenizer, "a"), first], rest)) == "😀"
 
     def test_a_prompt_that_ends_in_a_run_of_byte_tokens(self) -> None:
         """Context that begins amid a character spoils the run, and with it the answer that goes on in it."""
@@ -135,24 +142,28 @@ class TestDetokenizer:
         assert "".join(pieces) == text
         assert max(map(len, pieces)) <= PATIENCE
 
-    @given(data=st.data())
-    @settings(max_examples=300)
-    def test_all_pieces_are_the_whole_byte_level(self, data: st.DataObject) -> None:
-        """Whatever the tokens, also where invalid bytes go on for longer than anything is held."""
+    def test_an_unfinished_character_is_given_at_the_end_only(self) -> None:
         tokenizer = byte_level()
-        prompt = [*data.draw(tokens(tokenizer, 40)), *ids_of(tokenizer, "x")]
-        answer = data.draw(tokens(tokenizer, 120))
-        assert "".join(pieces_of(tokenizer, prompt, answer)) == beyond(tokenizer, prompt, answer)
+        assert pieces_of(tokenizer, [], bytes_of(tokenizer, b"a\xf0\x9f")) == ["a", "", "", REPLACEMENT]
+
+    @pytest.mark.parametrize("garbage", [b"\xff", b"\xe4\xbd"])
+    @pytest.mark.parametrize("end", [b"", b"\xff", b"a"])
+    def test_garbage_without_end(self, garbage: bytes, end: bytes) -> None:
+        """Where no token ends a character for long, text is given out all the same, none twice or never."""
+        tokenizer = byte_level()
+        for count in range(60):
+            answer = bytes_of(tokenizer, garbage * count + end)
+            assert "".join(pieces_of(tokenizer, [], answer)) == tokenizer.decode(answer)
 
     @given(data=st.data())
     @settings(max_examples=300)
-    def test_all_pieces_are_the_whole_byte_fallback(self, data: st.DataObject) -> None:
-        """Whatever the tokens, where no run of byte tokens is longer than what is held."""
-        tokenizer = byte_fallback()
+    def test_all_pieces_are_the_whole(self, data: st.DataObject) -> None:
+        """Whatever the tokens: of bytes that are no UTF-8 as many as are held, and no byte tokens of sentencepiece."""
+        tokenizer = data.draw(st.sampled_from([byte_level(), byte_fallback()]))
+        some = tokens(tokenizer, PATIENCE) if tokenizer is byte_level() else texts(tokenizer)
         word = ids_of(tokenizer, "cat")
-        prompt = [*data.draw(tokens(tokenizer, 10)), *word]
-        runs = data.draw(st.lists(tokens(tokenizer, PATIENCE), max_size=6))
-        answer = [token for run in runs for token in [*run, *word]]
+        prompt = [*data.draw(some), *word]
+        answer = [token for run in data.draw(st.lists(some, max_size=6)) for token in [*run, *word]]
         assert "".join(pieces_of(tokenizer, prompt, answer)) == beyond(tokenizer, prompt, answer)
 
     @given(data=st.data())
@@ -201,6 +212,10 @@ class TestStopMatcher:
         assert [*map(matcher.push, pieces), matcher.flush()] == shown
         assert matcher.matched == matched
 
+    def test_an_empty_stop_is_refused(self) -> None:
+        with pytest.raises(RequestError, match="empty"):
+            StopMatcher(["a", ""])
+
     @given(
         st.lists(st.text("ab😀", max_size=4), max_size=12),
         st.lists(st.text("ab😀", min_size=1, max_size=5), max_size=3),
@@ -228,9 +243,8 @@ class TestTextStream:
         """The token that completes a stop is the first whose text holds one; the text is cut before it."""
         tokenizer = data.draw(st.sampled_from([byte_level(), byte_fallback()]))
         prompt = tokenizer.encode("the cat")
-        answer = data.draw(
-            st.text("a😀你 \nthe", max_size=12).map(lambda text: ids_of(tokenizer, text)) | tokens(tokenizer, PATIENCE)
-        )
+        anything = tokens(tokenizer, PATIENCE) if tokenizer is byte_level() else st.nothing()
+        answer = data.draw(texts(tokenizer) | anything)
         text = beyond(tokenizer, prompt, answer)
         places = st.tuples(st.integers(0, len(text)), st.integers(1, 4))
         parts = places.map(lambda place: text[place[0] :][: place[1]]).filter(bool)
@@ -290,77 +304,8 @@ class TestTextStream:
         shown = "".join(stream.push(token) for token in bytes_of(tokenizer, b"a\xf0\x9f"))
         assert (shown + stream.finish(), stream.stopped) == ("a", True)
 
-
-# A window title, a colour, a cleared screen, a C1 control sequence, a bell, a carriage return, a right-to-left mark.
-HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[2J\x9b31m\x07\rover\u202egnp"
-BOUND = 120.0
-
-
-def is_harmless(written: str) -> bool:
-    return not any(c in written for c in "\x1b\x07\r\x9b\u202e")
-
-
-def test_controls_are_shown_and_text_is_left() -> None:
-    """Colours, titles, the cursor, 8-bit controls and the direction of writing; newline and tab stay."""
-    assert is_harmless(printable(HOSTILE))
-    assert not is_harmless(HOSTILE)
-    assert printable("a\x1b[31mb\x07\x08\r\x7f\x9b1m\u202ec") == "a\u241b[31mb\u2407\u2408\u240d\u2421\ufffd1m\ufffdc"
-    assert printable("a\tb\r\nc é 漢 🙂") == "a\tb\nc é 漢 🙂"
-    characters = ToyTokenizer(4000).decode(range(4000))
-    assert printable(characters) == characters, "the toy vocabulary has no control character"
-
-
-def test_a_console_and_a_log_obey_neither_escapes_nor_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    """In cells, texts, strings and status lines alike."""
-    table = Table("head", HOSTILE)
-    table.add_row(HOSTILE, "[link=https://example.org]here[/link] :smile:")
-    console = SafeConsole()
-    for one in (table, HOSTILE, Text(HOSTILE, "dim"), "[red]x[/red]"):
-        console.print(one)
-    written = capsys.readouterr().out
-    assert is_harmless(written)
-    assert "[red]x[/red]" in written
-    assert ":smile:" in written
-    record = logging.LogRecord("pearl", logging.WARNING, __file__, 1, "dropped: %s", (HOSTILE,), None)
-    assert is_harmless(PrintableFormatter("%(message)s").format(record))
-
-
-# The toy tokenizer writes one character a token: this one writes an escape for each.
-ESCAPING = f"""
-from pearl.models.tokenizers import ToyTokenizer
-ToyTokenizer.decode = lambda self, ids: {HOSTILE!r} * len(ids)
-from pearl.cli import main
-main()
-"""
-SHORT = ["--max-tokens", "3", "--temperature", "0", "--ignore-eos", "--method", "ar", "123"]
-
-
-def test_generated_escapes_are_shown_at_a_terminal_and_pass_unchanged_into_a_pipe(toy: Engine) -> None:
-    """A file must hold the model's own text: how to show it is up to its reader."""
-    command = [sys.executable, "-c", ESCAPING, "generate", "--connect", str(toy.directory), *SHORT]
-    with Person(command) as person:
-        person.sees("ended by length")
-        assert person.leaves() == 0
-        assert "␛]0;owned" in person.text
-        assert person.title == ""
-    run = subprocess.run(command, capture_output=True, timeout=BOUND, check=True)
-    assert run.stdout.decode().count(HOSTILE) == 3
-
-
-def test_a_trace_file_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    """Names, labels and problems of a file that came with a bug report."""
-    event = {"ph": "X", "name": HOSTILE, "cat": HOSTILE, "pid": 1, "tid": HOSTILE, "ts": -1, "dur": 1, "args": {}}
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [event, {"ph": HOSTILE}], "metadata": {"pearl_trace": HOSTILE}}))
-    program = (
-        "import sys\nfrom pearl.cli import main\n"
-        "for command in ('check', 'report', 'show --png it.png', 'replay', f'compare {sys.argv[1]}'):\n"
-        "    sys.argv = ['pearl', 'trace', *command.split(), sys.argv[-1]]\n"
-        "    try:\n        main()\n"
-        "    except SystemExit as ended:\n        print('ended', ended.code)\n"
-    )
-    with Person([sys.executable, "-c", program, str(path)]) as person:
-        assert person.leaves() == 0
-        assert person.text.count("ended 2") == 5
-        assert person.text.count("rror: ") >= 5
-        assert person.title == ""
+    def test_the_rest_comes_at_the_end(self) -> None:
+        tokenizer = ToyTokenizer(32)
+        stream = TextStream(tokenizer, [], ["abc"])
+        assert [stream.push(token) for token in tokenizer.encode("1ab")] == ["1", "", ""]
+        assert (stream.finish(), stream.finish(), stream.stopped) == ("ab", "", False)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
 from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.text.stream import Tokenizer
-from pearl.text.tokenizer import GenerationDefaults, HFTokenizer, check_same_vocabulary, vocabulary_digest
-from pearl.text.tokenizer_cache import CachedTokenizer
+from pearl.text.tokenizer import (
+    FileTokenizer,
+    GenerationDefaults,
+    HFTokenizer,
+    check_same_vocabulary,
+    copy_tokenizer,
+    vocabulary_digest,
+)
 from tests.replace import replace
 from tests.test_text import byte_fallback, byte_level
 from tests.tiny import CHAT_TEMPLATE
@@ -59,6 +62,10 @@ def defaults(directory: Path, **options: Any) -> GenerationDefaults:
 
 
 class TestHFTokenizer:
+    def test_a_raw_prompt_has_the_tokenizers_own_bos(self) -> None:
+        assert byte_fallback().encode("the cat") == backend_of(byte_fallback())("the cat").input_ids
+        assert byte_fallback().encode("the cat")[0] == 0
+
     def test_special_and_unknown_tokens_have_no_text(self) -> None:
         """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
         tokenizer = byte_level()
@@ -78,6 +85,9 @@ class TestHFTokenizer:
         assert tokenizer.token(last) == "<far>"
         assert tokenizer.vocab_size == last + 1
 
+    def test_no_chat_template(self) -> None:
+        assert byte_level().apply_chat([{"role": "user", "content": "hello"}]) is None
+
     def test_chat(self, checkpoint: Path) -> None:
         (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         tokenizer, _ = load_tokenizer(str(checkpoint))
@@ -90,102 +100,98 @@ class TestHFTokenizer:
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
 
 
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("PEARL_CACHE", str(path))
-    return path / "converted"
-
-
 def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
     """A tool or message whose JSON can be parsed, and is too deep for who writes it amid other calls."""
     deep: dict[str, Any] = {}
-    for _ in range(900):
+    for _ in range(970):
         deep = {"a": deep}
     function = {"name": "f", "parameters": deep, "arguments": deep}
     return [{**one, "function": function} if "function" in one else {**one, "tool_calls": [{"function": function}]}]
 
 
-class TestCachedTokenizer:
-    """The first process keeps what transformers makes of the files; those that follow do not import it."""
+def both(checkpoint: Path) -> tuple[HFTokenizer, FileTokenizer]:
+    """As transformers reads it, and as we do."""
+    found, _ = load_tokenizer(str(checkpoint))
+    assert isinstance(found, FileTokenizer)
+    return HFTokenizer(AutoTokenizer.from_pretrained(checkpoint)), found
+
+
+class TestFileTokenizer:
+    """A checkpoint's tokenizer.json is read without transformers, and gives the same."""
 
     @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-    def test_it_gives_the_same(self, cache: Path, tmp_path: Path, kind: Callable[[], HFTokenizer]) -> None:
+    def test_it_gives_the_same(self, tmp_path: Path, kind: Callable[[], HFTokenizer]) -> None:
         backend_of(kind()).save_pretrained(tmp_path)
         LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-        (made, first), (kept, second) = load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path))
-        assert isinstance(made, HFTokenizer)
-        assert isinstance(kept, CachedTokenizer)
-        assert first == second
-        check_same_vocabulary(made, kept, "made", "kept")
-        assert made.vocab_size == kept.vocab_size
+        made, ours = both(tmp_path)
+        check_same_vocabulary(made, ours, "made", "ours")
+        assert (made.vocab_size, made.eos) == (ours.vocab_size, ours.eos)
         for text in TEXTS:
             for special in (True, False):
-                assert made.encode(text, special) == kept.encode(text, special)
-            assert made.decode([*made.encode(text), 10**6]) == kept.decode([*made.encode(text), 10**6])
+                assert made.encode(text, special) == ours.encode(text, special)
+            assert made.decode([*made.encode(text), 10**6]) == ours.decode([*made.encode(text), 10**6])
             chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
-            assert made.apply_chat(chat) == kept.apply_chat(chat)
-            assert made.chat_text(chat) == kept.chat_text(chat)
+            assert made.apply_chat(chat) == ours.apply_chat(chat)
+            assert made.chat_text(chat) == ours.chat_text(chat)
         with pytest.raises(RequestError, match="no system prompt here"):
-            kept.apply_chat([{"role": "system", "content": "be brief"}])
-        for tokenizer in (made, kept):  # bytes of Latin-1 on a command line: they once ended it with a traceback
+            ours.apply_chat([{"role": "system", "content": "be brief"}])
+        for tokenizer in (made, ours):  # bytes of Latin-1 on a command line: they once ended it with a traceback
             with pytest.raises(RequestError, match="half a surrogate pair"):
                 tokenizer.encode("caf\udce9")
             with pytest.raises(RequestError, match="half a surrogate pair"):
                 tokenizer.apply_chat([{"role": "user", "content": "caf\udce9"}])
 
-    @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
-    def test_other_files_are_another_tokenizer(self, cache: Path, checkpoint: Path, file: str) -> None:
-        load_tokenizer(str(checkpoint))
-        changed = {
-            "tokenizer.json": (checkpoint / "tokenizer.json").read_text() + " ",
-            "generation_config.json": json.dumps({"eos_token_id": 3}),
-            "chat_template.jinja": TEMPLATE,
-        }
-        (checkpoint / file).write_text(changed[file])
-        assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
+    def test_special_tokens_that_only_the_settings_name(self, checkpoint: Path) -> None:
+        file = checkpoint / "tokenizer_config.json"
+        settings = json.loads(file.read_text())
+        far = {"content": "<far>", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+        settings["added_tokens_decoder"] = {"300": {**far, "special": False}}
+        file.write_text(
+            json.dumps(
+                settings | {"pad_token": {**far, "content": "<pad>", "__type": "AddedToken"}, "sep_token": "cat"}
+            )
+        )
+        made, ours = both(checkpoint)
+        text = "the <far>cat<pad> a"
+        assert made.encode(text) == ours.encode(text)
+        assert made.decode(made.encode(text)) == ours.decode(made.encode(text))
+        check_same_vocabulary(made, ours, "made", "ours")
 
-    def test_damaged_files_are_made_anew(self, cache: Path, checkpoint: Path) -> None:
-        load_tokenizer(str(checkpoint))
-        for name, damage in product(("about.json", "tokenizer.json"), ("{}", "", "{")):
-            (file,) = cache.glob(f"*/{name}")
-            file.write_text(damage)
-            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-            assert isinstance(load_tokenizer(str(checkpoint))[0], CachedTokenizer)
+    def test_a_copy_is_the_same(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "additional_chat_templates").mkdir()
+        (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+        defaults(checkpoint, eos_token_id=5)
+        (copy := tmp_path / "copy").mkdir()
+        copy_tokenizer(str(checkpoint), copy)
+        (found, settings), (original, _) = load_tokenizer(str(copy)), load_tokenizer(str(checkpoint))
+        assert settings.eos == (5,)
+        assert found.encode("the cat") == original.encode("the cat")
+        assert found.chat_text([], [{}]) == original.chat_text([], [{}]) == "1 tools"
 
     @pytest.mark.parametrize(
-        ("template", "is_plain"),
+        "template",
         [
-            (CHAT_TEMPLATE, True),
-            ("{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
-             "{{ m.content | trim }}{% if loop.last %}{% break %}{% endif %}\n  {% endfor %}{{ eos_token }}", True),
-            ("{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}", True),
-            ("{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}", True),
-            ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", False),
-            ("{% set ns = namespace(_x=0) %}", False),  # transformers refuses it
-            ("{{ ''.__class__.__mro__ }}", True),
-            ("{{ dict.__class__ }}{{ dict.mro() }}", True),
+            CHAT_TEMPLATE,
+            "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+            "{{ m.content | trim }}{% if loop.last %}{% break %}{% endif %}\n  {% endfor %}{{ eos_token }}",
+            "{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages | tojson }}",
+            "{{ dict(a=1).a }}{{ tools is none }}{{ documents }}{{ strftime_now('%Y') }}",
+            "{% for m in messages %}\n  {% generation %}\n {% set a = 1 %}{{ m.content }}{% endgeneration %} {{ a }}"
+            "{% endfor %}",
+            "{{ ''.__class__.__mro__ }}",
+            "{{ dict.__class__ }}{{ dict.mro() }}",
         ],
-    )  # fmt: skip
-    def test_templates_are_rendered_as_transformers_does(
-        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, template: str, is_plain: bool
-    ) -> None:
-        """Without it, where it is a plain one; a way out of the sandbox is none in either."""
+    )
+    def test_templates_are_rendered_as_transformers_does(self, checkpoint: Path, template: str) -> None:
+        """A way out of the sandbox is none in either."""
         (checkpoint / "chat_template.jinja").write_text(template)
-        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, CachedTokenizer)
-        assert kept._is_plain_chat == is_plain
+        made, ours = both(checkpoint)
         for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
             chat = [{"role": role, "content": f" <b> {role} & é\n"} for role in roles]
-            with monkeypatch.context() as patch:
-                if is_plain:
-                    patch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
-                found = said(kept, chat)
-            assert found == said(made, chat)
+            assert said(ours, chat) == said(made, chat)
 
-    def test_tools_are_told_as_transformers_does(self, cache: Path, checkpoint: Path) -> None:
+    def test_tools_are_told_as_transformers_does(self, checkpoint: Path) -> None:
         """Only by a template that asks for them; of another one they are refused."""
         template = (
             "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -195,8 +201,7 @@ class TestCachedTokenizer:
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
         chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
         (checkpoint / "chat_template.jinja").write_text(template)
-        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, CachedTokenizer)
+        made, kept = both(checkpoint)
         told = kept.chat_text(chat, tools)
         assert told == made.chat_text(chat, tools)
         assert told is not None
@@ -225,7 +230,7 @@ class TestCachedTokenizer:
     )
     @pytest.mark.parametrize("arguments", [{"x": 2}, '{"x": 2}'])
     def test_each_template_gets_arguments_and_contents_as_it_takes_them(
-        self, cache: Path, checkpoint: Path, template: str, told: str, arguments: object
+        self, checkpoint: Path, template: str, told: str, arguments: object
     ) -> None:
         """DeepSeek's join arguments as text: TypeError, which was an HTTP 500, as was the content in parts."""
         (checkpoint / "chat_template.jinja").write_text(template + "{% endfor %}{% endfor %}")
@@ -234,49 +239,32 @@ class TestCachedTokenizer:
         chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
         if "content" in template:
             chat = [{"role": "user", "content": parts}]
-        for _ in range(2):
-            assert load_tokenizer(str(checkpoint))[0].chat_text(chat) == told
+        assert load_tokenizer(str(checkpoint))[0].chat_text(chat) == told
 
     @pytest.mark.parametrize(
         ("raises", "quoted"),
-        [("{{ 1 + 'a' }}", "TypeError: unsupported operand"), ("{{ messages[9].content }}", "has no element 9")],
+        [
+            ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+            ("{{ {}.popitem() }}", "SecurityError|KeyError|access to"),
+            ("{{ 1 // 0 }}", "ZeroDivisionError"),
+            ("{{ 'x'.index('y') }}", "ValueError: substring not found"),
+            ("{{ messages[9].content }}", "has no element 9"),
+        ],
     )
-    def test_whatever_a_template_raises_is_told(self, cache: Path, checkpoint: Path, raises: str, quoted: str) -> None:
+    def test_whatever_a_template_raises_is_told(self, checkpoint: Path, raises: str, quoted: str) -> None:
         (checkpoint / "chat_template.jinja").write_text(raises)
-        for _ in range(2):
-            with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
-                load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
+        with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
+            load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
 
-    def test_the_template_for_tools_is_taken_with_tools(self, cache: Path, checkpoint: Path) -> None:
-        """Of a checkpoint whose templates have names: from the second start on the one without tools was taken."""
+    def test_the_template_for_tools_is_taken_with_tools(self, checkpoint: Path) -> None:
+        """Of a checkpoint whose templates have names."""
         tokenizer = backend_of(byte_level())
         tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
         tokenizer.save_pretrained(checkpoint)
-        made, kept = load_tokenizer(str(checkpoint))[0], load_tokenizer(str(checkpoint))[0]
-        assert isinstance(kept, CachedTokenizer)
+        made, kept = both(checkpoint)
         for each in (made, kept):
             assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
             assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
-
-    def test_on_a_full_disk_all_works(self, cache: Path, checkpoint: Path) -> None:
-        """The tokenizers library raises a bare Exception. A limit on a file's size stands for the disk's."""
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
-        try:
-            for _ in range(2):
-                assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert not list(cache.glob("tokenizer-*/"))
-
-    def test_what_would_not_give_the_same_is_not_kept(
-        self, cache: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A class with an encoder of its own, or a difference that only the texts show."""
-        monkeypatch.setattr(HFTokenizer, "encode", lambda self, text, special=True: [len(text)])
-        for _ in range(2):
-            assert isinstance(load_tokenizer(str(checkpoint))[0], HFTokenizer)
-        assert not list(cache.glob("tokenizer-*/"))
 
 
 class TestToyTokenizer:
@@ -285,6 +273,21 @@ class TestToyTokenizer:
         tokenizer = ToyTokenizer(200)
         ids = data.draw(st.lists(st.integers(0, 199)))
         assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+    def test_other_characters_are_some_token(self) -> None:
+        assert ToyTokenizer(32).encode("0avw ") == [0, 10, 31, ord("w") % 32, 0]
+
+    @pytest.mark.parametrize("size", [0, -1, 10**9])
+    def test_sizes_that_cannot_be(self, size: int) -> None:
+        with pytest.raises(ModelError, match="toy vocabulary"):
+            ToyTokenizer(size)
+
+    def test_no_token_reads_as_an_unfinished_character(self) -> None:
+        """The detokenizer would hold it back; a surrogate could not even be printed."""
+        tokenizer = ToyTokenizer(100_000)
+        text = tokenizer.decode(range(100_000))
+        assert "\ufffd" not in text
+        assert len(set(text.encode().decode())) == 100_000
 
 
 class TestVocabularies:
@@ -302,6 +305,12 @@ class TestVocabularies:
             check_same_vocabulary(target, draft, "big", "small")
         assert vocabulary_digest(target, 5) == vocabulary_digest(draft, 5)
         assert vocabulary_digest(target, 6) != vocabulary_digest(draft, 6)
+
+    def test_of_checkpoints(self, checkpoint: Path) -> None:
+        again, _ = load_tokenizer(str(checkpoint))
+        check_same_vocabulary(byte_level(), again, "a", "b")
+        with pytest.raises(ModelError, match="token 3 is"):
+            check_same_vocabulary(byte_level(), byte_fallback(), "a", "b")
 
 
 class Renumbered(ToyTokenizer):
@@ -392,8 +401,16 @@ class TestLoading:
         with pytest.raises(ModelError, match="is not int"):
             load_tokenizer("toy:vocab=many")
 
+    def test_a_directory_without_a_tokenizer(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"could not be loaded.*tokenizer\.json"):
+            load_tokenizer(str(tmp_path))
+
     def test_a_broken_generation_config(self, checkpoint: Path) -> None:
         """transformers reads one that it cannot parse as none at all: the checkpoint's EOS would be lost."""
         (checkpoint / "generation_config.json").write_text("{")
         with pytest.raises(ModelError, match="could not be loaded"):
             load_tokenizer(str(checkpoint))
+
+    def test_no_such_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match="no such"):
+            load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))

@@ -96,3 +96,27 @@ def altered(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> P
     change(document)
     to.write_text(json.dumps(document))
     return to
+
+
+def check_sound(path: Path) -> None:
+    """Slices of a track nest, tracks have names, and each flow has a start and an end that lie in slices."""
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks: dict[Any, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], -e["dur"]))
+    assert set(tracks) <= {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    for inside in tracks.values():
+        ends: list[float] = []
+        for start, negative in sorted(inside):
+            while ends and ends[-1] <= start + 0.002:
+                ends.pop()
+            assert not ends or start - negative <= ends[-1] + 0.002
+            ends.append(start - negative)
+    flows = sorted((e["id"], e["ph"] == "f", e["ts"], e["pid"], e["tid"]) for e in events if e["ph"] in "sf")
+    assert len(flows) % 2 == 0
+    for (a, begins, start, *_), (b, ends_, end, *_) in zip(flows[::2], flows[1::2], strict=True):
+        assert (a, begins, ends_) == (b, False, True)
+        assert start <= end + 0.002
+    for _, _, at, *track in flows:
+        assert any(start - 0.002 <= at <= start - negative + 0.002 for start, negative in tracks[tuple(track)])

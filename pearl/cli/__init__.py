@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -91,15 +90,6 @@ class _Group(click.Group):
         command = getattr(importlib.import_module(f"{__name__}.{place.module}"), place.function)
         assert isinstance(command, click.Command)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        known = listed_commands()
-        near = [] if args[0] in known else get_close_matches(args[0], known, n=1)
-        if near:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in _SECTIONS:

@@ -1,19 +1,22 @@
-"""`pearl bench`: compares methods on real runs. Parses arguments and prints tables; `pearl.lab.bench` measures."""
+"""`pearl bench` and `pearl compare`: methods, rules and stop policies on real runs.
+
+Arguments and tables; `pearl.lab.bench` measures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pearl.cli import listed
 from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, write_json
-from pearl.cli.options import SettingsGroup, settings_options
+from pearl.cli.options import SettingsCommand, SettingsGroup, settings_options
 from pearl.cli.paper import paper
 from pearl.cli.tables import Bars, Column, print_columns, shown
-from pearl.config import SamplingParams, Settings
+from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import Estimate
@@ -24,24 +27,42 @@ if TYPE_CHECKING:
     from pearl.lab.bench.figures import Figures
     from pearl.lab.bench.runner import Measured, Plan
 
+    _Columns = Callable[[Plan, Measured, Sequence[Figures]], tuple[list[Column[Figures]], list[str]]]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 _DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
 
 
+def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
+    """`limit`: prompts of each set, if not given; of an emulated pair one less."""
+
+    def add(command: _Command) -> _Command:
+        for option in (
+            click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template."),
+            click.option(
+                "--repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Rounds over all prompts."
+            ),
+            click.option("--limit", type=_COUNT, metavar="N", help=f"Prompts of each set.  [default: {limit}]"),
+            click.option(
+                "--prompts",
+                multiple=True,
+                metavar="[NAME=]FILE",
+                help="A prompt set: humaneval; questions, summaries or edits (built in, 20 prompts each); or a .jsonl "
+                "file of prompts, questions or turns. Repeatable.  [default: the three built-in sets]",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
 @listed("Measure", 'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"')
 @click.group(invoke_without_command=True, cls=SettingsGroup)
-@click.option(
-    "--prompts",
-    multiple=True,
-    metavar="[NAME=]FILE",
-    help="A prompt set: humaneval; questions, summaries or edits (built in, 20 prompts each); or a .jsonl file of "
-    "prompts, questions or turns. Repeatable.  [default: the three built-in sets]",
-)
-@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of each set.  [default: 4]")
-@click.option("--repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Rounds over all prompts.")
+@_prompt_options(4)
 @click.option("--rows", multiple=True, metavar="NAME", help="Only this row and ar. Repeatable; a wrong name lists all.")
 @click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
-@click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @json_option
 @settings_options
 @click.pass_context
@@ -55,23 +76,36 @@ def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: An
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
         return
-    from pearl.lab.bench.figures import document, figures
-    from pearl.lab.bench.runner import measure
-
     for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name}: pearl bench runs all methods and windows, untraced; select with --rows")
-    plan = _plan(settings, **options)
-    log_to_stderr(settings.engine.log_level, "front")
+    _report("bench", _plan(settings, **options), to, _bench_columns)
+
+
+def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexity: bool = False) -> None:
+    """Measure; write JSON, or print a table and notes, which `columns` makes."""
+    from pearl.lab.bench.figures import Surprise, document, figures
+    from pearl.lab.bench.runner import measure
+
+    log_to_stderr(plan.config.log_level, "front")
     conditions = Conditions()
     with Bars() as bars:
         measured = measure(plan, bars)
-    conditions.stop()
-    found = figures(plan, measured)
+        if not measured.samples:
+            raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
+        conditions.stop()
+        if perplexity:
+            bars.say("reading the texts for their perplexity")
+        found = figures(plan, measured, Surprise(plan.config) if perplexity else None)
     if to is not None:
-        write_json(to, document("bench", plan, measured, found, conditions))
+        write_json(to, document(kind, plan, measured, found, conditions))
     if to != STDOUT:
-        _print(plan, measured, found, conditions)
+        shown_columns, notes = columns(plan, measured, found)
+        sets = {task.set for task in plan.tasks}
+        more = sum(len(name) + 1 for name in sets)
+        print_columns(
+            shown_columns, found, *notes, *_result_lines(plan, measured, conditions), words=2, more_width=more
+        )
 
 
 def _plan(
@@ -104,7 +138,7 @@ def _plan(
         config,
         [row for row in known if row.name in wanted],
         read_sets(prompts, limit or texts, toys),
-        _sampling(settings.sampling, tokens, toys),
+        _sampling(settings.sampling, tokens, 1.0 if toys else 0.0),  # a toy's acceptance rate is that under sampling
         raw=raw,
         repeats=repeats,
         together=not target.gpus,
@@ -112,15 +146,13 @@ def _plan(
     )
 
 
-def _sampling(given: SamplingParams, max_tokens: int, toys: bool) -> SamplingParams:
-    """Default temperature: 0; 1 for an emulated pair, because its acceptance rate is defined under sampling."""
-    temperature = (1.0 if toys else 0.0) if given.temperature is None else given.temperature
-    seed = 0 if given.seed is None else given.seed
-    changes = {"temperature": temperature, "seed": seed, "max_tokens": given.max_tokens or max_tokens}
-    return given.model_copy(update=changes)
+def _sampling(given: SamplingParams, max_tokens: int, temperature: float) -> SamplingParams:
+    """With these defaults."""
+    defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
+    return given.model_copy(update={name: value for name, value in defaults.items() if getattr(given, name) is None})
 
 
-def _print(plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions) -> None:
+def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
     def between(one: Estimate | None) -> str:
         return "" if one is None or one.low == one.high else f"{one.low:.2f}-{one.high:.2f}"
 
@@ -151,17 +183,16 @@ def _print(plan: Plan, measured: Measured, found: Sequence[Figures], conditions:
     if any(one.of_simulated for one in found):
         columns.append(("of simu-\nlated", lambda one: shown(one.of_simulated, 3)))
     tried = ", ".join(f"{g}: {rate:.1f}" for g, rate in sorted(measured.gammas.items()))
-    lines = [
+    notes = [
         "tokens/s: after a text's first commit, median over texts; over ar: speedup on the same text, median over "
         "texts; 95%: bootstrap interval; first token (without queueing), ITL (inter-token latency): ms, medians over "
         "texts; accepted length: mean, including the correction or bonus token",
         f"tokens/s of sd by gamma: {tried}" if tried else "",
-        *result_lines(plan, measured, conditions),
     ]
-    print_columns(columns, found, *lines, words=2, more_width=sum(len(name) + 1 for name in sets))
+    return columns, notes
 
 
-def result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
+def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
     """The lines below the table: settings and conditions."""
     repeats = f" x {plan.repeats}" if plan.repeats != 1 else ""
     sampled = f"temperature {plan.params.temperature:g}" if plan.params.temperature else "greedy"
@@ -175,6 +206,74 @@ def result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list
     if measured.skipped:
         lines.insert(0, f"skipped, because the context is too small: {', '.join(measured.skipped)}")
     return lines
+
+
+@listed("Measure", "pearl compare sd pearl,rule=coupled pearl,rule=opt,epsilon=0.1 --temperature 1")
+@click.command(cls=SettingsCommand)
+@click.argument("ways", nargs=-1, metavar="[METHOD[,NAME=VALUE...]]...")
+@_prompt_options(2)
+@click.option("--no-perplexity", is_flag=True, help="Skip perplexity, for which the target is loaded once more.")
+@json_option
+@settings_options
+@click.pass_context
+def compare(
+    ctx: click.Context, settings: Settings, ways: tuple[str, ...], no_perplexity: bool, to: Path | None, **options: Any
+) -> None:
+    """Methods, rules and stop policies of your choice, in one table.
+
+    Each row is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or
+    pearl,rule=opt,epsilon=0.1; "published" is pearl without look-ahead, lookup and branches. The default is a dozen.
+    They take turns, text by text, beside ar, at temperature 1 unless --temperature is given. Perplexity is that of
+    their texts under the target.
+    """
+    for name in DecodingConfig.model_fields:  # a configuration file may set them for other commands
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag}: say it with each way that has it, such as: pearl compare pearl,{name}=...")
+    _report("compare", _compared(settings, ways, **options), to, _compare_columns, perplexity=not no_perplexity)
+
+
+def _compared(
+    settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int | None, repeats: int, raw: bool
+) -> Plan:
+    from pearl.lab.bench.rows import COMPARED, check_comparable, is_emulated, named_rows
+    from pearl.lab.bench.runner import Plan
+    from pearl.lab.bench.systems import devices_of
+
+    config = settings.engine
+    check_comparable(config)
+    rows = named_rows(config, ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
+    if not config.has_draft and (drafted := [row.name for row in rows if row.decoding.method not in ("ar", "ngram")]):
+        raise ConfigError(f"--draft none: {drafted[0]!r} needs a draft")
+    return Plan(
+        config,
+        rows,
+        read_sets(prompts, limit or 2, is_emulated(config)),
+        _sampling(settings.sampling, 96, 1.0),
+        raw=raw,
+        repeats=repeats,
+        together=not devices_of(config)[0].gpus,
+    )
+
+
+def _compare_columns(
+    plan: Plan, measured: Measured, found: Sequence[Figures]
+) -> tuple[list[Column[Figures]], list[str]]:
+    has_perplexity = any(one.perplexity for one in found)
+    columns: list[Column[Figures]] = [
+        ("way", lambda one: one.name),
+        ("exact?", lambda one: "exact" if one.exact else f"biased by {one.bias.value:.3f}"),
+        ("accepted", lambda one: shown(one.acceptance)),
+        ("tokens\na step", lambda one: shown(one.tokens_per_step)),
+        ("tokens/s", lambda one: shown(one.rate, 1)),
+        ("over ar, 95%", lambda one: str(one.speedup or "-")),
+    ]
+    columns += [("perplexity", lambda one: str(one.perplexity or "-"))] if has_perplexity else []
+    return columns, [
+        "biased by: total variation distance between the distribution sampled from and the target's, per token",
+        "over ar: median over texts of the ratio on the same text; 95%: bootstrap over texts"
+        + ("; perplexity of the texts under the target, at temperature 1" if has_perplexity else ""),
+    ]
 
 
 bench.add_command(paper)

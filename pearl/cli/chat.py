@@ -27,7 +27,7 @@ from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
-from pearl.metrics import Statistics, Stopwatch
+from pearl.metrics import FIGURES, Statistics, Stopwatch
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.stream import CONTEXT, REPLACEMENT
@@ -54,10 +54,9 @@ class ContextFull(RequestError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One reply. `first`: seconds to its first text; `room`: tokens left in the context after it."""
+    """One reply. `room`: tokens left in the context after it."""
 
     result: Result
-    first: float
     room: int
 
 
@@ -106,11 +105,10 @@ class Chat:
         stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
         self._show(stream, watch)
         result = stream.result
-        first = (watch.first or time.monotonic()) - watch.submitted
         if result.finish_reason == "cancelled":
             result.statistics = _statistics_until_stopped(result, watch)
         self.conversation.add(message, prompt, result.text, result.tokens, result.finish_reason)
-        answer = Answer(result, first, room - len(result.tokens))
+        answer = Answer(result, room - len(result.tokens))
         if result.finish_reason != "cancelled":
             self.done.setdefault(self.decoding.method, []).append(answer)
         return answer
@@ -162,6 +160,7 @@ def _statistics_until_stopped(result: Result, watch: Stopwatch) -> Statistics:
     judged = accepted + result.provenance.count(Provenance.CORRECTED)
     return Statistics(
         num_generated_tokens=watch.generated,
+        seconds_to_first_token=(watch.first or time.monotonic()) - watch.submitted,
         num_judged_draft_tokens=judged,
         num_accepted_draft_tokens=accepted,
         acceptance_rate=accepted / judged if judged else None,
@@ -181,25 +180,9 @@ def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> s
 def status(answer: Answer, context: int) -> Text:
     """The line of figures below a reply, and warnings below it."""
     s, result = answer.result.statistics, answer.result
-    queued = f" ({s.queue_seconds:.2f} s of them in the queue)" if s.queue_seconds >= 0.01 else ""
-    parts = [f"{answer.first:.2f} s to the first token{queued}"] if result.tokens else []
-    if result.finish_reason == "cancelled":
-        parts.insert(0, f"stopped after {len(result.tokens)} tokens")
-    if s.tokens_per_second:
-        parts.append(f"{s.tokens_per_second:.1f} tokens/s")
-    if s.itl_p99 is not None:
-        parts.append(f"ITL p99 {s.itl_p99 * 1e3:.0f} ms")
-    if s.tokens_per_step:
-        parts.append(f"{s.tokens_per_step:.1f} tokens a step")
-    if s.acceptance_rate is not None:
-        parts.append(f"{s.acceptance_rate:.0%} of judged drafts accepted")
-    if s.window:
-        parts.append(f"c = {s.window}")
-    if s.rates:
-        gain = f" ({s.speedup_in_words})" if s.speedup_in_words else ""
-        parts.append(f"{s.num_tokens_without_draft / max(1, s.num_generated_tokens):.0%} without the draft{gain}")
-    parts += _wait_shares(s)
-    line = Text(" · ".join(parts), "dim")
+    stopped = [f"stopped after {len(result.tokens)} tokens"] if result.finish_reason == "cancelled" else []
+    figures = ((figure.name, figure.text(s)) for figure in FIGURES if figure.is_brief)
+    line = Text(" · ".join([*stopped, *(f"{name} {text}" for name, text in figures if text is not None)]), "dim")
     if s.draft_lost:
         line.append("\nthe draft was lost during the reply; the target went on alone", "yellow")
     if result.finish_reason == "length" and answer.room <= 0:
@@ -210,16 +193,6 @@ def status(answer: Answer, context: int) -> Text:
     elif result.finish_reason == "length":
         line.append("\nthe reply was cut at max_tokens", "yellow")
     return line
-
-
-def _wait_shares(s: Statistics) -> list[str]:
-    """Shares of the reply's time in which each worker waited; empty without a measured time."""
-    if not s.seconds:
-        return []
-    waited = {"target": sum(t for cause, t in s.target_wait_seconds.items() if cause != "idle")}
-    if s.num_draft_tokens:
-        waited["draft"] = s.draft_wait_seconds
-    return ["waited: " + ", ".join(f"{who} {min(1.0, t / s.seconds):.0%}" for who, t in waited.items())]
 
 
 @listed("Use it", "pearl chat --target my-model --draft my-small-model --show-draft")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -17,13 +17,11 @@ from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
-from pearl.metrics import Statistics
+from pearl.metrics import FIGURES, Figure, Statistics
 from pearl.printable import printable
-from pearl.protocol.events import Phase
-from pearl.spec.methods import DRAFTLESS
 
 if TYPE_CHECKING:
-    from pearl.cli.chat import Answer, Chat
+    from pearl.cli.chat import Chat
 
 _ALIASES = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}
 _HINTS = [
@@ -45,9 +43,7 @@ def run_command(chat: Chat, line: str) -> str | None:
     name, _, rest = line.partition(" ")
     name = _ALIASES.get(name, name)
     if name not in _HANDLERS:
-        near = get_close_matches(name, [*_HANDLERS, *_ALIASES], n=1, cutoff=0.5)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise RequestError(f"unknown command {name}: {meant}/? lists them all")
+        raise RequestError(f"unknown command {name}: /? lists them all")
     return _HANDLERS[name](chat, rest.strip())
 
 
@@ -97,10 +93,7 @@ def _change(chat: Chat, name: str, value: str) -> None:
 
 
 def _unknown_setting(name: str) -> RequestError:
-    known = [*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS]
-    near = get_close_matches(name, known, n=1)
-    what = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
-    return RequestError(f"no setting {name!r}: {what}")
+    return RequestError(f"no setting {name!r}: one of {', '.join([*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS])}")
 
 
 def _changed(section: Any, name: str, value: str) -> Any:
@@ -161,49 +154,23 @@ def _placed(chat: Chat, role: ModelRole) -> str:
 
 
 def _stats(chat: Chat, _: str) -> None:
-    """figures of this session, by method"""
+    """figures of this session, by method: medians over replies"""
     if not chat.done:
         _say(chat, "nothing has been measured yet")
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    brief = [figure for figure in FIGURES if figure.is_brief]
+    columns = ("method", "replies", "tokens", *(figure.name for figure in brief))
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for method, answers in chat.done.items():
-        totals = _totals(answers)
-        if not table.columns:
-            for column in ("method", *totals):
-                table.add_column(column)
-        table.add_row(method, *totals.values())
+        replies = [answer.result.statistics for answer in answers]
+        tokens = sum(one.num_generated_tokens for one in replies)
+        table.add_row(method, str(len(replies)), str(tokens), *(_median(figure, replies) for figure in brief))
     chat.console.print(table)
 
 
-def _totals(answers: list[Answer]) -> dict[str, str]:
-    """The cells of one method over all its replies; rates are sums divided by sums, not means of rates."""
-    all_of = [answer.result.statistics for answer in answers]
-
-    def total(of: Callable[[Statistics], float]) -> float:
-        return sum(map(of, all_of))
-
-    def ratio(a: float, b: float, form: str) -> str:
-        return format(a / b, form) if b else "-"
-
-    tokens, seconds = total(lambda s: s.num_generated_tokens), total(lambda s: s.seconds)
-    decoding = total(lambda s: s.seconds - s.seconds_to_first_token)
-    after_first = total(lambda s: (s.tokens_per_second or 0.0) * (s.seconds - s.seconds_to_first_token))
-    steps = total(lambda s: sum(n for phase, n in s.target_steps.items() if phase != Phase.PREFILL.value))
-    judged, accepted = total(lambda s: s.num_judged_draft_tokens), total(lambda s: s.num_accepted_draft_tokens)
-    runs = total(lambda s: s.provenance.get("corrected", 0) + s.provenance.get("bonus", 0))
-    waited = total(lambda s: sum(t for cause, t in s.target_wait_seconds.items() if cause != "idle"))
-    waits = ratio(waited, seconds, ".0%")
-    draft = f", draft {total(lambda s: s.draft_wait_seconds) / seconds:.0%}" if judged and seconds else ""
-    return {
-        "replies": str(len(answers)),
-        "tokens": str(tokens),
-        "first token": f"{sum(answer.first for answer in answers) / len(answers):.2f} s",
-        "tokens/s": ratio(after_first, decoding, ".1f"),
-        "tokens a step": ratio(tokens, steps, ".1f"),
-        "accepted": ratio(accepted, judged, ".0%"),
-        "tokens a run": ratio(runs + accepted, runs, ".1f"),
-        "waited": f"target {waits}{draft}" if seconds else "-",
-    }
+def _median(figure: Figure, replies: list[Statistics]) -> str:
+    values = sorted(value for one in replies if (value := figure.value(one)) is not None)
+    return figure.form.format(median_low(values)) if values else "-"
 
 
 def _save(chat: Chat, rest: str) -> None:
@@ -282,12 +249,9 @@ def _trace(chat: Chat, rest: str) -> None:
 def _method(chat: Chat, name: str) -> None:
     """show the method, or use another: /method ar, sd or pearl"""
     if name:
-        methods = get_args(DecodingConfig.model_fields["method"].annotation)
-        if name not in methods:
-            raise RequestError(f"no method {name!r}: one of {', '.join(methods)}")
-        if name not in DRAFTLESS and not chat.engine.config.has_draft:
-            raise RequestError(f"this engine has no draft model: {' and '.join(DRAFTLESS)} are possible")
-        chat.decoding = _changed(chat.decoding, "method", name)
+        decoding = _changed(chat.decoding, "method", name)
+        chat.engine.config.check_method(name)
+        chat.decoding = decoding
     _say(chat, f"method: {chat.decoding.method}")
 
 

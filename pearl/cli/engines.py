@@ -1,8 +1,9 @@
-"""`pearl ps` and `pearl stop`: list and stop this user's engines on this machine."""
+"""`pearl ps`, `pearl stop` and `pearl keys`: this user's engines on this machine, and the keys for two hosts."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
@@ -12,6 +13,8 @@ from pearl.engine import card
 from pearl.engine.card import Card
 from pearl.errors import ConfigError, StartError
 from pearl.printable import printable
+from pearl.transport.keys import write_keys
+from pearl.transport.zeromq import new_keys
 
 _STOP_SECONDS = 30.0  # enough for an engine to kill its workers and write a trace
 _SERVED = "pearl serve"
@@ -67,3 +70,15 @@ def _stop(engine: Card) -> None:
     if not card.stop(engine, _STOP_SECONDS):
         raise StartError(f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {what}. kill -9 {engine.pid} ends it")
     say(f"stopped {what}")
+
+
+@listed("Use it", "pearl keys pearl.keys")
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def keys(file: Path) -> None:
+    """Make the keys that secure a control channel between two hosts.
+
+    Everyone who can read FILE can use the engines that are started with it. An existing file is never overwritten.
+    """
+    write_keys(file, new_keys())
+    say(f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both")

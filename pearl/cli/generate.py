@@ -19,13 +19,11 @@ from pearl.config import Settings
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.engine.request import with_defaults
 from pearl.errors import ConfigError
+from pearl.metrics import FIGURES
 from pearl.printable import printable
-from pearl.protocol.messages import Provenance
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
-
-_QUEUED = 1e-3  # seconds; an empty queue takes less
 
 
 @listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
@@ -112,41 +110,24 @@ def summary(settings: Settings, result: Result) -> Table:
     if decoding.draft_stop != FIXED:
         window += f", stopped by {decoding.draft_stop} {s.num_draft_stops} times"
     table.add_row("method", f"{decoding.method}{window}, rule {find(decoding.rule_in_use).label}, seed {result.seed}")
-    rate = f"{s.tokens_per_second:.1f} tokens/s" if s.tokens_per_second else "too short for a rate"
-    table.add_row("text", f"{s.num_generated_tokens} tokens, ended by {result.finish_reason}; {rate} after the first")
-    queued = f", {s.queue_seconds * 1e3:.0f} ms of them in the queue" if s.queue_seconds > _QUEUED else ""
-    first = f"{s.seconds_to_first_token * 1e3:.0f} ms after the submission"
-    table.add_row("first token", f"{first}{queued}, for a prompt of {s.num_prompt_tokens} tokens")
-    if s.tokens_per_second and s.itl_p50 is not None and s.itl_p99 is not None:
-        latencies = f"p50 {s.itl_p50 * 1e3:.0f} ms, p99 {s.itl_p99 * 1e3:.0f} ms"
-        table.add_row("next tokens", f"{1e3 / s.tokens_per_second:.1f} ms each on average (TPOT); ITL {latencies}")
-    if s.acceptance_rate is not None:
-        judged = f"{s.acceptance_rate:.0%} ({s.num_accepted_draft_tokens} of {s.num_judged_draft_tokens} judged)"
-        drafted = f", {s.draft_acceptance_rate:.0%} of {s.num_draft_tokens} drafted" if s.draft_acceptance_rate else ""
-        length = f"; {s.mean_run_length:.1f} tokens per run" if s.mean_run_length else ""
-        table.add_row("acceptance", judged + drafted + length)
+    lengths = f"{s.num_generated_tokens} tokens after a prompt of {s.num_prompt_tokens}"
+    table.add_row("text", f"{lengths}, ended by {result.finish_reason}")
+    for figure in FIGURES:
+        if (text := figure.text(s)) is not None:
+            table.add_row(figure.name, text)
     if s.expected_rejections is not None:
         odds = f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
         bias = f"; bias {s.bias / s.num_judged_draft_tokens:.3f} per judged token" if s.bias else ""
         table.add_row("rejections", f"{s.num_rejections}, {odds} from the models' distributions{bias}")
-    if s.num_guesses:
-        guessed = s.provenance.get(Provenance.GUESSED.value, 0)
-        sources = ", ".join(f"{n} {source}" for source, n in sorted(s.guessed_by_source.items(), reverse=True))
-        table.add_row("guessed", f"{guessed} tokens, of {s.num_guesses} guesses" + (f": {sources}" if sources else ""))
-    if s.rates:
-        rested = f"{s.num_tokens_without_draft} of {s.num_generated_tokens} tokens without the draft"
-        table.add_row("auto", ": ".join(filter(None, (rested, s.speedup_in_words))))
     steps = ", ".join(f"{n} {phase}" for phase, n in s.target_steps.items() if n)
-    rate = f"; {s.tokens_per_step:.2f} tokens a step" if s.tokens_per_step else ""
-    table.add_row("target steps", steps + rate)
+    table.add_row("target steps", steps)
     if s.t_draft and s.num_draft_tokens:
-        table.add_row("window", f"c = {s.window}; t_target(1) / t_draft = {s.speed_ratio:.2f}")
-        table.add_row("t_draft", f"{s.t_draft * 1e3:.1f} ms")
+        table.add_row("t_draft", f"{s.t_draft * 1e3:.1f} ms; t_target(1) / t_draft = {s.speed_ratio:.2f}")
     for name, measured in (("t_target(n)", s.t_target), ("on all cores", s.t_target_spread)):
         if measured:
             table.add_row(name, ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in measured.items()) + " ms")
     waits = ", ".join(f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle")
-    table.add_row("target waited", waits or "never")
+    table.add_row("target waited for", waits or "nothing")
     if s.draft_lost:
         table.add_row("draft", "lost during the text; the target went on alone")
     return table

@@ -15,14 +15,6 @@ from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
 
-class Number(click.FloatRange):
-    """A finite float."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number", param, ctx)
-
-
 class Times(click.ParamType):
     """Forward times: `1:50,4:55,8:60` (tokens fed:milliseconds), or `50` for one token."""
 

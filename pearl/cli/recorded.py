@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, Number, Times, json_option, write_json
+from pearl.cli.numbers import Times
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.tables import Bars, print_table
+from pearl.cli.tables import Bars, print_columns, shown
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 from pearl.lab.experiments.estimate import speedup
 
-if TYPE_CHECKING:
-    from pearl.lab.experiments.stops import Stopped
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _TOKENS = 128  # of an answer, without --max-tokens
 
-t_draft_option = click.option("--t-draft", type=Number(0), metavar="MS", help="Of a draft forward.  [default: 10]")
+t_draft_option = click.option(
+    "--t-draft", type=click.FloatRange(0, 1e6), metavar="MS", help="Of a draft forward.  [default: 10]"
+)
 t_target_option = click.option(
     "--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]"
 )
@@ -87,14 +86,7 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
 @click.option("--disco", "classifier", type=_FILE, help="A classifier of this pair, as pearl disco train makes it.")
 @t_draft_option
 @t_target_option
-@json_option
-def stops(
-    texts: Path,
-    classifier: Path | None,
-    t_draft: float | None,
-    t_target: dict[int, float] | None,
-    to: Path | None,
-) -> None:
+def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target: dict[int, float] | None) -> None:
     """Stop policies side by side, on TEXTS that pearl simulate record has written.
 
     Methods sd and pearl with each policy and with the oracle, which stops where the next token would be wrong: no
@@ -110,38 +102,23 @@ def stops(
     known = None if classifier is None else read_classifier(classifier, header.target, header.draft)
     with Bars() as bars:
         done = side_by_side(recorded, timing, known, bars.step)
-    over = [speedup(one.totals, done[0].totals, 1) for one in done]
-    if to is not None:
-        settings = {"target": header.target, "draft": header.draft, "t_draft": timing.t_draft}
-        settings |= {"t_target": {n: timing.t_target(n) for n in (1, 2, 4, 8, 16)}, "texts": len(recorded.texts)}
-        entries = [
-            one.totals.as_dict()
-            | {"name": one.name, "draft_stop": one.policy, "draft_calls": one.drafted}
-            | {"speedup": each.value, "speedup_low": each.low, "speedup_high": each.high}
-            for one, each in zip(done, over, strict=True)
-        ]
-        write_json(to, {"settings": settings, "policies": entries})
-    if to != STDOUT:
-        print_table(
-            ("method, policy", "target\ncalls", "draft\ncalls", "tokens\na step", "accepted", "wasted", "over ar, 95%"),
-            [(*_stop_cells(one), str(each)) for one, each in zip(done, over, strict=True)],
-            f"t_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms; "
-            f"{len(recorded.texts)} texts of {header.target} and {header.draft}; virtual time",
-            "calls: forwards of either model after the prefill, per 100 tokens; wasted: drafted tokens that were not "
-            "accepted",
-        )
-
-
-def _stop_cells(one: Stopped) -> list[str]:
-    totals, accepted = one.totals, one.totals.acceptance_rate
-    return [
-        one.name,
-        f"{100 * totals.steps / totals.tokens:.1f}",
-        f"{100 * one.drafted / totals.tokens:.1f}",
-        f"{totals.tokens_per_step:.3f}",
-        "-" if accepted is None else f"{accepted:.3f}",
-        f"{1 - totals.accepted / one.drafted:.1%}" if one.drafted else "-",
-    ]
+    ar = done[0].totals
+    print_columns(
+        [
+            ("method, policy", lambda one: one.name),
+            ("target\ncalls", lambda one: f"{100 * one.totals.steps / one.totals.tokens:.1f}"),
+            ("draft\ncalls", lambda one: f"{100 * one.drafted / one.totals.tokens:.1f}"),
+            ("tokens\na step", lambda one: f"{one.totals.tokens_per_step:.3f}"),
+            ("accepted", lambda one: shown(one.totals.acceptance_rate, 3)),
+            ("wasted", lambda one: f"{1 - one.totals.accepted / one.drafted:.1%}" if one.drafted else "-"),
+            ("over ar, 95%", lambda one: str(speedup(one.totals, ar, 1))),
+        ],
+        done,
+        f"t_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms; "
+        f"{len(recorded.texts)} texts of {header.target} and {header.draft}; virtual time",
+        "calls: forwards of either model after the prefill, per 100 tokens; wasted: drafted tokens that were not "
+        "accepted",
+    )
 
 
 @listed("Make a draft", "pearl disco train texts.npz --out pair.disco")

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pearl.cli import listed, recorded, studies
-from pearl.cli.numbers import STDOUT, Number, json_option, refuse_options, write_json
+from pearl.cli.numbers import STDOUT, json_option, refuse_options, write_json
 from pearl.cli.recorded import t_draft_option, t_target_option
-from pearl.cli.tables import Bars, print_table
+from pearl.cli.tables import Bars, Column, print_columns, shown
 from pearl.errors import ConfigError
-from pearl.lab.experiments.estimate import speedup
+from pearl.lab.experiments.estimate import Estimate, speedup
 
 if TYPE_CHECKING:
     from pearl.lab.experiments.workload import Totals, Workload
 
 _BLOCK = 20  # texts whose luck is drawn together
+_MOST = 1e6  # of what would be infinite
 _COUNT = click.IntRange(min=1)
 
 
@@ -27,7 +28,7 @@ _COUNT = click.IntRange(min=1)
 @click.group(invoke_without_command=True)
 @t_draft_option
 @t_target_option
-@click.option("--acceptance", type=Number(0, 1), metavar="X", help="Rate, i.i.d.  [default: 0.8]")
+@click.option("--acceptance", type=click.FloatRange(0, 1), metavar="X", help="Rate, i.i.d.  [default: 0.8]")
 @click.option("--requests", type=_COUNT, metavar="N", help="Texts.  [default: 200]")
 @click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Of each text.  [default: 128]")
 @click.option(
@@ -37,9 +38,13 @@ _COUNT = click.IntRange(min=1)
     help="Decode texts that pearl simulate record wrote, at these times.",
 )
 @click.option(
-    "--jitter", type=Number(0), default=0.0, metavar="X", help="Standard deviation of a forward, as a share of it."
+    "--jitter",
+    type=click.FloatRange(0, _MOST),
+    default=0.0,
+    metavar="X",
+    help="Standard deviation of a forward, as a share of it.",
 )
-@click.option("--delay", type=Number(0), default=0.0, metavar="MS", help="Of a message, one way.")
+@click.option("--delay", type=click.FloatRange(0, _MOST), default=0.0, metavar="MS", help="Of a message, one way.")
 @click.option("--seed", type=int, default=0, metavar="N")
 @json_option
 @click.pass_context
@@ -108,43 +113,31 @@ def _document(workload: Workload, done: Sequence[Totals]) -> dict[str, Any]:
 
 
 def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
-    timing, rows = workload.timing, []
-    for totals in done:
-        over_ar, accepted, length = (
-            speedup(totals, done[0], workload.block),
-            totals.acceptance_rate,
-            totals.mean_run_length,
-        )
-        rows.append(
-            (
-                totals.name,
-                f"{totals.tokens_per_second:.{max(0, over_ar.digits - 1)}f}",  # about ten times as large as over_ar
-                str(over_ar),
-                f"{totals.tokens_per_step:.{over_ar.digits}f}",
-                "-" if accepted is None else f"{accepted:.3f}",
-                "-" if length is None else f"{length:.2f}",
-                f"{sum(totals.target_waits.values()) / totals.whole:.1%}",
-                "-" if accepted is None else f"{totals.draft_waits / totals.whole:.1%}",
-            )
-        )
-    columns = (
-        "tokens/s",
-        "over ar, 95%",
-        "tokens\na step",
-        "accepted",
-        "tokens\na run",
-        "target\nwaits",
-        "draft\nwaits",
-    )
+    timing = workload.timing
+
+    def over_ar(one: Totals) -> Estimate:
+        return speedup(one, done[0], workload.block)
+
+    columns: list[Column[Totals]] = [
+        ("method", lambda one: one.name),
+        # tokens/s is about ten times as large as over_ar
+        ("tokens/s", lambda one: f"{one.tokens_per_second:.{max(0, over_ar(one).digits - 1)}f}"),
+        ("over ar, 95%", lambda one: str(over_ar(one))),
+        ("tokens\na step", lambda one: f"{one.tokens_per_step:.{over_ar(one).digits}f}"),
+        ("accepted", lambda one: shown(one.acceptance_rate, 3)),
+        ("tokens\na run", lambda one: shown(one.mean_run_length)),
+        ("target\nwaits", lambda one: f"{sum(one.target_waits.values()) / one.whole:.1%}"),
+        ("draft\nwaits", lambda one: "-" if one.acceptance_rate is None else f"{one.draft_waits / one.whole:.1%}"),
+    ]
     is_unknown = len(workload.texts) <= workload.block
-    print_table(
-        ("method", *columns),
-        rows,
+    print_columns(
+        columns,
+        done,
         f"t_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms, acceptance "
         f"{workload.acceptance:.3g}, jitter {timing.jitter:g}, delay {timing.delay * 1e3:g} ms; c = {done[-1].window}",
         "tokens/s: after a text's first commit; step: a target forward after the prefill; "
         "run: up to a correction or bonus, it included",
-        *(["one block of texts: the noise of these figures is unknown"] if is_unknown else []),
+        "one block of texts: the noise of these figures is unknown" if is_unknown else "",
         f"{len(workload.texts)} texts, {workload.tokens} tokens by each method; this took {seconds:.1f} s",
     )
 

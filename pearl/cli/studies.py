@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pearl.cli.numbers import STDOUT, json_option, write_json
-from pearl.cli.tables import Bars, print_table
+from pearl.cli.tables import Bars, print_columns
 
 
 @click.command()
@@ -32,19 +32,16 @@ def rejections(texts: int, seed: int, to: Path | None) -> None:
         write_json(to, {"texts": texts, "tokens": study.TOKENS, "limits": limits, "rules": rules})
     if to != STDOUT:
         within = sum(one.measured.low <= one.expected <= one.measured.high for one in done)
-        print_table(
-            ("", "rule", "rejections\nexpected", "\nmeasured, 95%", "bias\nexpected", "\nmeasured, 95%"),
+        print_columns(
             [
-                (
-                    one.chain,
-                    one.label,
-                    f"{one.expected:.2f}",
-                    str(one.measured),
-                    f"{one.bias:.2f}",
-                    str(one.measured_bias),
-                )
-                for one in done
+                ("", lambda one: one.chain),
+                ("rule", lambda one: one.label),
+                ("rejections\nexpected", lambda one: f"{one.expected:.2f}"),
+                ("\nmeasured, 95%", lambda one: str(one.measured)),
+                ("bias\nexpected", lambda one: f"{one.bias:.2f}"),
+                ("\nmeasured, 95%", lambda one: str(one.measured_bias)),
             ],
+            done,
             *(f"{name}: with any number of candidates batch expects {n:.2f} rejections" for name, n in limits.items()),
             f"{within} of {len(done)} intervals contain the expected value",
             f"{texts} texts of {study.TOKENS} tokens by each rule",

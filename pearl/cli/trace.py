@@ -21,7 +21,6 @@ from pearl.trace.reading import read, read_document
 from pearl.trace.replay import replay as run_again
 from pearl.trace.report import Report
 from pearl.trace.report import report as make_report
-from pearl.trace.validate import problems
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -116,23 +115,6 @@ def merge(file: Path) -> None:
     """
     chrome.merge(file)
     click.echo(printable(f"{file}: {len(read_document(file)['traceEvents'])} events"))
-
-
-@trace.command()
-@_FILE
-def check(file: Path) -> None:
-    """Check that a Chrome trace is valid for trace viewers.
-
-    Check fields, names of processes and tracks, nesting of slices, and pairing of flows. Any Chrome trace will do.
-    """
-    document = read_document(file)
-    with damaged(file, TraceError):
-        found = problems(document)
-    for problem in found[:20]:
-        click.echo(printable(problem))
-    if found:
-        raise TraceError(f"{file}: {len(found)} problems")
-    click.echo(printable(f"{file}: {len(document['traceEvents'])} events, sound"))
 
 
 def _report(file: Path) -> Report:

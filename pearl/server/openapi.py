@@ -29,50 +29,44 @@ def _named(schema: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{schema}"}
 
 
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def _errors(*statuses: int) -> dict[str, Any]:
-    return {str(status): _json(_PROBLEMS[status], _named("Error")) for status in statuses}
-
-
-def _got(description: str, *statuses: int) -> dict[str, Any]:
-    return {"get": {"responses": {"200": _json(description, {"type": "object"}), **_errors(403, 405, *statuses)}}}
+def _responses(description: str) -> dict[str, Any]:
+    problems = {str(status): _content(about, _named("Error")) for status, about in _PROBLEMS.items()}
+    return {"responses": {"200": _content(description, {"type": "object"}), **problems}}
 
 
 def _posted(schema: str) -> dict[str, Any]:
-    answer = _json("The texts, at once or as server-sent events.", {"type": "object"})
-    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    answer = _responses("The texts, at once or as server-sent events.")
+    answer["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"required": True, "content": {"application/json": {"schema": _named(schema)}}}
-    return {"post": {"requestBody": body, "responses": {"200": answer, **_errors(*_PROBLEMS)}}}
+    return {"post": {"requestBody": body, **answer}}
 
 
 def document(model: str, keyed: bool) -> dict[str, Any]:
-    """The whole document.
-
-    Args:
-        model: the name of the model that is served.
-        keyed: /v1 needs an API key.
-    """
+    """The whole document. `model`: the name of the model that is served; `keyed`: /v1 needs an API key."""
     models = [(each, "validation") for each in (ChatCompletionRequest, CompletionRequest, Error)]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = {**made["$defs"], "Model": {"type": "string", "enum": [model]}}
     for request in ("ChatCompletionRequest", "CompletionRequest"):
         schemas[request]["properties"]["model"] = _named("Model")
-    one_model = _got("A model.", 401, 404)
-    one_model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _named("Model")}]
-    paths = {
-        "/v1/models": _got("The model that is served.", 401),
-        "/v1/models/{name}": one_model,
-        "/v1/chat/completions": _posted("ChatCompletionRequest"),
-        "/v1/completions": _posted("CompletionRequest"),
-        "/health": _got("The engine runs.", 503),
-        "/version": _got("The server's version."),
+    name = {"name": "name", "in": "path", "required": True, "schema": _named("Model")}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "PEARL", "version": __version__, "description": "OpenAI's API, as far as PEARL serves it."},
+        "paths": {
+            "/v1/models": {"get": _responses("The model that is served.")},
+            "/v1/models/{name}": {"get": {"parameters": [name], **_responses("A model.")}},
+            "/v1/chat/completions": _posted("ChatCompletionRequest"),
+            "/v1/completions": _posted("CompletionRequest"),
+            "/health": {"get": _responses("The engine runs.")},
+            "/version": {"get": _responses("The server's version.")},
+        },
+        "components": {"schemas": schemas},
     }
-    info = {"title": "PEARL", "version": __version__, "description": "OpenAI's API, as far as PEARL serves it."}
-    security = {"key": {"type": "http", "scheme": "bearer"}} if keyed else {}
-    components = {"schemas": schemas} | ({"securitySchemes": security} if keyed else {})
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components} | (
-        {"security": [{"key": []}]} if keyed else {}
-    )
+    if keyed:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found

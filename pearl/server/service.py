@@ -29,7 +29,12 @@ class Service:
         self._admitted = Shares()
         self.waiting = 0
         self.running: set[AsyncStream] = set()
-        self.figures = Figures(model, lambda: len(self.running), lambda: self.waiting, lambda: engine.draft_restarts)
+        self.figures = Figures(
+            model,
+            running=lambda: len(self.running),
+            waiting=lambda: self.waiting,
+            restarts=lambda: engine.draft_restarts,
+        )
         self._async = AsyncEngine.of(engine)
         self.is_stopping = False
 

@@ -1,7 +1,7 @@
-"""Rendering chat templates: messages in the form that each template takes, and plain chats without transformers.
+"""Rendering chat templates: messages in the form that each template takes.
 
-Importing transformers takes a process a second.  `render` uses the same settings of jinja2, in its sandbox, for a
-template is untrusted code; `tokenizer_cache` compares the two, and uses transformers where they differ.
+The settings of jinja2 are those of transformers, which takes a process a second to import. A template is untrusted
+code, so it runs in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -18,24 +18,41 @@ from pearl.errors import RequestError
 if TYPE_CHECKING:  # which takes a front 50 ms to import
     from jinja2 import Template
 
+    from pearl.text.stream import Tools
 
-def render(template: str, messages: list[dict[str, Any]], special: dict[str, Any]) -> str:
-    """The prompt for the next reply. `special`: the special tokens by name. Raises `TemplateError`."""
+
+def render(template: str, tools: Tools, special: dict[str, str], messages: list[dict[str, Any]]) -> str:
+    """The prompt for the next reply. `special`: the special tokens by name. Raises what the template raises."""
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    listed = None if tools is None else [*tools]
     return _compiled(template).render(
-        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
+        messages=given, tools=listed, documents=None, add_generation_prompt=True, **special
     )
 
 
 @cache
 def _compiled(template: str) -> Template:
+    from jinja2 import nodes
     from jinja2.exceptions import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what a model is trained to write; a prompt has it without the mark."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -13,7 +13,6 @@ from unicodedata import normalize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pearl.text.stream import REPLACEMENT
-from pearl.text.tokenizer import OF_GGUF
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
 _NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # of each `tokenizer.ggml.model`
@@ -100,7 +99,7 @@ def tokenizer_of(reader: Any) -> tuple[Any, list[int]]:
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: stated.get(f"{key}_token_id") for name, key in named.items()}
     about: dict[str, Any] = {f"{name}_token": added[id] for name, id in ids.items() if id in added}  # no ordinary word
-    about |= {"chat_template": stated.get("chat_template"), OF_GGUF: True}
+    about["chat_template"] = stated.get("chat_template")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
 
 

@@ -7,14 +7,13 @@ guarantee, and one seed gives one text whatever was proposed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
 
 from pearl.config.sampling import Schema
-from pearl.document import parse_json
 from pearl.errors import GrammarError, RequestError
 from pearl.extras import installing
-from pearl.text.grammar_limits import check_regex, check_schema
+from pearl.text.parser import checked, limits
 from pearl.text.stream import Tokenizer, token_bytes
 
 if TYPE_CHECKING:  # a front only checks a request's grammar, and starts sooner without NumPy
@@ -27,7 +26,6 @@ _MISSING = "needs the package llguidance: "
 _NO_TOKEN = "NoExtensionBias"  # begins llguidance's message where the vocabulary cannot write what must follow
 _EXTRA_IDS = 2  # beyond the model's own: see `_Vocabulary`
 _MOST_RESTARTS = 8  # of one text's parser: each reads the whole text again
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
 
 
 def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
@@ -40,47 +38,12 @@ def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
     kind, text = ("regex", regex) if regex is not None else ("json_schema", json_schema)
     grammar = f"{kind}\n{text}"
     try:
-        _checked(grammar)
+        checked(grammar)
     except ImportError:
         raise RequestError(f"{kind} {_MISSING}{installing('structured')}") from None
     except ValueError as error:
         raise RequestError(f"{kind} cannot be kept to: {_short(str(error))}") from None
     return grammar
-
-
-@lru_cache(maxsize=64)
-def _checked(grammar: str) -> str:
-    """The grammar in llguidance's notation. Raises `ImportError` and `ValueError`."""
-    from llguidance import LLMatcher
-
-    kind, _, text = grammar.partition("\n")
-    if kind == "regex":
-        check_regex(text)
-        written: str = LLMatcher.grammar_from_regex(text)
-    elif kind == "json_schema":
-        check_schema(parse_json(text))
-        written = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
-    else:
-        raise ValueError(f"unknown kind {kind[:20]!r}")
-    has_failed, messages = LLMatcher.validate_grammar_with_warnings(written, limits=_limits())
-    if has_failed:
-        raise ValueError(messages[0])
-    return written
-
-
-def _limits() -> Any:
-    """A half to a tenth of llguidance's defaults: a hostile schema must not delay the other texts."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        max_items_in_row=1000,
-        initial_lexer_fuel=300_000,
-        step_lexer_fuel=100_000,
-        step_max_items=20_000,
-        max_lexer_states=50_000,
-        max_grammar_size=50_000,
-        verbose_errors=False,
-    )
 
 
 def _short(problem: str) -> str:
@@ -193,11 +156,11 @@ class Guides:
         except ImportError:
             raise GrammarError(f"a grammar {_MISSING}{installing('structured')}") from None
         try:
-            written = _checked(grammar)
+            written = checked(grammar)
         except ValueError as error:
             raise GrammarError(f"the text's grammar: {_short(str(error))}") from None
         guide = Guide(
-            lambda: LLMatcher(self._tokens(), written, log_level=0, limits=_limits()),
+            lambda: LLMatcher(self._tokens(), written, log_level=0, limits=limits()),
             [token for token in ends if token < self._size],
         )
         guide.check()

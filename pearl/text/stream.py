@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pearl.errors import RequestError
@@ -93,25 +93,26 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-# Not `tokenizers.DecodeStream` (0.23): for a character in byte tokens before an invalid byte ("<0xE4><0xBD><0xA0>",
-# then "<0xFF>") it returns the character, which is U+FFFD in the whole text; after a prompt that ends within a
-# character it returns the prompt's text again; and it hides the text that it holds back, which may complete a stop.
+# Not `tokenizers.DecodeStream` (0.23): after a prompt that ends within a character it returns the prompt's text again;
+# and it hides the text that it holds back, which may complete a stop.
 class Detokenizer:
     """Turns tokens into text as they come, with bounded work for each.
 
-    What `push` returns is final. Text that later tokens may change is held back: an incomplete character, and a run of
-    byte tokens such as "<0xE4>", which decoders read as a whole (one invalid byte makes all of it U+FFFD).  All pieces
-    joined are what decode(prompt + tokens) has beyond decode(prompt).  One exception: an invalid byte after more than
-    `PATIENCE` byte tokens in a row does not change the older ones.
+    What `push` returns is final; an incomplete character is held back, for `PATIENCE` tokens at most.  All pieces
+    joined are what decode(prompt + tokens) has beyond decode(prompt), except around bytes that are no UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._silent: dict[int, bool] = {}
-        self._ids = self._tail(prompt)  # the window that is decoded: context, then tokens whose text is held
+        spoken = (token for token in reversed(prompt) if not self.is_special(token))
+        tail = [*itertools.islice(spoken, CONTEXT)][::-1]
+        # Context, then tokens whose text is held. Byte tokens that begin amid a character would all be invalid.
+        self._ids = [*itertools.dropwhile(lambda id: _CONTINUATION_PIECE.fullmatch(tokenizer.token(id) or ""), tail)]
         self._held_from = len(self._ids)
-        self._given = tokenizer.decode(self._ids)  # the part of the window's text that was returned
-        self._given_whole = self._whole_characters()  # its length that no further token can change
+        # The context's text, without a character that the prompt's end has cut in two.
+        cut = (tokenizer.decode(self._ids[: max(0, self._held_from - n)]) for n in range(_LONGEST_CHARACTER))
+        self._given = next((text for text in cut if not text.endswith(REPLACEMENT)), tokenizer.decode(self._ids))
         self._pending = ""
 
     def is_special(self, token: int) -> bool:
@@ -130,80 +131,17 @@ class Detokenizer:
         if self.is_special(token):
             return ""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        self._pending = text[len(self._given) if text.startswith(self._given) else self._given_whole :]
-        if self._is_final(token):
-            return self._release(text)
-        if len(self._ids) - self._held_from > PATIENCE:
-            return self._lose_patience()
-        return ""
+        self._pending = self._tokenizer.decode(self._ids)[len(self._given) :]
+        is_whole = bool(self._pending) and not self._pending.endswith(REPLACEMENT)
+        return self.flush() if is_whole or len(self._ids) - self._held_from > PATIENCE else ""
 
     def flush(self) -> str:
         """The text still held, at the end; incomplete characters are U+FFFD."""
-        rest, self._pending = self._pending, ""
-        return rest
-
-    def _tail(self, prompt: Sequence[int]) -> list[int]:
-        """The end of the prompt, as context. It begins at a character, else a run of byte tokens would be invalid."""
-        tail = list(itertools.islice(self._spoken(reversed(prompt)), CONTEXT))[::-1]
-        amid = _LONGEST_CHARACTER - 1
-        return [*itertools.dropwhile(self._is_amid_character, tail[:amid]), *tail[amid:]]
-
-    def _whole_characters(self) -> int:
-        """The length of the returned text without a character that the prompt's end has cut in two."""
-        lengths = range(len(self._ids), len(self._ids) - _LONGEST_CHARACTER, -1)
-        texts = (self._tokenizer.decode(self._ids[: max(0, length)]) for length in lengths)
-        return len(next((text for text in texts if not text.endswith(REPLACEMENT)), self._given))
-
-    def _spoken(self, tokens: Iterator[int]) -> Iterator[int]:
-        return (token for token in tokens if not self.is_special(token))
-
-    def _is_byte(self, token: int) -> bool:
-        return _BYTE_PIECE.fullmatch(self._tokenizer.token(token) or "") is not None
-
-    def _is_amid_character(self, token: int) -> bool:
-        return _CONTINUATION_PIECE.fullmatch(self._tokenizer.token(token) or "") is not None
-
-    def _is_final(self, token: int) -> bool:
-        return bool(self._pending) and not self._pending.endswith(REPLACEMENT) and not self._is_byte(token)
-
-    def _release(self, text: str) -> str:
-        piece, self._pending, self._given = self._pending, "", text
-        if len(self._ids) > CONTEXT:  # the last piece is context enough: it starts and ends at a character
-            self._ids = self._ids[self._held_from :]
-            self._given = self._tokenizer.decode(self._ids)
-        self._held_from, self._given_whole = len(self._ids), len(self._given)
+        piece, self._pending = self._pending, ""
+        self._ids = self._ids[self._held_from :]  # a piece is context enough for the next: it starts at a character
+        self._given = self._tokenizer.decode(self._ids)
+        self._held_from = len(self._ids)
         return piece
-
-    def _lose_patience(self) -> str:
-        """Release all but what the last bytes may still become, and start a new window.
-
-        It begins at a character where the bytes are valid. Otherwise it may begin within one: UTF-8 resynchronises
-        within a character's length, which is less than the window.
-        """
-        unfinished = len(self._pending) - len(self.held)
-        waited = len(self._ids) - self._held_from - PATIENCE
-        if unfinished and waited < _LONGEST_CHARACTER:
-            return ""
-        unfinished = min(unfinished, _LONGEST_CHARACTER - 1)
-        piece, self._pending = _split(self._pending, unfinished)
-        self._ids = self._sound_end()
-        self._given, _ = _split(self._tokenizer.decode(self._ids), unfinished)
-        self._held_from, self._given_whole = len(self._ids), len(self._given)
-        return piece
-
-    def _sound_end(self) -> list[int]:
-        """The fewest last tokens that are whole characters, or a window's worth where bytes are invalid."""
-        for count in range(1, 2 * _LONGEST_CHARACTER):
-            if REPLACEMENT not in self._tokenizer.decode(self._ids[-count:]):
-                return self._ids[-count:]
-        return self._ids[-CONTEXT:]
-
-
-def _split(text: str, last: int) -> tuple[str, str]:
-    """`text` without its last characters, and these."""
-    at = max(0, len(text) - last)
-    return text[:at], text[at:]
 
 
 class StopMatcher:

@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
 
-Takes directories; `pearl.models.tokenizers` finds them by name.  Imports transformers only when a checkpoint is read
-for the first time.
+Takes directories; `pearl.models.tokenizers` finds them by name.  Imports transformers, which takes a process a second,
+only for a checkpoint without tokenizer.json.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pearl.config import SamplingParams
 from pearl.errors import ConfigError, ModelError
-from pearl.text import tokenizer_cache
-from pearl.text.chat_template import chat_prompt
+from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
-from pearl.text.tokenizer_cache import CachedTokenizer
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-OF_GGUF = "of_gguf"  # in a tokenizer_config.json that we made of a GGUF file
+_FILES = (  # of a tokenizer, and of how to sample
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
+)
 
 # Options that change which tokens come out, and the value at which each does nothing, as None always does.
 _UNSUPPORTED: Mapping[str, object] = {
@@ -71,8 +74,80 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
 
+class FileTokenizer:
+    """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
+
+    transformers' settings add special tokens and chat templates, one of which may be for tools ("tool_use").
+
+    Attributes:
+        eos: its own end token.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        import tokenizers
+
+        settings = _json(directory / "tokenizer_config.json")
+        self._tokenizer = tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        named = _json(directory / "special_tokens_map.json") | settings
+        self._special = {name: text for name, given in named.items() if (text := _special_token(name, given))}
+        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        for given in settings.get("added_tokens_decoder", {}).values():
+            if given["content"] not in known:
+                tokenizer.add_tokens([tokenizers.AddedToken(**given)])
+        tokenizer.add_special_tokens([t for t in self._special.values() if t not in known or not known[t].special])
+        self.eos: int | None = tokenizer.token_to_id(self._special.get("eos_token", ""))
+        self._templates = _templates(directory, settings)
+        pieces = {id: piece for piece, id in tokenizer.get_vocab(with_added_tokens=True).items()}
+        self.vocab_size = max(pieces) + 1  # added tokens may lie beyond a gap
+        self._pieces = [pieces.get(id) for id in range(self.vocab_size)]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        # As a batch of one: `encode` would hold the interpreter lock, for seconds on a long prompt.
+        (encoded,) = self._tokenizer.encode_batch_fast([check_characters(text)], add_special_tokens=special)
+        return list(encoded.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
+        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+
+    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
+        text = self.chat_text(messages, tools)
+        return None if text is None else self.encode(text, special=False)  # the template writes its own
+
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
+        template = self._templates.get("default")
+        if tools is not None:
+            template = self._templates.get("tool_use", template)
+        return None if template is None else chat_prompt(partial(render, template, tools, self._special), messages)
+
+    def token(self, id: int) -> str | None:
+        return self._pieces[id] if 0 <= id < self.vocab_size else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """What a checkpoint's file holds; nothing where it is missing. Raises `ValueError`, `OSError`."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _special_token(name: str, given: Any) -> str | None:
+    content = given.get("content") if isinstance(given, dict) else given
+    return content if name.endswith("_token") and isinstance(content, str) else None
+
+
+def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name; files win over tokenizer_config.json."""
+    given = settings.get("chat_template") or []
+    found = {"default": given} if isinstance(given, str) else {one["name"]: one["template"] for one in given}
+    found |= {file.stem: file.read_text("utf-8") for file in directory.glob("additional_chat_templates/*.jinja")}
+    if (file := directory / "chat_template.jinja").is_file():
+        found["default"] = file.read_text("utf-8")
+    return found
+
+
 class HFTokenizer:
-    """A tokenizer of transformers behind our interface."""
+    """A tokenizer of transformers behind our interface: of code in a checkpoint, or made of sentencepiece's files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -116,8 +191,6 @@ class HFTokenizer:
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
     """Raise `ModelError` unless every id that both have is the same token. Ids of only one are padding."""
     size = min(target.vocab_size, draft.vocab_size)
-    if isinstance(target, CachedTokenizer) and isinstance(draft, CachedTokenizer) and target.digest == draft.digest:
-        return  # without reading either's tokens
     if (wanted := _pieces(target, size)) == (found := _pieces(draft, size)):
         return
     id = next(id for id in range(size) if wanted[id] != found[id])
@@ -129,8 +202,6 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str,
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
-    if isinstance(tokenizer, CachedTokenizer) and size == tokenizer.vocab_size:
-        return tokenizer.digest
     return hashlib.blake2b(json.dumps(_pieces(tokenizer, size)).encode(), digest_size=16).digest()
 
 
@@ -140,65 +211,48 @@ def _pieces(tokenizer: Tokenizer, size: int) -> list[str | None]:
 
 def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer in a directory (or a hub id), and how the checkpoint wants to be sampled."""
-    directory = None if trust_remote_code or not Path(path).is_dir() else Path(path)
-    if directory is not None and (cached := tokenizer_cache.read(directory)) is not None:
-        return cached, GenerationDefaults(**{name: _hashable(value) for name, value in cached.settings.items()})
-    of_transformers = read_tokenizer(path, trust_remote_code)
-    tokenizer = HFTokenizer(of_transformers)
-    defaults = _defaults(_generation_config(path, trust_remote_code), tokenizer.eos)
-    if directory is not None:
-        digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-        tokenizer_cache.save(directory, of_transformers, tokenizer, asdict(defaults), digest)
-    return tokenizer, defaults
+    directory = _directory(path)
+    runs_code = trust_remote_code and "auto_map" in _json(directory / "tokenizer_config.json")
+    if (directory / "tokenizer.json").is_file() and not runs_code:
+        tokenizer: FileTokenizer | HFTokenizer = FileTokenizer(directory)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+    return tokenizer, _defaults(directory, tokenizer.eos)
 
 
-def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """transformers' tokenizer of a checkpoint.
+def _directory(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
 
-    One that we made of a GGUF file is read as it is: AutoTokenizer splits texts of any Qwen 2 by a rule of its own.
+    return Path(snapshot_download(path, allow_patterns=["config.json", *_FILES]))
+
+
+def copy_tokenizer(path: str, directory: Path) -> None:
+    """Copy what a checkpoint says of its tokenizer and of how to sample it. Raises `OSError`."""
+    source = _directory(path)
+    for file in (file for pattern in _FILES for file in source.glob(pattern) if file.is_file()):
+        (copy := directory / file.relative_to(source)).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
+    """The settings as transformers' generate() reads them. The EOS may be in config.json instead.
+
+    transformers' own defaults (GenerationConfig._get_default_generation_params: top_k 50) apply only where the
+    checkpoint samples. On a greedy one a request with a temperature gets no such filter.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    about = Path(path) / "tokenizer_config.json"
-    is_of_gguf = about.is_file() and json.loads(about.read_text()).get(OF_GGUF)
-    kind: Any = PreTrainedTokenizerFast if is_of_gguf else AutoTokenizer
-    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return tokenizer
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _generation_config(path: str, trust_remote_code: bool) -> GenerationConfig:
-    """generation_config.json; its EOS, or all of it where the file is missing, is taken from config.json."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        given: GenerationConfig | None = GenerationConfig.from_pretrained(path)
-    except OSError:
-        if (Path(path) / "generation_config.json").is_file():
-            raise  # it is damaged
-        given = None
-    if given is not None and given.eos_token_id is not None:
-        return given
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    derived = GenerationConfig.from_model_config(config)
-    if given is not None:
-        given.eos_token_id = derived.eos_token_id
-    return given or derived
-
-
-def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> GenerationDefaults:
-    """The settings as transformers' generate() reads them.
-
-    Unset options are None from transformers 5.0 on; its own defaults (GenerationConfig._get_default_generation_params:
-    top_k 50) apply only where the checkpoint samples. On a greedy one a request with a temperature gets no such filter.
-    """
-    samples = bool(config.do_sample)
-    given = {name: getattr(config, name) for name in _SETTINGS}
+    config = _json(directory / "generation_config.json")
+    if config.get("eos_token_id") is None:
+        model = _json(directory / "config.json")
+        found = (one.get("eos_token_id") for one in (model, model.get("text_config") or {}))
+        config["eos_token_id"] = next((eos for eos in found if eos is not None), None)
+    samples = bool(config.get("do_sample"))
+    given = {name: config.get(name) for name in (*_SETTINGS, "max_new_tokens")}
     unset = {**_SETTINGS, "top_k": 50 if samples and given["top_k"] is None else 0}
-    given["max_tokens"] = config.max_new_tokens
+    given["max_tokens"] = given.pop("max_new_tokens")
     invalid = {name: value for name, value in given.items() if value is not None and not _is_valid(name, value)}
     taken = {name: _first(value, unset.get(name)) for name, value in (given | dict.fromkeys(invalid)).items()}
     return GenerationDefaults(
@@ -208,11 +262,11 @@ def _defaults(config: GenerationConfig, tokenizer_eos: int | None) -> Generation
         min_p=float(taken["min_p"]),
         repetition_penalty=float(taken["repetition_penalty"]),
         max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
-        eos=_ids(_first(config.eos_token_id, tokenizer_eos)),
+        eos=_ids(_first(config["eos_token_id"], tokenizer_eos)),
         ignored=(
             *_ignored(config, samples),
             *(f"{name} {value}" for name, value in invalid.items()),
-            *(f"eos_token_id {token!r}" for token in _listed(config.eos_token_id) if not _is_whole(token)),
+            *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
         ),
     )
 
@@ -249,7 +303,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
-def _ignored(config: GenerationConfig, samples: bool) -> tuple[str, ...]:
+def _ignored(config: dict[str, Any], samples: bool) -> tuple[str, ...]:
     known = {**_UNSUPPORTED, **(_UNSUPPORTED_SAMPLING if samples else {})}
-    given = {name: getattr(config, name, None) for name in known}
+    given = {name: config.get(name) for name in known}
     return tuple(name for name in known if given[name] not in (None, known[name]))

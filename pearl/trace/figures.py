@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pearl.trace.latency import Latency
-from pearl.trace.report import Report, Worker
+from pearl.metrics import FIGURES
+from pearl.trace.report import Latency, Report, Worker
 
 _VERIFY = "forward: verify "  # followed by the number of tokens fed
-_COUNTS, _TIMES = ("prompt", "tokens"), ("queued", "first token", "ITL p50", "ITL p99")
-REQUEST_COLUMNS = ("request", "method", *_COUNTS, *_TIMES, "tokens/s", "tokens a step")
+_LATENCIES = [each for each in FIGURES if isinstance(each.of, str) and each.of in Latency.__dataclass_fields__]
+REQUEST_COLUMNS = ("request", "method", "prompt", "tokens", *(each.name for each in _LATENCIES))
 
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
@@ -29,31 +29,22 @@ def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
 
 def request_row(one: Latency) -> list[str]:
     """The values of `REQUEST_COLUMNS`."""
-    counts = [str(one.num_prompt_tokens), str(one.num_generated_tokens)]
-    times = [one.queue_seconds, one.seconds_to_first_token, one.itl_p50, one.itl_p99]
-    rates = [one.tokens_per_second, one.tokens_per_step]
-    return [one.request, one.method, *counts, *map(_ms, times), *("-" if r is None else f"{r:.2f}" for r in rates)]
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+    counts = str(one.num_prompt_tokens), str(one.num_generated_tokens)
+    return [one.request, one.method, *counts, *(each.text(one) or "-" for each in _LATENCIES)]
 
 
 def _figures(r: Report) -> dict[str, str]:
-    several = r.requests != 1
     figures = {
-        "wall": f"{r.wall:.3f} s, {r.requests} request" + ("s" if several else ""),
+        "wall": f"{r.wall:.3f} s, requests: {r.requests}",
         "tokens": f"{r.tokens}, {r.tokens_per_second:.2f} a second, prefill included",
     }
-    figures |= _latency(r.latency, "median " if several else "")
+    figures |= {each.name: text for each in _LATENCIES if (text := each.text(r.latency)) is not None}
     figures |= _worker("target", r.target)
     if r.draft:
         figures |= _worker("draft", r.draft)
         figures["both in a forward"] = f"{r.overlap:.1%}"
     figures |= {f"pace: {name}": f"{share:.1%}" for name, share in r.pace.items()}
     figures["steps"] = ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
-    if r.latency.tokens_per_step is not None:
-        figures["steps"] += f"; {r.latency.tokens_per_step:.2f} tokens a step"
     if r.draft:
         figures["steps that waited"] = ", ".join(f"{r.owners.get(k, 0)} for {k}" for k in ("draft", "transport"))
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
@@ -71,17 +62,6 @@ def _figures(r: Report) -> dict[str, str]:
         saved = r.alternation / r.wall if r.wall else 0.0
         figures["in alternation"] = f"{r.alternation:.3f} s, {saved:.2f} times as long"
     figures["recorder"] = f"{r.recorder:.2%} of the busier worker's time"
-    return figures
-
-
-def _latency(one: Latency, of: str) -> dict[str, str]:
-    figures = {}
-    if one.seconds_to_first_token is not None:
-        figures["first token (TTFT)"] = f"{of}{_ms(one.seconds_to_first_token)} from the submission, "
-        figures["first token (TTFT)"] += f"of these {_ms(one.queue_seconds)} in the queue"
-    if one.tokens_per_second:
-        figures["between tokens"] = f"TPOT {1e3 / one.tokens_per_second:.1f} ms; "
-        figures["between tokens"] += f"ITL p50 {_ms(one.itl_p50)}, p99 {_ms(one.itl_p99)}"
     return figures
 
 

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 from typing import Any
 
+from pearl.metrics import Stopwatch
 from pearl.trace.chrome import committed, incident
-from pearl.trace.latency import Latency, latencies, latency
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
 
@@ -40,6 +40,32 @@ class Forwards:
     count: int
     p50: float
     p99: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One request; or several: then medians over them, rates over all their tokens, and quantiles over all their gaps.
+    Times are seconds; None where too little was committed.
+
+    Attributes:
+        num_generated_tokens: committed tokens, an EOS included.
+        queue_seconds: from submission to start.
+        seconds_to_first_token: TTFT, from submission.
+        itl_p50, itl_p99: quantiles of the time between neighbouring tokens; 0 where both came together.
+        tokens_per_second: tokens after the first commit over the time after it: 1 / TPOT.
+        tokens_per_step: tokens over target forwards after the prefill.
+    """
+
+    request: str
+    method: str
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    queue_seconds: float
+    seconds_to_first_token: float | None
+    itl_p50: float | None
+    itl_p99: float | None
+    tokens_per_second: float | None
+    tokens_per_step: float | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +136,7 @@ def report(trace: Trace) -> Report:
     tokens, histogram = _committed(target)
     t_draft = forwards["draft"].p50 if "draft" in forwards else 0.0
     t_target = median(s.seconds for s in verifications) if verifications else 0.0
+    *per_request, together = latencies(trace)
     windows = [value for at, value in trace.counters.get("window", []) if at <= end and value]
     return Report(
         method=trace.method,
@@ -130,10 +157,51 @@ def report(trace: Trace) -> Report:
         window=median(windows) if draft and windows else 0.0,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
         recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall,
-        latency=latency(trace),
-        per_request=latencies(trace),
+        latency=together,
+        per_request=per_request,
         notes=_notes(trace, *shares),
         **_outcomes(draft),
+    )
+
+
+def latencies(trace: Trace) -> list[Latency]:
+    """Of each request, in order of their start, and last of all together."""
+    steps, watches = Counter[Any](), {}
+    for whole in trace.requests:
+        watches[whole.args.get("request")] = whole, Stopwatch(submitted=whole.start, begun=whole.start)
+    for one in trace.target:
+        if one.name in VERIFICATIONS:
+            fed = one.args.get("requests", [one.args.get("request")])
+            steps.update(number for number in fed if number not in one.args.get("prompts", ()))
+        elif one.name == "decide":
+            event = one.args["event"]
+            if event["type"] == "Submit" and event["request"] in watches:
+                watch = watches[event["request"]][1]
+                watch.submitted = min(watch.submitted, one.start)
+            for number, provenance in committed(one.args):
+                if number in watches:
+                    watches[number][1].committed(len(provenance), one.end)
+    found = [(*watch, steps[number]) for number, watch in watches.items()]
+    return [*(_latency([one], one[0].name.removeprefix("request ")) for one in found), _latency(found, "all")]
+
+
+def _latency(requests: Sequence[tuple[Slice, Stopwatch, int]], name: str) -> Latency:
+    """`requests`: the slice of each, its times, and its target forwards after the prefill."""
+    watches = [watch for _, watch, _ in requests]
+    together = Stopwatch(gaps=[gap for watch in watches for gap in watch.gaps])
+    firsts = [watch.first - watch.submitted for watch in watches if watch.first is not None]
+    tokens, steps = sum(watch.generated for watch in watches), sum(steps for *_, steps in requests)
+    return Latency(
+        request=name,
+        method=", ".join(dict.fromkeys(whole.method for whole, *_ in requests)),
+        num_prompt_tokens=sum(whole.args.get("prompt_tokens", 0) for whole, *_ in requests),
+        num_generated_tokens=tokens,
+        queue_seconds=median_low(watch.begun - watch.submitted for watch in watches),
+        seconds_to_first_token=median_low(firsts) if firsts else None,
+        itl_p50=together.token_latency(0.5),
+        itl_p99=together.token_latency(0.99),
+        tokens_per_second=together.tokens_per_second,
+        tokens_per_step=tokens / steps if steps else None,
     )
 
 

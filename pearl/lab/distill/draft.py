@@ -22,7 +22,7 @@ from pearl.lab.distill.teacher import Teacher
 from pearl.models.checkpoint import resolve_checkpoint
 from pearl.models.loading import load_model
 from pearl.models.tokenizers import load_tokenizer
-from pearl.text.tokenizer import check_same_vocabulary, read_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary, copy_tokenizer
 
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
@@ -129,7 +129,7 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
             shutil.rmtree(leftover, ignore_errors=True)
         written: Any = copy.deepcopy(model)
         written.to(torch.bfloat16).save_pretrained(building)
-        _save_tokenizer(target, building)
+        copy_tokenizer(resolve_checkpoint(target), building)
         (building / "distillation.json").write_text(json.dumps(about, indent=1))
         if directory.exists():
             os.replace(directory, old)
@@ -140,12 +140,3 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
         raise DistillError(
             f"cannot write the draft to {directory}: {error}. The last checkpoint is whole: make room, and --resume"
         ) from error
-
-
-def _save_tokenizer(target: str, directory: Path) -> None:
-    from transformers import GenerationConfig
-
-    path = resolve_checkpoint(target)
-    read_tokenizer(path).save_pretrained(directory)
-    if (Path(path) / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(path).save_pretrained(directory)

@@ -1,0 +1,75 @@
+"""Grammars in llguidance's notation, each tried in a process of its own before a parser of it is made here.
+
+llguidance's limits do not count everything: twenty short patterns in one `allOf` take it half a minute, a `multipleOf`
+of millions gigabytes, and nothing interrupts it. This module is that process, too, so it imports nothing else of PEARL.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+SECONDS = 0.3  # of a processor, to make a parser and its first step; usual schemas take a hundredth
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON: small models may write nothing else for ever
+
+
+def limits() -> LLParserLimits:
+    """A half to a tenth of llguidance's defaults: a step of a hostile grammar must not delay the other texts."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=50_000,
+        verbose_errors=False,
+    )
+
+
+@lru_cache(maxsize=64)
+def checked(grammar: str) -> str:
+    """A grammar (its kind, a line feed, its text) in llguidance's notation. Raises `ImportError`, `ValueError`."""
+    import llguidance  # noqa: F401
+
+    tried = subprocess.run([sys.executable, "-m", __name__], input=grammar.encode(), capture_output=True)
+    if tried.returncode:
+        raise ValueError(f"its parser would take more than {SECONDS} s to make, or too much memory")
+    if tried.stdout:
+        raise ValueError(tried.stdout.decode())
+    return _written(grammar)
+
+
+def _written(grammar: str) -> str:
+    from llguidance import LLMatcher
+
+    kind, _, text = grammar.partition("\n")
+    if kind == "regex":
+        return str(LLMatcher.grammar_from_regex(text))
+    if kind != "json_schema":
+        raise ValueError(f"unknown kind {kind[:20]!r}")
+    return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE}))
+
+
+def _try(grammar: str) -> str:
+    """Why no parser can be made; empty if one can. A signal ends the process where it takes too long."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        matcher = LLMatcher(LLTokenizer("byte"), _written(grammar), log_level=0, limits=limits())
+    except ValueError as error:
+        return str(error)
+    matcher.compute_logit_bias()
+    return str(matcher.get_error())
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(_try(sys.stdin.buffer.read().decode()).encode())

@@ -1,0 +1,145 @@
+"""Recordings that a front begins and ends while an engine runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pearl.config import SamplingParams
+from pearl.engine import Engine
+from pearl.engine.attach import attach
+from pearl.errors import TraceError
+from pearl.protocol import messages
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.messages import Begin
+from pearl.protocol.options import RequestOptions
+from pearl.protocol.sequence import extend_digest
+from pearl.trace.reading import read
+from pearl.trace.recorder import Recorder
+from pearl.trace.replay import replay
+from pearl.trace.report import report
+from pearl.trace.tracer import Tracer
+from pearl.worker.recording import Recordings
+from tests.traced import check_sound
+
+BOUND = 60.0
+SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+
+
+def test_off_means_that_nothing_is_recorded(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even taken down and thrown away: that would cost a worker as much as recording."""
+    assert toy.config.trace is None
+    monkeypatch.setattr(Tracer, "record", lambda *_: pytest.fail("recorded"))
+    drafter = Drafter(100)
+    begin = Begin(1, 0, (1, 2), 5, extend_digest(0, (1, 2)), RequestOptions())
+    assert Tracer().deciding(drafter)(begin) == Drafter(100).handle(begin)
+    assert Tracer().computing(lambda command: command)(5) == 5
+    toy.generate([[1, 2, 3]], SHORT, method="pearl")
+    assert not list(toy.directory.glob("*.part"))
+
+
+def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_path: Path) -> None:
+    """Each can be replayed, though the engine had a history before it: caches, an epoch, a draft that has joined."""
+    for name, methods in {"a.json": ["pearl"], "b.json": ["sd", "ar"]}.items():
+        toy.generate([[1, 2, 3]], SHORT, method="pearl")
+        toy.start_trace(tmp_path / name)
+        texts = [toy.generate([[1, 2, 3]], SHORT, method=method)[0] for method in methods]
+        assert toy.stop_trace() == tmp_path / name
+        trace = read(tmp_path / name)
+        found = report(trace)
+        check_sound(trace.path)
+        assert (found.requests, found.method) == (len(methods), ", ".join(methods))
+        assert found.tokens == sum(len(text.tokens) for text in texts)
+        assert replay(trace).difference is None
+    assert not list(toy.directory.glob("*.part"))
+
+
+def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no trace is being recorded"):
+        toy.stop_trace()
+    with pytest.raises(TraceError, match="directory that exists"):
+        toy.start_trace(tmp_path / "nowhere" / "t.json")
+    toy.start_trace(tmp_path / "t.json")
+    with pytest.raises(TraceError, match="already"):
+        toy.start_trace(tmp_path / "u.json")
+    with attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
+        other.start_trace(tmp_path / "u.json")
+    toy.generate([[1, 2, 3]], SHORT, method="pearl")
+    toy.stop_trace()
+    assert replay(read(tmp_path / "t.json")).difference is None
+
+
+def recordings(directory: Path) -> tuple[Recordings, Tracer, list[Any]]:
+    """With what it posts."""
+    posted: list[Any] = []
+    tracer = Tracer(None, lambda number: Recorder(directory / f"{number}.part", {"role": "target"}))
+    return Recordings(tracer, lambda message, peer: posted.append((message, peer)), lambda: None), tracer, posted
+
+
+def test_a_draft_that_never_answers_holds_up_no_recording(tmp_path: Path) -> None:
+    asked, _, posted = recordings(tmp_path)
+    begin, end = messages.Trace(1, True), messages.Trace(1, False)
+    asked.wish(b"front", begin)
+    assert asked.begin_or_end() == begin
+    asked.wish(b"front", end)
+    now = time.monotonic()
+    asked.look(now + 30)
+    assert asked.begin_or_end() is None, "it waits"
+    assert not posted
+    asked.look(now + 61)
+    assert posted == [(begin, b"front")]
+    asked.done(begin)
+    assert posted == [(begin, b"front")], "a late answer is none"
+    assert asked.begin_or_end() == end
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_recording_that_is_given_up_before_it_begins_never_does(tmp_path: Path, leaves: bool) -> None:
+    """It began once there was a pause, for nobody, and its parts stayed."""
+    asked, tracer, posted = recordings(tmp_path)
+    asked.wish(b"front", messages.Trace(1, True))
+    asked.wish(b"other", messages.Trace(2, True))
+    assert asked.fronts == {b"front", b"other"}, "they wait, and must hear that the target lives"
+    if leaves:
+        asked.lose(b"front")
+    else:
+        asked.wish(b"front", messages.Trace(1, False))
+    assert asked.begin_or_end() == messages.Trace(2, True)
+    assert not posted
+    tracer.stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["2.part"]
+
+
+KILLED_FRONT = """
+import sys, time
+from pathlib import Path
+from pearl.engine.attach import attach
+engine = attach(Path(sys.argv[1]))
+engine.start_trace(sys.argv[2])
+print("recording", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_FRONT, str(toy.directory), str(tmp_path / "a.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        assert front.stdout.readline() == "recording\n"
+        front.kill()
+    deadline = time.monotonic() + BOUND
+    while True:
+        toy.generate([[1, 2, 3]], SHORT, method="pearl")  # the target learns of it when it has something to say to it
+        try:
+            toy.start_trace(tmp_path / "b.json")
+            break
+        except TraceError:
+            assert time.monotonic() < deadline
+    toy.generate([[1, 2, 3]], SHORT, method="pearl")
+    toy.stop_trace()
+    assert report(read(tmp_path / "b.json")).requests == 1
