@@ -43,10 +43,16 @@ SPEEDS: list[tuple[str, int, float]] = [  # method, window, what the closed form
 
 @pytest.mark.parametrize(("method", "window", "times"), SPEEDS)
 def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, times: float) -> None:
-    """Within a hundredth; test_window has yields, phases and runs."""
+    """Within a hundredth. And so are tokens a step, of sd as Leviathan et al. have it, and runs, by theorem 2."""
     work = independent(STEADY, 0.8, 20, 1000, 1)
     found = run(work, RequestOptions(method, "fixed", window))
     assert found.tokens_per_second * 5 == pytest.approx(times, rel=0.01)
+    if method == "sd":
+        assert found.tokens_per_step == pytest.approx(theory.sd_tokens_per_step(0.8, window), rel=0.01)
+    if (method, window) == ("pearl", 5):
+        assert found.tokens_per_step == pytest.approx(theory.pearl_tokens_per_step(0.8, 5), rel=0.01)
+        assert found.tokens_per_step == pytest.approx(2.28, rel=0.01), "as the paper states"
+        assert found.accepted_per_run == pytest.approx(theory.run_accepted(0.8), rel=0.01)
 
 
 @pytest.mark.parametrize(
